@@ -60,6 +60,10 @@ def decode(
     """Answer a prompt greedily, from a cache that has read the first tokens of the prompt, or of prompt and answer.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
+        prompt: all token ids of the prompt, those in `cache` included.
+        max_tokens: limit of the answer's tokens, `begun` included.
         cache: the prompt cache to decode from.
         report: the report of the cache's compression. None if the cache is not compressed yet: the other tokens are
             read and compressed by `stream_generate`.
@@ -165,6 +169,8 @@ def compare(
     The prompt is read once for all methods that choose from full caches.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
         tokens: the prompt's token ids.
         methods: the full cache, and then the methods that are compared with it.
         max_tokens: limit of each answer.

@@ -27,6 +27,7 @@ def page(
 
     Args:
         model: the model's name.
+        tokenizer: the model's tokenizer, for the texts of the prompt's tokens.
         tokens: the prompt's token ids.
         answers: the full cache's answer, and the answers compared with it.
         table: the figures of all answers.

@@ -46,14 +46,17 @@ class Contender:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the cache keeps all entries and every token chooses which of them it reads."""
+        """Return whether the cache keeps all entries and every token chooses which of them it reads."""
         return isinstance(self.policy, Sparse)
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """Return a layer's cache, ready to decode after a prompt of `context` tokens.
 
         Args:
-            keys, values: `(B, n_kv_heads, n, head_dim)`, the entries of the cache.
+            layer: the layer that the cache serves.
+            keys: `(B, n_kv_heads, n, head_dim)`, the entries of the cache.
+            values: like `keys`.
+            context: number of tokens of the prompt; if it is more than `n`, the other entries were evicted.
         """
         entries = Entries(keys, values)
         if self.policy is None:

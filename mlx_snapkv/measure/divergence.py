@@ -31,17 +31,19 @@ class Reference:
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
+        """Copy the tokens; predictions are computed when they are first asked for."""
         self._reading = reading
         self._n_fed = n_fed
         self.prompt = [*reading.tokens, *tokens[:n_fed]]
         self._tokens = list(tokens[n_fed:])
 
     def __len__(self) -> int:
+        """Return the number of judged tokens."""
         return len(self._tokens)
 
     @cached_property
     def logprobs(self) -> mx.array:
-        """The full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
+        """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
             # The full cache has read the whole prompt, so the first token is missing.
@@ -51,7 +53,7 @@ class Reference:
 
     @property
     def _first(self) -> mx.array:
-        """The full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
+        """Return the full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
@@ -82,7 +84,7 @@ class Reference:
             **options: other keywords of `generate_step`.
         """
         tokens = iter(self._tokens)
-        n_before = len(self)  # tokens predicted before the compression; all if there is none
+        n_before = len(self)  # predicted before the compression; all tokens without one
         predictions: list[mx.array] = []
 
         def note_compression(report: CompressionReport) -> None:

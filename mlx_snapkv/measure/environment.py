@@ -62,7 +62,8 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     """Return what a bug report needs, as names and values.
 
     Args:
-        model, name: a model and its name, to add whether MLX has fused attention kernels for it.
+        model: a model, to add whether MLX has fused attention kernels for it; None adds nothing.
+        name: the model's name.
     """
     about = setting()
     hardware = about["machine"]

@@ -77,6 +77,10 @@ def run(
     """Measure the pieces with all methods in all settings, and return the records; see `Results.complete`.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
+        pieces: the pieces of the user's texts.
+        methods: the full cache, policies and sparse attention.
         settings: some of `FIDELITY_SETTINGS`.
         questions: the questions about the pieces; they take turns.
         n: limit of an answer's tokens.
@@ -149,7 +153,11 @@ def read_piece(
     """Read a piece once for all policies, and return by setting what is compressed and what is judged.
 
     Args:
+        model: an mlx-lm model.
+        piece: the piece.
         frame: the tokens around the piece.
+        policies: the settings of all methods; None for the full cache.
+        settings: some of `FIDELITY_SETTINGS`.
         n: limit of an answer's tokens.
         stops: tokens that end an answer.
     """
@@ -177,7 +185,10 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
     """Return a policy's or the full cache's figures for one piece; some of them are arrays.
 
     Args:
-        reading, reference: what `read_piece` returns for the setting.
+        setting: one of `FIDELITY_SETTINGS`.
+        reading: the text to compress, as `read_piece` returns it for the setting.
+        reference: the tokens to judge, as `read_piece` returns them for the setting.
+        policy: the method's setting; None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _generated(reading, reference, policy)
@@ -257,7 +268,9 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
     A piece whose answer ended before the compression is left out; a mean over no pieces is None.
 
     Args:
-        full, first: the records of the full cache and of the first policy, about the same pieces in the same order.
+        own: the method's records, one for each piece.
+        full: the full cache's records, about the same pieces in the same order.
+        first: the first policy's records, about the same pieces in the same order.
     """
     judged = [i for i, record in enumerate(own) if record["judged"]]
     documents = [own[i]["document"] for i in judged]

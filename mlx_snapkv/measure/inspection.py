@@ -67,11 +67,12 @@ class Inspection:
 
     @property
     def n_tokens(self) -> int:
+        """Return the number of prompt tokens."""
         return len(self.tokens)
 
     @property
     def kept(self) -> np.ndarray:
-        """Bool `(n_layers, n_kv_heads, n_tokens)`, whether a head keeps a token's entry."""
+        """Return bool `(n_layers, n_kv_heads, n_tokens)`, whether a head keeps a token's entry."""
         kept = np.zeros((*self.positions.shape[:2], self.n_tokens + 1), bool)
         # The padding of -1 marks the last column, which is dropped.
         np.put_along_axis(kept, self.positions.astype(np.int64), True, axis=-1)
@@ -79,7 +80,7 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """The share (0 to 1) of the voters' attention that the kept entries of each layer received; None if unknown."""
+        """Return for each layer the share (0 to 1) of the voters' attention that its kept entries received, or None."""
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 
@@ -153,10 +154,13 @@ def inspect_prompt(
     speed means nothing.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
         prompt: a text, to which no chat template is applied, or token ids; see `stream_generate`.
         max_tokens: limit of the answer's tokens.
-        snapkv, policy: see `stream_generate`; "auto" is not allowed. Without a policy, or below its `min_ctx`, no entry
-            is evicted.
+        snapkv: see `stream_generate`.
+        policy: see `stream_generate`; "auto" is not allowed. Without a policy, or below its `min_ctx`, no entry is
+            evicted.
         **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
     Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy can't be read, or the model is not
@@ -230,9 +234,12 @@ def _make_inspection(
     """Return the recorder's records with the texts of the tokens.
 
     Args:
+        tokenizer: the model's tokenizer.
         tokens: the prompt's token ids.
+        compress: the policy or policies; None for the full cache.
         layers: indices of the model's full-attention layers.
         n_layers: number of all layers.
+        recorder: the recorder of the finished request.
         responses: mlx-lm's responses, one for each token of the answer.
     """
     n_prompt = len(tokens)

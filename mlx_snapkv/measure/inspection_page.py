@@ -28,6 +28,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     """Return the HTML page of one prompt under one or more policies, side by side.
 
     Args:
+        inspections: one inspection for each policy, of the same prompt.
         model: the model's name.
         special: ids of special tokens, which the page marks.
 
@@ -75,6 +76,7 @@ def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
     """Return the page's data of one inspection, with indices of groups instead of tokens.
 
     Args:
+        inspection: the inspection of one policy.
         group_of: `(n_tokens,)`, the group of each token of the prompt.
     """
     attended = inspection.attended

@@ -20,8 +20,10 @@ def difference(
     independent, so a resample draws whole documents with replacement: for each task as many as it has.
 
     Args:
-        scores, reference: the two methods' scores, in the order of the questions.
-        groups, tasks: the document and the task of each question; by default there is one task.
+        scores: the method's score for each question.
+        reference: the other method's score for each question.
+        groups: the document of each question.
+        tasks: the task of each question; by default there is one task.
 
     Returns:
         The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and the numbers of
@@ -31,7 +33,7 @@ def difference(
     documents = np.array([repr(group) for group in groups])
     task_names = np.array([repr(task) for task in tasks or [None] * len(changes)])
     rng = np.random.default_rng(0)
-    means, resampled = [], []  # by task
+    means, resampled = [], []  # for each task
     for name in dict.fromkeys(task_names):
         in_task = task_names == name
         means.append(changes[in_task].mean())

@@ -30,12 +30,13 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
+        """Replace the option `when` of sparse attention by "always"."""
         if isinstance(self.policy, Sparse):
             object.__setattr__(self, "policy", replace(self.policy, when="always"))
 
     @property
     def name(self) -> str:
-        """The method's name in tables."""
+        """Return the method's name in tables."""
         if self.policy is None:
             return FULL_CACHE
         setting = self.policy
@@ -49,7 +50,7 @@ class Method:
 
     @property
     def shares_reading(self) -> bool:
-        """Whether the method can compress a prompt that was read once for several methods."""
+        """Return whether the method can compress a prompt that was read once for several methods."""
         return not self.options and shares_reading(self.policy)
 
 

@@ -67,20 +67,24 @@ class SharedKVCache(RecordingKVCache):
     """
 
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any):
+        """Start empty, with room for `capacity` entries; the recorders hold only queries."""
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
 
     def record(self, captured: Captured) -> None:
+        """Give the queries of a call to every recorder, and the position of the next token."""
         for recorder in self.recorders:
             recorder.offset = self.offset
             recorder.record(captured)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
+        """Return whether any recorder waits for the queries of layers that read the same entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self) -> tuple:
+        """Return the entries and all recorded queries, so that mlx-lm's prefill loop evaluates both."""
         return *super().state, [x.state for x in self.recorders]
 
 
@@ -90,10 +94,12 @@ class Reading:
     `compressed` keeps the same entries as `prefill` and `generate_step`, whichever other policies share the reading.
 
     Args:
+        model: an mlx-lm model.
         tokens: all tokens of the prompt.
         caches: caches that have read the prompt except its last tokens, `unread`, which are read now.
         recorders: the caches that record queries for each policy.
-        suffixes: by suffix, the recorders of the prompt that the suffix ends; see `followed_by`.
+        suffixes: for each suffix the recorders of the prompt that the suffix ends; see `followed_by`.
+        unread: the last tokens of the prompt, at least one.
         **options: keywords of mlx-lm's `generate_step` for the prefill.
 
     Attributes:
@@ -110,6 +116,7 @@ class Reading:
         unread: Sequence[int],
         **options: Any,
     ):
+        """Read the `unread` tokens, and let every recorder take the queries that its policy needs."""
         self.model = model
         self.tokens = list(tokens)
         self._caches = caches
@@ -244,6 +251,8 @@ def read_once(
     """Read a prompt on full caches, and record the queries that each policy needs.
 
     Args:
+        model: an mlx-lm model.
+        tokens: token ids of the prompt.
         policies: all policies that `Reading.compressed` will be asked for.
         suffixes: token ids that `Reading.followed_by` may append to the prompt.
         **options: keywords of mlx-lm's `generate_step`; by default, a chunk has `largest_chunk()` tokens.
@@ -275,6 +284,9 @@ def read_sparsely(
     """Read a prompt with sparse attention, and return the caches that answer tokens read, and the report.
 
     Args:
+        model: an mlx-lm model.
+        sparse: the options of sparse attention.
+        tokens: token ids of the prompt.
         later: tokens that are read after the prompt, as the next turn of a conversation; the report is about this turn.
     """
     earlier_cache: list | None = None
@@ -310,7 +322,7 @@ def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
     Policies that need the same queries share their caches.
     """
     recorders: Recorders = {}
-    by_queries: dict[tuple, list[RecordingKVCache]] = {}  # by the positions of the queries
+    by_queries: dict[tuple, list[RecordingKVCache]] = {}  # positions of the queries -> caches
     for policy in policies:
         plan = _plan(model, policy, n_prompt)
         if plan.reason is None:

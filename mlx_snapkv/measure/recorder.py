@@ -48,6 +48,7 @@ class Recorder:
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
+        """Start without records."""
         self._n_layers = len(layers)
         self._n_prompt = n_prompt
         self._n_positions = n_prompt + max_tokens + 1
@@ -144,7 +145,7 @@ class Recorder:
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions kept `(n_layers, n_kv_heads, n)`, with -1 as padding; all, if no entry was evicted."""
+        """Return the positions kept, `(n_layers, n_kv_heads, n)`, padded with -1; all positions without an eviction."""
         all_positions = np.arange(self._n_prompt, dtype=np.int32)
         by_layer = [
             self.kept.get(i, np.tile(all_positions, (n_heads, 1)))

@@ -24,17 +24,20 @@ class Results:
 
     Args:
         setting: what all records have in common.
+        path: the file, which need not exist; None keeps the records in memory only.
 
     Raises: SnapKVError: the file has another setting, or was not written by this class.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
+        """Read the records that the file has already."""
         self._setting = setting
         self._records: dict[tuple, Record] = {}
         self._lines = None if path is None else JsonLines(path, b'{"')
         self._read()
 
     def __enter__(self) -> "Results":
+        """Lock the file, read it again, and write the setting if the file is empty."""
         if self._lines is not None:
             self._lines.open(self._read)
             if self._lines.is_empty:
@@ -42,6 +45,7 @@ class Results:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the file and release the lock."""
         if self._lines is not None:
             self._lines.close()
 

@@ -59,6 +59,8 @@ def measure_speed(
     """Measure a plan, and return the rows of the benchmark's JSON file, one per context length and contender.
 
     Args:
+        model: the mlx-lm model to measure.
+        plan: the lengths, contenders and repetitions.
         on_start: receives "decoding" or "reading" when it begins, and its number of lengths.
         on_rows: receives all rows so far after each length.
     """
@@ -199,7 +201,10 @@ def answer_prompt(
     """Answer a prompt by `generate_step`, and return the seconds to the first token and the report.
 
     Args:
+        model: an mlx-lm model.
+        prompt: `(T,)` token ids.
         cache: an empty prompt cache, which holds the compressed entries afterwards.
+        max_tokens: limit of the answer's tokens, at least 1.
         **options: other keywords of `generate_step`.
     """
     reports: list[CompressionReport] = []

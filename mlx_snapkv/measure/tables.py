@@ -24,6 +24,7 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
+        """Add a row, with one cell for each column."""
         self.rows.append(list(cells))
 
 

@@ -46,6 +46,7 @@ class Texts:
     """
 
     def __init__(self, paths: Sequence[str]):
+        """Read all files; folders are searched recursively."""
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
         self.n_unread = 0
@@ -85,8 +86,10 @@ class Texts:
         """Return at most `n_pieces` disjoint pieces: the first piece of every text, then the second of every text, ...
 
         Args:
+            tokenizer: the model's tokenizer.
             length: tokens of a piece.
             n_following: tokens after it.
+            n_pieces: number of pieces to return at most.
 
         Raises: SnapKVError: no text is long enough.
         """
@@ -127,6 +130,9 @@ def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterat
     """Yield a text's successive pieces; the text is tokenized when the first piece is asked for.
 
     Args:
+        name: the text's name.
+        text: the text.
+        tokenizer: the model's tokenizer.
         length: tokens of a piece.
         size: tokens of a piece and the tokens that follow it.
     """
@@ -153,6 +159,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
     """Return the tokens around a text and a question about it, in the chat template if the tokenizer has one.
 
     Args:
+        tokenizer: the model's tokenizer.
         question: None for a text without a question.
     """
     start = tokenizer.encode("")  # only special tokens
