@@ -29,7 +29,8 @@ class Settings:
     """The server's settings.
 
     Attributes:
-        host, port: address to listen on.
+        host: address to listen on.
+        port: port to listen on.
         api_key: key that clients must send; None if they need none.
         origins: origins of web pages that may send requests (CORS).
         hosts: other host names of this machine.
@@ -50,6 +51,7 @@ class Settings:
     volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
+        """Check key, origins and host names. Raises: SnapKVError: see the class."""
         if not self.api_key and not _is_local(self.host):
             raise SnapKVError(
                 f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "
@@ -89,6 +91,7 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
+        """Wrap an application; without a key, requests must name this machine or one of the settings' hosts."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -96,11 +99,12 @@ class Gate:
         self._hosts = {*LOCAL, *(_host_name(host) for host in own_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check an HTTP request, pass it to the application, and count the response by its status."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope = _normalize(scope)
-        status = 0  # of the response; 0 until it begins
+        status = 0  # HTTP status; 0 until the response begins
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status

@@ -45,6 +45,13 @@ class Limits:
 class Admission:
     """Keeps requests within the limits, and shrinks the prefix cache to make room for them.
 
+    Args:
+        limits: the limits that the server's user has set.
+        model: the model that is served.
+        options: keywords of the `CompressedBatchGenerator`.
+        prefixes: the prefix cache, which gives up memory for requests.
+        metrics: counts the open requests.
+
     Attributes:
         bounds: the model's limits on an answer.
     """
@@ -57,6 +64,7 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
+        """Compute the model's bounds and, with a memory limit, the sizes of its entries."""
         self._limits = limits
         self._prefixes = prefixes
         self._open_requests = metrics.open_requests
@@ -117,6 +125,8 @@ class Admission:
         """Return whether a request fits beside the running requests; if so, shrink the prefix cache to make room.
 
         Args:
+            request: the request that waits longest.
+            running: the requests that are being answered.
             kv_bytes: bytes of the running requests' caches.
         """
         if len(running) >= self._limits.concurrency:

@@ -19,12 +19,15 @@ class ApiError(HTTPException):
     """An HTTP status and a sentence.
 
     Attributes:
-        kind, code, param: OpenAI's `type`, `code` and `param`.
+        kind: OpenAI's `type`, which follows from the status.
+        code: OpenAI's `code`; None if it is not set.
+        param: the field of the body that the error is about; None if it is about no single field.
     """
 
     def __init__(
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
+        """Take the sentence as the error's `detail`; `headers` are added to the response."""
         super().__init__(status, sentence, headers)
         default_kind = "server_error" if status >= 500 else "invalid_request_error"
         self.kind = ERROR_TYPES.get(status, default_kind)

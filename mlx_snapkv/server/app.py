@@ -139,6 +139,8 @@ def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: On
     """Serve until a signal comes, or until the server's `should_exit` is set.
 
     Args:
+        engine: answers the requests.
+        settings: the address, and who may send requests.
         place: the listening socket.
         on_start: called with the server once it accepts requests.
     """

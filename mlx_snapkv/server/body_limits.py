@@ -60,6 +60,7 @@ def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -
     Args:
         decompressor: zlib's object, which has taken the earlier parts.
         data: the compressed part.
+        max_bytes: limit of the bytes to return.
         is_last: whether the body ends with this part.
 
     Raises: zlib.error: the data is malformed, or the body ends before its compressed data does.

@@ -20,6 +20,7 @@ class ChangingLines:
     """Compares the system prompts of requests, and warns once of each line that changes."""
 
     def __init__(self) -> None:
+        """Start without remembered prompts."""
         self._prompts: deque[str] = deque(maxlen=REMEMBERED)
         self._logged_once = LoggedOnce()
 

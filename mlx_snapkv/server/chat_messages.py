@@ -24,7 +24,7 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """The format in the form of chat completions."""
+        """Return the format in the form of chat completions."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.schema_}}
         return {"type": self.type}
@@ -74,7 +74,9 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
 
     Args:
         body: the body of another API; fields that this API does not have are passed on, except `n`.
-        fields: fields of the chat completion; None leaves a field out.
+        messages: the messages, parsed.
+        tools: the tools in OpenAI's form; None or an empty list without tools.
+        **fields: fields of the chat completion; None leaves a field out.
 
     Raises: SnapKVError: the request can't be answered.
     """

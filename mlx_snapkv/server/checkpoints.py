@@ -25,9 +25,15 @@ class Checkpoints:
 
     A policy that evicts only after the prompt compresses a copy of the caches, so the prefix cache holds all entries of
     the prompt. A policy that evicts during prefill leaves only compressed caches, after the answer.
+
+    Args:
+        prefixes: the prefix cache.
+        loaded: the model that is served.
+        options: keywords of the `CompressedBatchGenerator`.
     """
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
+        """Find what the setting and the model's caches allow to be kept and continued."""
         self._prefixes = prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
@@ -52,6 +58,7 @@ class Checkpoints:
         """Return caches that have read a prefix of the prompt, and its number of tokens; `(None, 0)` if none fits.
 
         Args:
+            prompt: token ids of the whole prompt.
             full_cache: whether the request is answered from all entries, whatever the setting.
         """
         if full_cache and self._reads_sparsely:

@@ -59,7 +59,9 @@ class Engine:
         load: loads the model, in the engine's thread, since MLX binds arrays to the thread that makes them.
         options: keywords of the `CompressedBatchGenerator`.
         prefixes: the prefix cache.
+        limits: limits of requests, of their number and of KV memory.
         defaults: values of fields that a request leaves out.
+        metrics: counts requests, tokens and memory.
         open_files: returns the folder in which prefixes are also kept, or None.
 
     Attributes:
@@ -79,6 +81,7 @@ class Engine:
         metrics: Metrics,
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
+        """Start the thread, and wait until it has loaded the model. Raises: the exception of `load`."""
         self.options = options
         self.prefixes = prefixes
         self.metrics = metrics
@@ -109,11 +112,12 @@ class Engine:
 
     @property
     def max_requests(self) -> int:
-        """Number of requests that may be answered or wait at the same time."""
+        """Return the number of requests that may be answered or wait at the same time."""
         return self._limits.concurrency + self._limits.queue
 
     @property
     def is_alive(self) -> bool:
+        """Return whether the engine can answer requests: its thread runs, and is not to stop."""
         return not self._stopping and self._thread.is_alive()
 
     def require_alive(self) -> None:

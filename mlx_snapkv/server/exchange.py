@@ -29,6 +29,7 @@ async def respond(
     """Return the response to a request, as JSON or, if the body has `stream`, as server-sent events.
 
     Args:
+        request: the HTTP request; its application's state has the engine.
         body: the client's body.
         chats: a completion's body for each answer.
         new_formatter: makes the formatter, given the name of the model.
@@ -133,6 +134,7 @@ async def _stream(
     Args:
         first_chunks: events from before the stream began.
         events: the engine's later events.
+        formatter: formats the events of the answers' API.
     """
     yield b"".join(first_chunks)
     last_sent = time.monotonic()

@@ -27,6 +27,7 @@ class ResponseFormatter(ABC):
     """
 
     def __init__(self) -> None:
+        """Start before the first event of any answer."""
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
@@ -49,13 +50,13 @@ class ResponseFormatter(ABC):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """The response's field about ignored parts of the request; empty without such parts."""
+        """Return the response's field about ignored parts of the request; empty without such parts."""
         sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property
     def n_generated(self) -> int:
-        """Number of tokens of all answers."""
+        """Return the number of tokens of all answers."""
         return sum(end.answer.n_tokens for end in self.finished.values())
 
     @abstractmethod
@@ -111,6 +112,7 @@ class BlockFormatter(ResponseFormatter):
     """Formats one answer as a list of blocks, and streams the start, the changes and the end of each block."""
 
     def __init__(self) -> None:
+        """Start without blocks."""
         super().__init__()
         self.blocks: list[Block] = []
         self._open: Block | None = None
@@ -118,7 +120,7 @@ class BlockFormatter(ResponseFormatter):
     @property
     @abstractmethod
     def keep_alive(self) -> str:
-        """A server-sent event that only shows that the connection is alive."""
+        """Return a server-sent event that only shows that the connection is alive."""
 
     @abstractmethod
     def begin(self) -> Iterator[str]:

@@ -16,6 +16,7 @@ class LoggedOnce:
     """
 
     def __init__(self) -> None:
+        """Start before the first warning."""
         self._kinds: set[str] = set()
 
     def warn(self, sentence: str, kind: str | None = None) -> None:

@@ -12,6 +12,7 @@ class Metrics:
     """Counters of the engine and the HTTP endpoints, in a registry of their own."""
 
     def __init__(self) -> None:
+        """Make the counters; a registry of their own lets several servers run in one process."""
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)

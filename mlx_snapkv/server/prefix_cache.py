@@ -32,10 +32,12 @@ class PrefixCache:
     nbytes = file_nbytes = 0
 
     def __init__(self, max_bytes: int):
+        """Start empty."""
         self.max_bytes = max_bytes
         self._prefixes: list[Prefix] = []
 
     def __len__(self) -> int:
+        """Return the number of prefixes in memory and in temporary files."""
         return len(self._prefixes)
 
     def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:

@@ -54,6 +54,7 @@ class PrefixFiles:
     """
 
     def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
+        """Create the folder, find the prefixes in it, and remove unfinished files of killed servers."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._model = model

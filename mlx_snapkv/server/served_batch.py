@@ -23,8 +23,11 @@ class ServedBatch:
     """A `CompressedBatchGenerator`, the requests that it answers, and the events and checkpoints of these requests.
 
     Args:
+        loaded: the model that is served.
         options: keywords of the generator.
         max_requests: number of requests that decode together at most.
+        checkpoints: put the caches of requests into the prefix cache.
+        metrics: counts tokens, and the time to the first token.
         on_pause: see `CompressedBatchGenerator`.
 
     Attributes:
@@ -41,6 +44,7 @@ class ServedBatch:
         metrics: Metrics,
         on_pause: Callable[[int, int], None],
     ):
+        """Make the generator; there are no requests yet."""
         self._loaded = loaded
         self._checkpoints = checkpoints
         self._metrics = metrics

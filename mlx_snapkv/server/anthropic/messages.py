@@ -57,6 +57,8 @@ def _anthropic_tool(value: Any) -> Any:
 
 
 class Tool(BodyModel):
+    """A tool that the client runs, with the JSON schema of its arguments."""
+
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
@@ -81,13 +83,15 @@ def _anthropic_choice(value: Any) -> Any:
 
 
 class ToolChoice(BodyModel):
+    """Whether an answer may or must call tools, or one tool by `name`."""
+
     type: Literal["auto", "none", "any", "tool"]
     name: Annotated[Name | None, required_for("tool")] = Field(None, validate_default=True)
     disable_parallel_tool_use: Any = None
 
     @property
     def chat_form(self) -> Any:
-        """The choice in the form of chat completions."""
+        """Return the choice in the form of chat completions."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
@@ -168,25 +172,30 @@ class MessageFormatter(BlockFormatter):
     """Formats a message; `model` is the name of the model in the response."""
 
     def __init__(self, model: str):
+        """Begin a message with an id of its own."""
         super().__init__()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": model}
 
     @property
     def keep_alive(self) -> str:
+        """Return a "ping" event."""
         return _event("ping")
 
     def begin(self) -> Iterator[str]:
+        """Yield "message_start", without content, and a first "ping"."""
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         message = {**self._head, "content": [], **pending, **self.warnings}
         yield _event("message_start", message=message)
         yield self.keep_alive
 
     def end(self) -> Iterator[str]:
+        """Yield the reason for the end, the counts of tokens, and "message_stop"."""
         yield _event("message_delta", delta=self._stop_fields(), usage=self._usage())
         yield _event("message_stop")
 
     def response_body(self) -> dict[str, Any]:
+        """Return the message with all blocks; the arguments of calls are objects, not JSON text."""
         content = []
         for block in self.blocks:
             field, _, _ = BLOCKS[block.kind]
@@ -197,21 +206,26 @@ class MessageFormatter(BlockFormatter):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
+        """Return the body of a failed request, in Anthropic's form."""
         default_kind = "invalid_request_error" if error.status_code < 500 else "api_error"
         kind = ERROR_TYPES.get(error.status_code, default_kind)
         return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
     def stream_error(self, error: ApiError) -> str:
+        """Return an "error" event, after which nothing is sent."""
         return server_sent_event(self.error(error), "error")
 
     def block_start(self, block: Block) -> Iterator[str]:
+        """Yield "content_block_start", with an empty block."""
         yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
+        """Yield "content_block_delta", with a text or a piece of a call's JSON."""
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
     def block_stop(self, block: Block) -> Iterator[str]:
+        """Yield "content_block_stop"."""
         yield _event("content_block_stop", index=block.index)
 
     def _stop_fields(self) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class CompletionFormatter(ResponseFormatter):
         n_answers: int,
         uses_functions: bool,
     ):
+        """Begin a completion with an id of its own, which all of its chunks have."""
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
@@ -102,12 +103,13 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # By the index of their answer: the tokens' log-probabilities, and how many tokens and calls have been sent.
+        # For each answer, by its index: the tokens' log-probabilities, and the number of tokens and calls sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._n_sent_tokens: Counter[int] = Counter()
         self._n_sent_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
+        """Yield a chunk for each new part of an answer, and comments while the prompt is read."""
         match event:
             case None:
                 yield ": keep-alive\n\n"
@@ -124,12 +126,14 @@ class CompletionFormatter(ResponseFormatter):
                 yield self._chunk(index, part, event.answer.finish_reason, **self.warnings)
 
     def end(self) -> Iterator[str]:
+        """Yield the chunk with the usage, if the client asked for it, and "[DONE]"."""
         if self._with_usage:
             last = {"object": self._chunk_kind, "choices": [], **self._summary()}
             yield server_sent_event({**self._head, **last})
         yield DONE
 
     def response_body(self) -> dict[str, Any]:
+        """Return the completion, with all answers as its `choices`."""
         choices = [
             choice(end.answer, index, self._logprobs(self._tokens[index]))
             for index, end in sorted(self.finished.items())
@@ -137,6 +141,7 @@ class CompletionFormatter(ResponseFormatter):
         return {**self._head, "choices": choices, **self._summary()}
 
     def stream_error(self, error: ApiError) -> str:
+        """Return the error as an event, and then "[DONE]"."""
         return server_sent_event(self.error(error)) + DONE
 
     def _chunk(

@@ -56,7 +56,7 @@ class OfferedTool(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """The name by which the model calls the tool."""
+        """Return the name by which the model calls the tool."""
         return full_name(self.tool.name, self.namespace)
 
 

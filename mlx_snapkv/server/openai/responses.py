@@ -113,6 +113,7 @@ class ResponsesFormatter(BlockFormatter):
     """
 
     def __init__(self, model: str, body: ResponsesBody):
+        """Begin a response with an id of its own; its events are numbered from 0."""
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model = model
@@ -121,19 +122,22 @@ class ResponsesFormatter(BlockFormatter):
         self._tools = tools_by_name(body.tools)
 
     def begin(self) -> Iterator[str]:
+        """Yield "response.created" and "response.in_progress"."""
         yield self._event("response.created", response=self._response("in_progress"))
         yield self.keep_alive
 
     @property
     def keep_alive(self) -> str:
-        """An event, since Codex ends a stream that has none for 300 seconds, and does not count comments."""
+        """Return an event, since Codex ends a stream that has none for 300 seconds, and does not count comments."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
+        """Yield "response.completed", or "response.incomplete", with the whole response."""
         response = self.response_body()
         yield self._event(f"response.{response['status']}", response=response)
 
     def response_body(self) -> dict[str, Any]:
+        """Return the response with all items; it is incomplete if the answer reached its limit."""
         started = self.started[0]
         answer = self.finished[0].answer
         usage = {
@@ -152,15 +156,18 @@ class ResponsesFormatter(BlockFormatter):
         return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
 
     def stream_error(self, error: ApiError) -> str:
+        """Return "response.failed", with the error."""
         fields = {"code": error.code or error.kind, "message": error.detail}
         return self._event("response.failed", response=self._response("failed", error=fields))
 
     def block_start(self, block: Block) -> Iterator[str]:
+        """Yield the events of a new item and, except for calls, of its one part."""
         yield self._output_item("added", block)
         if block.kind != "call":
             yield self._block_event("content_part.added", block, part=_content_part(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
+        """Yield the new text of an item; for a custom tool, its whole input."""
         if self._is_custom(block):
             # A call comes complete, so one delta has the whole input, taken out of the JSON of the arguments.
             custom_input = _custom_input(block)
@@ -170,6 +177,7 @@ class ResponsesFormatter(BlockFormatter):
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
+        """Yield the whole text of an item, and that its part and the item are done."""
         done = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
             yield self._block_event(
