@@ -47,6 +47,8 @@ class CompressionReport:
             choose; None as the last token is the answer's.
         means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
             of the rest.
+        plain_path: why MLX's own operations, not the GPU kernels, compute the attention of tokens that choose; None if
+            the kernels do, or no token chooses.
         auto: the setting that `policy="auto"` chose, and why.
         full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
     """
@@ -68,6 +70,7 @@ class CompressionReport:
     read_per_token: int | None = None
     read_all: list[list[int | None]] = field(default_factory=list)
     means: int = 0
+    plain_path: str | None = None
     auto: str | None = None
     full_token_seconds: float | None = None
     token_seconds: float | None = None

@@ -20,6 +20,7 @@ from ..planning.request_plan import Plan
 from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
+from ..sparse.kernels.token import why_plain
 from ..sparse.options import CHUNK_SIZE
 from ..sparse.token_ranking import TokenRanking
 from .loop_model import Evaluation
@@ -99,6 +100,9 @@ class SparseMode:
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
+        first = self._choosing[0]
+        queries = first.cache_in(self._prompt_cache).queries
+        report.plain_path = why_plain(first.cache_in(caches).ranking, queries[:, :, :1])
 
     def read_all(self, caches: list) -> None:
         """Replace `caches` by the prompt's, to which the entries of the answer so far are appended.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from operator import attrgetter
+from typing import Any
 
 import mlx.core as mx
 
@@ -12,6 +13,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import n_bytes
 from ..entries.queries import Captured
 from .attending import AttendingCache
+from .kernels.token import attend_token, why_plain
 from .token_ranking import Pair, TokenRanking
 
 # Newest entries that every token reads; when there are more, the older half is ranked with the prompt's entries.
@@ -45,8 +47,24 @@ class SparseKVCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens, and return them for `attend`."""
+        if self.ranking.n_read and self.ranking.n_newest > self._most_recent:
+            self.ranking.choose_up_to(self.ranking.stop + MAX_RECENT // 2)
         self.ranking.answer.update_and_fetch(keys, values)
         return keys, values
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Return the attention of the newest tokens, by the GPU kernels if they can; see `AttendingCache.attend`."""
+        if why_plain(self.ranking, queries) is None:
+            return attend_token(self.ranking, Captured(queries, scale, sinks), self.offset - 1)
+        return super().attend(queries, keys, values, scale, mask, sinks)
 
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
@@ -55,11 +73,11 @@ class SparseKVCache(AttendingCache):
         ranking = self.ranking
         if ranking.n_read == 0:
             return *ranking.read(None), None
-        places, bias = ranking.choose(captured, self.offset - captured.heads.shape[2])
-        keys, values = ranking.read(places)
-        if ranking.n_newest > self._most_recent:
-            ranking.choose_up_to(ranking.stop + MAX_RECENT // 2)
-        return keys, values, bias
+        places = ranking.choose(captured, self.offset - captured.heads.shape[2])
+        bias = None
+        if ranking.residual is not None:
+            bias = ranking.residual.bias(captured.heads, captured.scale, places)
+        return *ranking.read(places), bias
 
     @property
     def answer(self) -> Pair:

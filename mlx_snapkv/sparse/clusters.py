@@ -148,7 +148,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
     for first, stop in spans(start, len(entries)):
         n = -(-(stop - first) // CLUSTER_SIZE)
         ids, keys = k_means(entries.read_keys(first, stop), n)
-        mx.async_eval(keys)  # before the values are read, perhaps from a file
+        mx.eval(keys)  # before the values are read, perhaps from a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
         mx.eval(values)  # so that only one block takes memory
         blocks.append(Clusters(ids, keys, values))
@@ -167,7 +167,7 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.async_eval(ids)  # so that memory for one round is enough
+        mx.eval(ids)  # so that memory for one round is enough
         means = mean_by_cluster(keys, ids, n)
     return ids, means
 

@@ -54,6 +54,11 @@ class FullView(Entries):
         if self.index is not None:
             self._completed(self.index)
 
+    @property
+    def buffers(self) -> tuple[mx.array, mx.array] | None:
+        """The whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory; None for others."""
+        return self._entries.buffers
+
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Return the keys and values, plain, of the entries at uint32 `positions` `(B, n_kv_heads, n)`."""
         keys, values = self._entries.gather(positions)

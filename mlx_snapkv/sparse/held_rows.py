@@ -79,6 +79,11 @@ class HeldRows:
         return (*arrays(self._first.stored), *arrays(self._last.stored))
 
     @property
+    def buffers(self) -> Stored | None:
+        """The arrays with all rows and free rows after them; None if some rows are aside."""
+        return self._first.stored if self._aside is None else None
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes in memory."""
         return n_bytes(self.in_memory)

@@ -79,6 +79,11 @@ class KeyIndex:
         return len(self.codes)
 
     @property
+    def projection(self) -> mx.array:
+        """The matrix from queries to the index's components, float32 `(B, n_kv_heads, head_dim, components)`."""
+        return self._of_queries
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes in memory."""
         return self.codes.nbytes

@@ -52,6 +52,11 @@ class Residual(NamedTuple):
     log_mass: mx.array
     temperature: mx.array
 
+    def unread(self, places: mx.array) -> mx.array:
+        """Count the entries of each cluster that a token does not read if it chooses those at uint32 `places`
+        `(B, n_kv_heads, k)`: int32 `(B, n_kv_heads, n_clusters)`."""
+        return self.choosable - self.clusters.sizes(places)
+
     def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
         """Return the bias of the clusters' means, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
 
@@ -63,7 +68,7 @@ class Residual(NamedTuple):
             queries: `(B, n_heads, L, head_dim)`, with the heads of a KV head together.
             places: entries that the queries have chosen, uint32 `(B, n_kv_heads, k)`.
         """
-        n_unread = (self.choosable - self.clusters.sizes(places))[:, :, None, None]
+        n_unread = self.unread(places)[:, :, None, None]
         log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
         logits = scale * grouped_logits(queries, self.clusters.keys)
         bias = logits * (self.temperature - 1) + log_unread + self.log_mass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -63,6 +64,18 @@ class TokenRanking:
         return other
 
     @property
+    def prompt_buffers(self) -> Pair | None:
+        """The whole buffers of the prompt's entries; None if they are quantised or in files. See `EntryView`."""
+        return self._prompt.buffers
+
+    @property
+    def answer_buffers(self) -> Pair:
+        """The whole buffers of the answer's entries, which are at least one."""
+        keys: Any = self.answer.keys
+        values: Any = self.answer.values
+        return keys, values
+
+    @property
     def n_prompt(self) -> int:
         """Return the number of the prompt's entries."""
         return len(self._prompt)
@@ -87,16 +100,14 @@ class TokenRanking:
         """Return the number of cluster means that a token reads."""
         return 0 if self.residual is None else self.residual.clusters.n
 
-    def choose(self, captured: Captured, start: int) -> tuple[mx.array, mx.array | None]:
+    def choose(self, captured: Captured, start: int) -> mx.array:
         """Choose for the queries of the tokens from position `start` on, all together.
 
-        Returns: positions, uint32 `(B, n_kv_heads, n_read)`, and the bias of the means; see `Residual.bias`.
+        Returns: positions, uint32 `(B, n_kv_heads, n_read)`.
         """
         heads, scale, sinks, *_ = captured
         queries = Queries(heads, range(start, start + heads.shape[2]), scale, sinks)
-        places = self._best(queries, self.stop)
-        bias = None if self.residual is None else self.residual.bias(heads, scale, places)
-        return places, bias
+        return self._best(queries, self.stop)
 
     def read(self, places: mx.array | None) -> Pair:
         """Return the keys and values that a token reads: means, entries at `places`, and those that every token reads.
@@ -113,8 +124,8 @@ class TokenRanking:
         if always.size:
             parts.append(self.view.gather(always))
         if self.answer.offset:
-            buffers = self.answer.keys, self.answer.values
-            parts.append(rows(buffers, max(0, self.stop - self.n_prompt), self.answer.offset))
+            start = max(0, self.stop - self.n_prompt)
+            parts.append(rows(self.answer_buffers, start, self.answer.offset))
         return join(*parts)
 
     def choose_up_to(self, stop: int) -> None:

@@ -78,7 +78,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
     scale = layer.family.scale_of(layer.attention, 32)
     votes = reference.votes(asked.queries, keys, [119], scale)[0]
     for head, of_head in enumerate(votes):
-        assert {*seen[0][0][0, head].tolist()} == {*(2 + np.argsort(-of_head[2:111])[:20])}
+        assert {*seen[0][0, head].tolist()} == {*(2 + np.argsort(-of_head[2:111])[:20])}
     assert cache.n_entries == 30 + 1 and cache.offset == 120
 
 

@@ -22,6 +22,11 @@ class EntryView(ABC):
     waits: bool = False  # `read` allocates memory: use its result before reading more
     aside: MakeAside | None = None  # makes a file for rows beside entries in files
 
+    @property
+    def buffers(self) -> tuple[mx.array, mx.array] | None:
+        """The whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory; None for others."""
+        return None
+
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
         """Return the KEYS or VALUES of entries `[start, stop)`, packed as they are stored."""
@@ -106,6 +111,10 @@ class JoinedView(EntryView):
     @property
     def aside(self) -> MakeAside | None:  # type: ignore[override]
         return next((part.aside for part in self._parts if part.aside is not None), None)
+
+    @property
+    def buffers(self) -> tuple[mx.array, mx.array] | None:
+        return self._parts[0].buffers if len(self._parts) == 1 else None
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
         """Yield each view that has some of the entries `[start, stop)`, and their span in that view."""

@@ -44,6 +44,11 @@ class MemoryStore(Store):
     def n_entries(self) -> int:  # type: ignore[override]
         return self.cache.offset
 
+    @property
+    def buffers(self) -> tuple[mx.array, mx.array] | None:
+        is_plain = self.quantization is None and self.n_entries > 0
+        return (self.cache.keys, self.cache.values) if is_plain else None
+
     def append(self, entries: Entries) -> None:
         new = entries.packed(self.quantization)
         cache = self.cache

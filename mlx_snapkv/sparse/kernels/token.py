@@ -1,0 +1,93 @@
+"""The attention of one token of a sparse answer, computed by the GPU kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from ...entries.queries import Captured
+from .launch import MAX_MEANS, Means, attend, choose
+from .self_test import why_unused
+
+if TYPE_CHECKING:
+    from ..token_ranking import TokenRanking
+
+
+def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
+    """Return why MLX's own operations compute the attention of these queries; None if the kernels do.
+
+    Args:
+        queries: `(B, n_heads, L, head_dim)` of the newest tokens.
+    """
+    B, n_heads, L, head_dim = queries.shape
+    if (B, L) != (1, 1):
+        return "the kernels take one token of one request"
+    if ranking.prompt_buffers is None:
+        return "the kernels read plain entries in memory"
+    keys, values = ranking.prompt_buffers
+    if keys.shape != values.shape or keys.shape[3] != head_dim:
+        return "keys, values and queries differ in size"
+    if not keys.dtype == values.dtype == queries.dtype:
+        return "keys, values and queries differ in dtype"
+    if ranking.n_read == 0:
+        return "a token chooses no entries"
+    return why_unused(head_dim, n_heads // keys.shape[1], queries.dtype)
+
+
+def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx.array:
+    """Return the attention `(1, n_heads, 1, head_dim)` of the token at `position`, if `why_plain` returns None.
+
+    Args:
+        captured: the token's queries; its own entry is in `ranking.answer` already.
+    """
+    queries, scale, sinks, *_ = captured
+    assert ranking.prompt_buffers is not None
+    places, unread = _choose(ranking, captured, position)
+    means = None
+    if ranking.residual is not None:
+        assert unread is not None
+        clusters = ranking.residual.clusters
+        factors = ranking.residual.log_mass, ranking.residual.temperature
+        means = Means(clusters.keys, clusters.values, unread, *factors)
+    return attend(
+        queries,
+        ranking.prompt_buffers,
+        ranking.answer_buffers,
+        scale,
+        n_prompt=ranking.n_prompt,
+        n=position + 1,
+        first=ranking.n_first,
+        stop=ranking.stop,
+        places=places,
+        means=means,
+        sinks=sinks,
+    )
+
+
+def _choose(
+    ranking: TokenRanking, captured: Captured, position: int
+) -> tuple[mx.array, mx.array | None]:
+    """Return the positions that the token chooses, and the number of unread entries of each cluster, if there are any.
+
+    Without an index in memory, or with more clusters than the kernels can count, MLX's own operations choose.
+    """
+    queries, scale, *_ = captured
+    index, residual = ranking.view.index, ranking.residual
+    buffers = None if index is None else index.codes.buffers
+    if index is None or buffers is None or ranking.n_means > MAX_MEANS:
+        places = ranking.choose(captured, position)
+        return places, None if residual is None else residual.unread(places)
+    codes, powers = buffers
+    return choose(
+        queries,
+        scale,
+        projection=index.projection,
+        codes=codes,
+        powers=powers,
+        k=ranking.n_read,
+        first=ranking.n_first,
+        stop=ranking.stop,
+        ids=None if residual is None else residual.clusters.ids,
+        choosable=None if residual is None else residual.choosable,
+    )
