@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import warnings
+from inspect import cleandoc
 from typing import Annotated, NoReturn
 
 import typer
@@ -55,8 +56,11 @@ COMMANDS = (
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
         name = function.__name__.replace("_", "-")
-        summary, *_ = (function.__doc__ or "").split("\n\n")
-        group.command(name, cls=Command, short_help=summary)(with_options(function))
+        # Typer keeps the lines of a paragraph that starts with a backspace.
+        text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
+        summary, *_ = text.split("\n\n")
+        command = with_options(function)
+        group.command(name, cls=Command, help=text, short_help=summary)(command)
 app.add_typer(evaluations, name="eval", short_help=EVALUATIONS)
 
 
@@ -65,6 +69,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    """Print the version or the help, without a command."""
     if version:
         print(__version__)
     else:

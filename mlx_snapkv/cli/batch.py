@@ -56,7 +56,7 @@ def batch(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
+    r"""Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
 
     Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. The options
     here apply where a request does not set its own sampling or length. A request that fails gets a line that says why,
@@ -64,7 +64,7 @@ def batch(
 
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --snapkv top_k=1024
-      cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
+      cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \
           --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """
     from ..batch.files import AnswersFile, RequestsFile

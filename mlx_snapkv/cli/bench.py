@@ -27,6 +27,8 @@ BENCH_CONTEXTS = "4096,16384,32768,65536,131072"
 
 @dataclass(frozen=True)
 class BenchOptions:
+    """What `bench` measures: the model, the caches, the lengths, and how often."""
+
     model: Annotated[
         str | None,
         Option(

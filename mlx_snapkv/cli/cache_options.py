@@ -39,7 +39,7 @@ class CacheOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantisation of the entries; None without --kv-bits."""
+        """Return the quantisation of the entries; None without --kv-bits."""
         from ..entries.quantization import Quantization
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
@@ -174,7 +174,7 @@ class PolicyOptions:
 
     @property
     def flag(self) -> str:
-        """The flag that names the policy or sparse attention; empty without one."""
+        """Return the flag that names the policy or sparse attention; empty without one."""
         for option in ("snapkv", "policy", "sparse"):
             if getattr(self, option) is not None:
                 return flag_of(option)
@@ -213,7 +213,7 @@ class AutoPolicyOptions(PolicyOptions):
 
     @property
     def is_auto(self) -> bool:
-        """Whether --policy is auto. Raises: SnapKVError: --snapkv is given, too."""
+        """Return whether --policy is auto. Raises: SnapKVError: --snapkv is given, too."""
         from ..planning.settings import asks_for_auto
 
         return asks_for_auto(self.snapkv, self.policy)

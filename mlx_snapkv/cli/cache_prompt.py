@@ -29,7 +29,7 @@ def cache_prompt(
     request: RequestOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Read a long text once and save its KV cache: all entries, or what a policy keeps.
+    r"""Read a long text once and save its KV cache: all entries, or what a policy keeps.
 
     generate --prompt-cache-file then starts each answer from the saved cache. With --sparse all entries are saved, for
     answers to choose from; with --store file a text of any length is read in little memory, and its entries
@@ -38,7 +38,7 @@ def cache_prompt(
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?" --sparse top_k=2048
-      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors \\
+      mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors \
           --sparse top_k=1024 --store file
     """
     from .. import saved
@@ -120,9 +120,11 @@ def _read(
     """Read a text, and return its caches and a report.
 
     Args:
+        model: an mlx-lm model.
+        tokens: token ids of the text.
         setting: what compresses the caches, or reads them sparsely from a store; None for the full cache.
         options: the options of `RequestOptions`.
-        loop_options: mlx-lm's options of the prefill.
+        **loop_options: mlx-lm's options of the prefill.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache

@@ -99,6 +99,7 @@ class CommandCompleter(Completer):
     """Completes the names of commands and their arguments."""
 
     def get_completions(self, document, complete_event) -> Iterator:
+        """Yield names of commands, or after a name the completions of its arguments."""
         name, space, arguments = document.text_before_cursor.partition(" ")
         if not space and name.startswith("/"):
             names = WordCompleter(list(CHAT_COMMANDS), WORD=True)
@@ -110,7 +111,7 @@ class CommandCompleter(Completer):
 
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
-    """attach a document to the next message"""
+    """Attach a document to the next message."""
     text = from_first(partial(read_file, "/file", path))
     n_tokens = session.attach(text)
     name = Path(path).name
@@ -120,7 +121,7 @@ def _file(session: Session, path: str) -> None:
 
 @_command("[detach N]", "detach")
 def _files(session: Session, arguments: str) -> None:
-    """list the attached files, or detach one that has not been read"""
+    """List the attached files, or detach one that has not been read."""
     if arguments:
         _detach(session, arguments)
         return
@@ -152,7 +153,7 @@ def _detach(session: Session, arguments: str) -> None:
 
 @_command()
 def _undo(session: Session, _: str) -> None:
-    """undo the last turn"""
+    """Undo the last turn."""
     message = session.conversation.undo()
     is_unread = bool(session.conversation.said) and not session.conversation.read
     note = "; your next message will read the conversation again" if is_unread else ""
@@ -162,7 +163,7 @@ def _undo(session: Session, _: str) -> None:
 
 @_command()
 def _retry(session: Session, _: str) -> None:
-    """answer the last question again"""
+    """Answer the last question again."""
     if not session.conversation.said:
         raise SnapKVError("the conversation is empty, so there is no question to answer again")
     is_same = _answer_again(session)
@@ -186,7 +187,7 @@ def _answer_again(session: Session) -> bool:
 
 @_command()
 def _compare(session: Session, _: str) -> None:
-    """answer the last question again, from all entries"""
+    """Answer the last question again, from all entries."""
     conversation = session.conversation
     if conversation.report is None or not conversation.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")
@@ -205,7 +206,7 @@ def _compare(session: Session, _: str) -> None:
 
 @_command("[NAME VALUE]", *vars(SamplingOptions()))
 def _set(session: Session, arguments: str) -> None:
-    """show or change the sampling options"""
+    """Show or change the sampling options."""
     name, _, value = arguments.partition(" ")
     if name:
         session.sampling = session.sampling.changed(name, value.strip(), session.context)
@@ -217,7 +218,7 @@ def _set(session: Session, arguments: str) -> None:
 
 @_command()
 def _stats(session: Session, _: str) -> None:
-    """show the last turn's entries, memory and speed"""
+    """Show the last turn's entries, memory and speed."""
     conversation = session.conversation
     report = conversation.report
     if report is None:
@@ -258,7 +259,7 @@ def _entries_by_layer(entries: Sequence[int | None]) -> str:
 
 @_command(FILE)
 def _save(session: Session, name: str) -> None:
-    """save the conversation to a .safetensors file"""
+    """Save the conversation to a .safetensors file."""
     path = require_writable(name)
     replaced = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
@@ -268,7 +269,7 @@ def _save(session: Session, name: str) -> None:
 
 @_command(FILE)
 def _load(session: Session, path: str) -> None:
-    """continue from a saved conversation or text"""
+    """Continue from a saved conversation or text."""
     if not session.may_replace():
         return
     current = session.conversation
@@ -283,7 +284,7 @@ def _load(session: Session, path: str) -> None:
 
 @_command(FILE)
 def _export(session: Session, name: str) -> None:
-    """write the conversation as Markdown"""
+    """Write the conversation as Markdown."""
     if n_ranks() > 1:
         raise SnapKVError(f"/export does not run on several Macs: {WITHOUT_LAUNCH}")
     path = path_of(name, "/export")
@@ -301,13 +302,13 @@ def _export(session: Session, name: str) -> None:
 
 @_command()
 def _reset(session: Session, _: str) -> None:
-    """start a new conversation"""
+    """Start a new conversation."""
     session.start_again("started a new conversation")
 
 
 @_command("[POLICY]", "none", AUTO, Sparse.name, *POLICIES)
 def _policy(session: Session, text: str) -> None:
-    """start a new conversation with this policy, or sparse:OPTIONS; none is the full cache"""
+    """Start a new conversation with this policy, or sparse:OPTIONS; none is the full cache."""
     conversation = session.conversation
     if not text:
         session.say(f"policy: {conversation.policy or 'none'}")
@@ -338,14 +339,14 @@ def _keywords_for_auto(session: Session) -> dict[str, Any]:
 
 @_command("[TEXT]")
 def _system(session: Session, text: str) -> None:
-    """start a new conversation with this system prompt, or without one"""
+    """Start a new conversation with this system prompt, or without one."""
     words = "with that system prompt" if text else "without a system prompt"
     session.start_again(f"started a new conversation {words}", system=text or None)
 
 
 @_command()
 def _help(session: Session, _: str) -> None:
-    """show this list"""
+    """Show this list."""
     for name, command in CHAT_COMMANDS.items():
         usage = f"{name} {command.arguments}"
         session.say(f"{usage:24} {command.do.__doc__}")
@@ -353,5 +354,5 @@ def _help(session: Session, _: str) -> None:
 
 @_command()
 def _quit(session: Session, _: str) -> None:
-    """leave the chat (also Ctrl-D)"""
+    """Leave the chat (also Ctrl-D)."""
     raise StopIteration

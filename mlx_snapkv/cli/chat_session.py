@@ -34,13 +34,15 @@ class Lines:
     standard input, since `mlx.launch` passes the same input to all.
 
     Args:
-        completer: what Tab completes at a terminal.
+        stream: standard input; None if it is closed, which is an error.
+        completer: completes words at a terminal, with Tab.
 
     Attributes:
         interactive: whether the input is a terminal.
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
+        """Prepare a terminal for editing, and any other input for UTF-8. Raises: SnapKVError: it is closed."""
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream
@@ -57,6 +59,7 @@ class Lines:
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
+        """Yield messages until the end of the input."""
         while (message := self._read_message()) is not None:
             yield message
 
@@ -131,11 +134,13 @@ class Session:
     speed: str = ""
 
     def __post_init__(self) -> None:
+        """Start with nothing saved and no warning printed."""
         self._stderr = stderr_console()
         self._saved: list[dict[str, str]] = []  # messages of the conversation's file
         self._warned: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
+        """Print a line on stderr, even if the chat is quiet."""
         self._stderr.print(text, markup=False, soft_wrap=True)
 
     def attach(self, text: str) -> int:
@@ -171,14 +176,14 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """The policy and the options of the conversation, as text."""
+        """Return the policy and the options of the conversation, as text."""
         conversation = self.conversation
         values = {"policy": conversation.policy or "none", **conversation.options}
         return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @property
     def waiting(self) -> str:
-        """The words about attached documents that the model has not read; empty without one."""
+        """Return the words about attached documents that the model has not read; empty without one."""
         n = len(self.conversation.attached)
         if n == 0:
             return ""
@@ -218,8 +223,9 @@ class Session:
         Options that a loaded file has set are dropped.
 
         Args:
-            changes: new values of the keywords `system`, `policy` and those of `RequestOptions`. With changes,
+            **changes: new values of the keywords `system`, `policy` and those of `RequestOptions`. With changes,
                 attached documents stay attached.
+            line: the line to print.
         """
         if not self.may_replace():
             return

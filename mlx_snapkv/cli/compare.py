@@ -30,6 +30,8 @@ COMPARE_REMARK = (
 
 @dataclass(frozen=True)
 class CompareOptions(options.OutputOptions):
+    """The methods that `compare` compares, and the page that it writes."""
+
     policy: Annotated[
         list[str] | None,
         Option(
@@ -57,14 +59,14 @@ def compare(
     request: RequestOptions,
     shown: CompareOptions,
 ) -> None:
-    """Answer your own prompt with the full cache and with policies, and show what differs.
+    r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
     Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and policies
     with --store, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
-      mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+      mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?" \
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
     from ..measure.compare import compare as compared

@@ -62,6 +62,7 @@ class _Source(NamedTuple):
 
 
 def config_file() -> Path:
+    """Return the path of config.toml, which need not exist: in XDG_CONFIG_HOME, or else in ~/.config."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
@@ -86,10 +87,12 @@ def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, 
     all three.
 
     Args:
+        command: the command, whose options are looked up.
+        path: names of the groups around the command, and its own.
         table: the whole config.toml.
     """
     options = _options_of(command)
-    configured: dict[str, ConfigValue] = {}  # by the name of the flag
+    configured: dict[str, ConfigValue] = {}  # name of the flag -> value
     for source in _most_specific_first(path, table):
         has_setting = any(name in configured for name in SETTING_OPTIONS)
         for name, value in source.values_for(options).items():
@@ -106,6 +109,7 @@ def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
     """Return the sources for the command at `path`: variables, the command's own table, then the tables around it.
 
     Args:
+        path: names of the groups around the command, and its own.
         table: the whole config.toml.
     """
     variables = {
@@ -139,6 +143,7 @@ def _check_table(table: Table, group: Any, place: str) -> Table:
     """Check a table of config.toml, and return it with underscores in its names.
 
     Args:
+        table: the table as TOML gives it.
         group: the command or group of commands that the table is for.
         place: the start of error messages.
 
@@ -187,7 +192,7 @@ def _options_of(command: Any) -> dict[str, Any]:
 
 
 def config(context: typer.Context) -> None:
-    """Show the settings in effect: where each comes from, and which commands it applies to.
+    r"""Show the settings in effect: where each comes from, and which commands it applies to.
 
     Any option can be set in ~/.config/mlx-snapkv/config.toml (or in XDG_CONFIG_HOME) under its flag's name, or by a
     variable such as MLX_SNAPKV_MODEL. Keys at the top apply to every command that has the flag; a table such as [chat]
@@ -200,7 +205,8 @@ def config(context: typer.Context) -> None:
     """
     root: Any = context.find_root().command
     table = _read(root)
-    commands: dict[tuple[str, str, str], list[str]] = {}  # by flag, value and origin
+    # Maps a flag, its value and the value's origin to the names of commands.
+    commands: dict[tuple[str, str, str], list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
         for name, configured in _values_for(command, path, table).items():

@@ -164,7 +164,7 @@ def _column(
     chat.attach(document)
     cells = []
     n_right = 0
-    per_chunk = None  # of the first turn, which reads the document
+    per_chunk = None  # entries per chunk in the first turn, which reads the document
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
         if chat.report is not None:

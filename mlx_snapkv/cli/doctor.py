@@ -21,7 +21,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk, sparse attention.
+    r"""Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk, sparse attention.
 
     No weights are loaded.
 

@@ -21,6 +21,8 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
+    """The texts, methods and settings that `eval fidelity` measures."""
+
     text: Annotated[
         list[str], Option(help="Text file, or folder of text files (recursive); repeatable.")
     ]

@@ -33,6 +33,8 @@ SHARE_WIDTH = (
 
 @dataclass(frozen=True)
 class InspectOptions(options.OutputOptions):
+    """The policies that `inspect` shows, and the page or picture that it writes."""
+
     snapkv: cache_options.Snapkv = None
     policy: Annotated[
         list[str] | None,
@@ -52,16 +54,16 @@ def inspect(
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     shown: InspectOptions,
 ) -> None:
-    """Show what a policy keeps of a prompt, by layer and position and by sentence, and where the answer attended.
+    r"""Show what a policy keeps of a prompt, by layer and position and by sentence, and where the answer attended.
 
     Each line is a layer and runs from the prompt's start to its end; brighter means that more heads keep the entries
     there. The page shows the text, with each token tinted by the number of heads that keep it. It is one file and needs
     no network. The answer is greedy.
 
     \b
-      mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+      mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \
           --snapkv budget=6%,n_sink=4,n_window=32 -o kept.html
-      mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+      mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
     from ..measure.inspection import inspect_prompt

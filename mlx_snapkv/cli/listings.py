@@ -100,7 +100,7 @@ def policies(
         bool, Option("--choose", help="Recommend a policy for each use, with commands to paste.")
     ] = False,
 ) -> None:
-    """List the eviction policies with their papers, options and defaults.
+    r"""List the eviction policies with their papers, options and defaults.
 
     Pass one of them to generate, or two in sequence:
 

@@ -38,7 +38,10 @@ def load_model(
 
     Args:
         name: the folder, repository or embedded model.
+        adapter_path: folder of LoRA adapters; None loads none.
+        trust_remote_code: whether the tokenizer may run code from the model's folder.
         option: the flag that gave the name, for messages.
+        quantize_activations: whether activations are quantised as the weights are.
         pipeline: whether each process loads whole layers instead of a slice of every layer; None for a command that
             runs in one process only.
 
@@ -102,6 +105,7 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
     Args:
         location: the folder, or the name of a repository.
+        label: the start of the line on stderr, which says which model it is about.
 
     Raises: SnapKVError: mlx-lm can't take a value.
     """
@@ -266,6 +270,8 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     model is an embedded one. MLX emulates half precision on a CPU, which is several times slower.
 
     Args:
+        name: the model's name, as the user typed it.
+        model: the model, with its weights.
         memory: bytes of the machine's memory. Free memory would change from run to run. Then answers would change,
             and saved prompts would no longer fit the model.
     """
@@ -278,7 +284,7 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     halves = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
     if not halves or mx.default_device() != mx.Device(mx.cpu):
         return None
-    # In float32, arrays of half precision take twice their bytes.
+    # Arrays of half precision take twice their bytes in float32.
     needed = sum(array.nbytes for array in weights) + sum(array.nbytes for array in halves)
     dtype = str(halves[0].dtype).removeprefix("mlx.core.")
     sizes = f"{format_bytes(needed)} of {format_bytes(memory)}"

@@ -149,7 +149,7 @@ class ModelOptions:
 
     @property
     def splits_layers(self) -> bool | None:
-        """The argument `pipeline` of `load_model`; None for a command that runs in one process only."""
+        """Return the argument `pipeline` of `load_model`; None for a command that runs in one process only."""
         return None
 
 
@@ -181,7 +181,7 @@ class ShardedModelOptions(ChatModelOptions):
 
     @property
     def splits_layers(self) -> bool:
-        """The argument `pipeline` of `load_model`."""
+        """Return the argument `pipeline` of `load_model`."""
         return self.pipeline
 
 

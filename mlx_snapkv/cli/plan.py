@@ -32,6 +32,8 @@ def mac_bytes(text: Any) -> int:
 
 @dataclass(frozen=True)
 class PlanOptions:
+    """The prompt's length, the machine, and the answer's length that `plan` computes with."""
+
     context: Annotated[
         int | None,
         Option(
@@ -53,7 +55,7 @@ class PlanOptions:
 def plan(
     *, model: Model, options: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
-    """Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
+    r"""Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
 
     It also says from which length sparse attention is faster, if requests have measured it on this machine, or if its
     GPU can estimate it. It reads the model's configuration and the headers of its weights; from a Hugging Face
@@ -246,7 +248,7 @@ class Plans:
             return
         if self.pays:
             print(f"On this machine, {sentence(self.pays)}.")
-        best, why = fitting[-1]  # of the longest prompt
+        best, why = fitting[-1]  # for the longest prompt
         text = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {text}")
         if best.reason is not None:

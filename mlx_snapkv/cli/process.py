@@ -33,18 +33,22 @@ class Stderr:
     """A wrapper of standard error that ignores write errors: printing progress must not end the command."""
 
     def __init__(self, stream: TextIO | None):
+        """Wrap a stream; if it is closed (None), text is dropped."""
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, text: str) -> int:
+        """Write a text if the stream takes it, and return the text's length."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream if it can be written to."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream itself."""
         return getattr(self._stream, name)
 
 
@@ -52,6 +56,7 @@ class SilentStream(Stderr):
     """A stream that drops all text. It remembers the stream that it replaces, for errors."""
 
     def __init__(self, replaced: TextIO):
+        """Drop all text from now on."""
         super().__init__(None)
         self.replaced = replaced
 

@@ -22,6 +22,7 @@ PALETTE = Theme(
 
 
 def stderr_console(quiet: bool = False) -> Console:
+    """Return rich's console on stderr, in this package's colours; a quiet one prints nothing."""
     return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
@@ -36,6 +37,12 @@ class CallbackBar:
 
     On a terminal the bar disappears at the end. Elsewhere its last state stays.
 
+    Args:
+        console: the console to print on.
+        title: the text before the bar.
+        *columns: columns between the bar and the remaining time.
+        quiet: whether no bar is shown.
+
     Attributes:
         done: the count of the last call.
     """
@@ -43,6 +50,7 @@ class CallbackBar:
     def __init__(
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
+        """Prepare the bar; it appears with the first call of the callback."""
         self.done = 0
         self._bar = Progress(
             TextColumn(title),
@@ -56,9 +64,11 @@ class CallbackBar:
         self._task = self._bar.add_task("", start=False, total=0)
 
     def __enter__(self) -> Callable[[int, int], None]:
+        """Return the callback."""
         return self.update
 
     def __exit__(self, *_: object) -> None:
+        """Stop the bar, if it has appeared."""
         if self._bar.live.is_started:
             self._bar.stop()
 
@@ -90,9 +100,11 @@ class StepBars:
 
     Args:
         answers: the file of results, which a line names after Ctrl-C, since the same command continues it.
+        quiet: whether no bar is shown.
     """
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
+        """Prepare the bars; each appears when it is started."""
         self._console = stderr_console(quiet)
         self._answers = answers
         self._progress = Progress(
@@ -108,10 +120,12 @@ class StepBars:
         )
 
     def __enter__(self):
+        """Show the bars."""
         self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the bars; after Ctrl-C, print where the results so far are."""
         self._progress.stop()
         if kind is KeyboardInterrupt and self._answers is not None:
             line = (

@@ -24,19 +24,23 @@ class PromptConsole:
     """The console on stderr of a command that reads prompts; it prints nothing if it is quiet."""
 
     def __init__(self, quiet: bool = False):
+        """Open the console on stderr."""
         # Imported here, since rich would slow down the start of every command.
         from .progress import stderr_console
 
         self.rich_console = stderr_console(quiet)
 
     def say(self, text: str) -> None:
+        """Print a line as it is: brackets and colons have no meaning."""
         self.rich_console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def say_all(self, lines: Iterable[str]) -> None:
+        """Print several lines."""
         for line in lines:
             self.say(line)
 
     def say_warnings(self, report: CompressionReport) -> None:
+        """Print each warning of a report as a line."""
         self.say_all(f"warning: {warning}" for warning in report.warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
@@ -70,10 +74,11 @@ class PromptConsole:
         A prompt is too long for the machine's memory or for the model's trained length.
 
         Args:
+            model: the model that will read the prompt.
             n_prompt: number of tokens to read.
             n_before: number of tokens that were read before.
             foretell: whether to print which entries will be kept.
-            options: the options of `LongPrompts`.
+            **options: the options of `LongPrompts`.
         """
         from ..planning.long_prompts import LongPrompts
 

@@ -35,10 +35,15 @@ VERSION = {"mlx-snapkv": __version__}
 class ResultFiles:
     """The files of a result: one name with several endings, in an existing folder.
 
+    Args:
+        name: the name without ending, as the user typed it.
+        endings: the endings, such as ".jsonl".
+
     Raises: SnapKVError: a file can't be written, or exists and was not written by this package.
     """
 
     def __init__(self, name: str, endings: Sequence[str]):
+        """Check that all files can be written, before anything is measured."""
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
@@ -47,6 +52,7 @@ class ResultFiles:
             self._replaced = [path for path in paths if _is_replaced(path)]
 
     def path(self, ending: str) -> Path:
+        """Return the path of the file with an ending such as ".jsonl"."""
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
@@ -158,6 +164,7 @@ class ResultOptions:
         """Measure the records that the files do not hold yet, with a progress bar. Print and write the result.
 
         Args:
+            files: the files of the result; None prints it only.
             fixed: the setting of the measurement. Files of another setting are refused.
             n_documents: the number of documents that `run` measures.
             run: returns all records. It takes the records so far, and a callback for each finished document.
@@ -187,7 +194,7 @@ class ResultOptions:
                 print_table(table)
         if files is not None:
             written = write_result(files.base, result, page.markdown(result))
-            # With --json stdout has only the object.
+            # Stdout has only the object if --json is given.
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 

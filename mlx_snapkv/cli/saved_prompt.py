@@ -29,6 +29,7 @@ class SavedPrompt:
     Args:
         file: the file's name, as the user typed it.
         name: the model's name, as the user typed it.
+        model: the loaded model.
         compression: the options of the answer. A policy compresses a saved full cache at once.
         quantization: how the entries of a saved full cache are quantised. Without a policy mlx-lm quantises them.
 
@@ -48,6 +49,7 @@ class SavedPrompt:
         compression: CompressionOptions,
         quantization: Quantization | None,
     ):
+        """Load the file, check the options against it, and compress a full cache if they ask for it."""
         policy = compression.resolve()
         store = compression.store
         self._file = file
@@ -79,7 +81,7 @@ class SavedPrompt:
 
     @property
     def _is_from_mlx_lm(self) -> bool:
-        """Whether mlx-lm saved the file. Then it has no tokens, and its notes have other meanings."""
+        """Return whether mlx-lm saved the file. Then it has no tokens, and its notes have other meanings."""
         return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
@@ -115,7 +117,7 @@ class SavedPrompt:
 
     @property
     def _stored_in(self) -> str | None:
-        """The store of a text that was saved for sparse attention; None for other files."""
+        """Return the store of a text that was saved for sparse attention; None for other files."""
         notes = self._saved.notes
         if self._saved.policy == NO_POLICY or "messages" in notes:
             return None
@@ -169,12 +171,12 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """The setting that the saved prompt was compressed with, here or when it was saved."""
+        """Return the setting that the saved prompt was compressed with, here or when it was saved."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property
     def kept_text(self) -> str:
-        """The words of the closing line about the entries that the answer starts from."""
+        """Return the words of the closing line about the entries that the answer starts from."""
         setting = "full cache" if self.policy == NO_POLICY else self.policy
         was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
         if was_left_full:

@@ -54,6 +54,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
 
     Args:
         model: its weights may be blank.
+        sparse: the options of sparse attention.
 
     Raises: SnapKVError: the model can't be served with sparse attention.
     """

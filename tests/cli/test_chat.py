@@ -26,7 +26,7 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
     assert (code, out) == (0, [fact.value for fact in facts])
     assert "notes of today.txt: " in err and "100 entries and" in err
     assert "entries: 100 in layers 0 to 2\n" in err and "tokens/s" in err
-    assert "\n/file FILE               attach a document to the next message\n" in err
+    assert "\n/file FILE               Attach a document to the next message.\n" in err
     assert all(f"\n{command} " in err for command in ("/reset", "/policy", "/quit"))
 
 

@@ -49,7 +49,7 @@ def test_tab_completes_commands_and_file_names(terminal, document):
     chat = terminal(*CHAT, cwd=document[0].parent)
     chat.drive(
         ("", PROMPT),
-        ("/he\t\r", "leave the chat (also Ctrl-D)"),
+        ("/he\t\r", "Leave the chat (also Ctrl-D)"),
         ("/policy keyd\t\r", "policy keydiff"),
         ("/file no\t\r", "notes of today.txt: "),
     )
