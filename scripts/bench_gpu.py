@@ -123,6 +123,7 @@ def as_results(found: list[Row]) -> Table:
 
 
 def say(text: str) -> None:
+    """Print a line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -134,6 +135,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 
 def main() -> None:
+    """Measure the model of the command line at each length, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

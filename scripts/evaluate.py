@@ -19,6 +19,7 @@ class ScriptCommand(Command):
     """A command that only its own command line sets: a measurement is the same on every machine."""
 
     def config_values(self, ctx: Any) -> dict[str, Any]:
+        """Return no values: variables and config.toml are ignored."""
         return {}
 
 

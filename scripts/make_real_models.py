@@ -138,6 +138,7 @@ def make(folder: Path, packages: dict[str, str]) -> None:
 
 
 def main() -> None:
+    """Make the models of the command line in its folder; by default all except the larger ones."""
     default = os.environ.get("MLX_SNAPKV_REAL_MODELS") or ROOT / "real-models"
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)

@@ -109,6 +109,7 @@ def _columns(task: str, sample: dict) -> dict:
 
 
 def main() -> None:
+    """Write OUT/LENGTH/TASK.jsonl for each task and length."""
     parser = options(__doc__)
     parser.add_argument("tokenizer", type=Path, help="a model's folder")
     parser.add_argument("out", type=Path)

@@ -108,6 +108,7 @@ def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[s
 
 
 def main() -> None:
+    """Measure each model, and add a row for each kind of question, share and way of choosing."""
     numpy_attention.install()
     parser = shared_options(__doc__, "answers")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])

@@ -73,6 +73,7 @@ def decoding_together(model, length: int, batch: int, contender: Contender, step
 
 
 def main() -> None:
+    """Measure each size of a batch with the full cache and with SnapKV, and add the rows."""
     parser = shared_options(__doc__, "batches")
     parser.set_defaults(models=["demo"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])

@@ -69,6 +69,7 @@ def measure(model, case: Case) -> Row:
 
 
 def main() -> None:
+    """Measure each case, and add its row."""
     parser = shared_options(__doc__, "books")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144])
     args = parser.parse_args()

@@ -114,6 +114,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
 
 
 def main() -> None:
+    """Measure each model with each kind of cache, and add the rows."""
     parser = shared_options(__doc__, "facts")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--documents", type=int, default=2)

@@ -162,6 +162,7 @@ def summary(records: list[Record]) -> Iterator[Record]:
 
 
 def main() -> None:
+    """Measure each model, keep its records for a later run, and add the rows of the summary."""
     numpy_attention.install()
     parser = shared_options(__doc__, "lookahead")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])

@@ -115,6 +115,7 @@ def figure(rows: list[Row]) -> Any:
 
 
 def main() -> None:
+    """Measure each model, add its rows, and draw the figure."""
     numpy_attention.install()
     parser = shared_options(__doc__, "modes")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])

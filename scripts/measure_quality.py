@@ -185,6 +185,7 @@ def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure the parts of the command line, and write them beside the parts measured before."""
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--documents", type=int, default=100, help="texts; questions are half")

@@ -90,6 +90,7 @@ def pieces(
 
 
 def main() -> None:
+    """Measure each model and length, and add a row for each kind of means."""
     numpy_attention.install()
     index.EXACT_ENTRIES = 0  # an index ranks texts of any length
     parser = shared_options(__doc__, "rest")

@@ -60,6 +60,7 @@ class Client:
     """A client that asks for the facts of a document, one after the other."""
 
     def __init__(self, tokenizer: Any, seed: int, n_tokens: int):
+        """Make a document of `n_tokens` and the questions about it."""
         document, self._facts = make_haystack(
             tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens
         )
@@ -174,6 +175,7 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
 
 
 def main() -> None:
+    """Measure both servers with each number of clients, on float32 weights, and add the rows."""
     parser = shared_options(__doc__, "servers")
     parser.set_defaults(models=["demo"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])

@@ -79,6 +79,7 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    """Measure each model and length, and add a row for each number of entries that a chunk chooses."""
     numpy_attention.install()
     parser = shared_options(__doc__, "reading")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])

@@ -65,6 +65,7 @@ def recording(press):
 
 
 def main() -> None:
+    """Read the text with each press, and write positions, scores and options."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     tokens = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids

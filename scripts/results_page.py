@@ -60,6 +60,7 @@ class Result:
     """
 
     def __init__(self, out: Path, **fixed: Any):
+        """Note the script and its arguments, without --out; nothing is written before the first row."""
         script, *arguments = sys.argv
         if "--out" in arguments:  # a local path, which the result should not show
             place = arguments.index("--out")

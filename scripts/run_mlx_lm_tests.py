@@ -33,6 +33,7 @@ def outcomes(tests: Path, hub: Path, *options: str) -> set[str]:
 
 
 def main() -> None:
+    """Run the tests twice, print the outcomes that differ, and exit with 1 if any differs or none was run."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "mlx-lm"]
     with tempfile.TemporaryDirectory() as name:
         folder, hub = Path(name), Path(name) / "hub"

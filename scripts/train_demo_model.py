@@ -91,10 +91,12 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
+        """Take weight matrices as `params`; `lr` is the step size of a square matrix."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
+        """Update all matrices by their gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -178,6 +180,7 @@ class Run:
     """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, arch: str, seed: int, out: Path):
+        """Make tokenizer, model and optimizers from the seed."""
         torch.manual_seed(seed)
         self.arch, self.out, self.progress = arch, out, Progress(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -243,6 +246,7 @@ class Run:
 
 
 def main() -> None:
+    """Train the architecture of the command line, and save it after each stage."""
     parser = options(__doc__)
     parser.add_argument("arch", choices=list(CURRICULUM))
     parser.add_argument("--out", type=Path, required=True)

@@ -113,6 +113,7 @@ class Run:
     """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, seed: int, out: Path):
+        """Make the model from the embedded one, and the optimizers."""
         mx.random.seed(seed)
         self.out, self.progress = out, Progress(seed)
         self.config, self.model = start()
@@ -174,6 +175,7 @@ class Run:
 
 
 def main() -> None:
+    """Train all stages, and save the mean of the last ones."""
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

@@ -54,6 +54,7 @@ class SequenceMaker:
     """Makes random sequences, and batches of them."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int):
+        """Look up the special tokens, and seed the generator."""
         self.rng = random.Random(seed)
         self.tokenizer = tokenizer
         self.bos, self.end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)
@@ -189,6 +190,7 @@ class Progress:
     """The progress of a run, which is printed every 20 steps, and written beside the weights."""
 
     def __init__(self, seed: int):
+        """Start the clock."""
         self.seed, self.steps, self.tokens, self.started = seed, 0, 0, time.time()
 
     def count(self, labels: np.ndarray) -> None:

@@ -38,6 +38,7 @@ def _softmax_vjp(_scores, cotangent, shares):
 
 @mx.custom_function
 def sigmoid(x: mx.array) -> mx.array:
+    """Return `1 / (1 + exp(-x))`, with a gradient of its own."""
     return 1 / (1 + _exp(-x))
 
 
@@ -47,6 +48,7 @@ def _sigmoid_vjp(_x, cotangent, y):
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return `gate * sigmoid(gate) * x`."""
     return gate * sigmoid(gate) * x
 
 
@@ -62,6 +64,7 @@ def attention(queries, keys, values, cache=None, *, scale: float, mask=None) -> 
 
 @mx.custom_function
 def logsumexp(logits: mx.array) -> mx.array:
+    """Return the logarithm of the sum of exponentials over the last axis, with a gradient of its own."""
     top = logits.max(-1, keepdims=True)
     return (top + mx.log(_exp_below(logits, top).sum(-1, keepdims=True)))[..., 0]
 
@@ -72,6 +75,7 @@ def _logsumexp_vjp(logits, cotangent, _sums):
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
+    """Return the loss of each target, `(n,)`, from logits `(n, vocab_size)`."""
     return logsumexp(logits) - mx.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
 
 

@@ -325,6 +325,7 @@ def _pip_install(folder: str, packages: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
+    """Try each library and each agent under each template, and add the rows."""
     options(__doc__).parse_args()
     result = Result(ROOT / "docs" / "agents", clients=install())
     for template in TEMPLATES:

@@ -43,16 +43,20 @@ class OpenAIChat:
     """
 
     def __init__(self, url: str):
+        """Begin a conversation with the server at `url`."""
         self.client = _openai(url)
         self.messages: list[Any] = [{"role": "system", "content": SYSTEM}]
 
     def say(self, text: str) -> None:
+        """Add a message of the user."""
         self.messages.append({"role": "user", "content": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
+        """Add the result of a call; this API can't say that a call `failed`."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def answer(self, streamed: bool) -> Answer:
+        """Return the text and the calls of the next answer, and add it to the conversation."""
         asked = {"model": "local", "tools": [IN_CHAT], "max_completion_tokens": MAX_TOKENS}
         if streamed:
             usage = {"stream_options": {"include_usage": True}}
@@ -72,17 +76,21 @@ class OpenAIResponses:
     """A conversation by openai's responses."""
 
     def __init__(self, url: str):
+        """Begin a conversation with the server at `url`."""
         self.client = _openai(url)
         self.items: list[Any] = []
 
     def say(self, text: str) -> None:
+        """Add a message of the user."""
         self.items.append({"role": "user", "content": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
+        """Add the result of a call; this API can't say that a call `failed`."""
         output = {"type": "function_call_output", "call_id": call_id, "output": text}
         self.items.append(output)
 
     def answer(self, streamed: bool) -> Answer:
+        """Return the text and the calls of the next answer, and add its items to the conversation."""
         asked = {"model": "local", "instructions": SYSTEM, "max_output_tokens": MAX_TOKENS}
         asked |= {"tools": [IN_RESPONSES], "store": False, "input": self.items}
         if streamed:
@@ -100,24 +108,29 @@ class Anthropic:
     """A conversation by anthropic's messages."""
 
     def __init__(self, url: str):
+        """Begin a conversation with the server at `url`."""
         import anthropic
 
         self.client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
         self.messages: list[Any] = []
 
     def say(self, text: str) -> None:
+        """Add a text to the user's message."""
         self._add({"type": "text", "text": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
+        """Add the result of a call to the user's message."""
         about = {"tool_use_id": call_id, "content": text, "is_error": failed}
         self._add({"type": "tool_result", **about})
 
     def _add(self, block: dict[str, Any]) -> None:
+        """Add a block to the user's message, which begins after an answer."""
         if not self.messages or self.messages[-1]["role"] != "user":
             self.messages.append({"role": "user", "content": []})
         self.messages[-1]["content"].append(block)
 
     def answer(self, streamed: bool) -> Answer:
+        """Return the text and the calls of the next answer, and check the server's counts of tokens."""
         cached = {"cache_control": {"type": "ephemeral"}}
         system = [{"type": "text", "text": SYSTEM, **cached}]
         tools = [IN_MESSAGES | cached]
@@ -138,11 +151,13 @@ class LiteLLM(OpenAIChat):
     """A conversation by litellm, which uses the API of `model`."""
 
     def __init__(self, url: str, model: str = "openai/local"):
+        """Begin a conversation; the prefix of `model` selects the API."""
         super().__init__(url)
         self.where = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
         self.where["api_base"] = f"{url}/v1" if model.startswith("openai") else url
 
     def answer(self, streamed: bool) -> Answer:
+        """Return the text and the calls of the next answer, and add it to the conversation."""
         import litellm
 
         asked = {**self.where, "tools": [IN_CHAT], "messages": self.messages}
@@ -159,6 +174,7 @@ class LangChain:
     """A conversation by langchain-openai, with chat completions or responses."""
 
     def __init__(self, url: str, by_responses: bool = False):
+        """Begin a conversation, by responses or by chat completions."""
         from langchain_core.messages import SystemMessage
         from langchain_openai import ChatOpenAI
 
@@ -175,17 +191,20 @@ class LangChain:
         self.messages: list[Any] = [SystemMessage(SYSTEM)]
 
     def say(self, text: str) -> None:
+        """Add a message of the user."""
         from langchain_core.messages import HumanMessage
 
         self.messages.append(HumanMessage(text))
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
+        """Add the result of a call."""
         from langchain_core.messages import ToolMessage
 
         status = "error" if failed else "success"
         self.messages.append(ToolMessage(text, tool_call_id=call_id, status=status))
 
     def answer(self, streamed: bool) -> Answer:
+        """Return the text and the calls of the next answer, and add it to the conversation."""
         if streamed:
             chunks = list(self.model.stream(self.messages))
             found = chunks[0]
@@ -216,6 +235,7 @@ def _run(command: str) -> tuple[str, bool]:
 
 
 def main() -> None:
+    """Send the messages of stdin, run the calls of the answers, and print each answer's text as JSON."""
     client, url = sys.argv[1:]
     session = CLIENTS[client](url)
     for number, text in enumerate(json.load(sys.stdin)):

@@ -83,6 +83,7 @@ class Answers:
         methods: Iterable[Method],
         known: Iterable[int],
     ):
+        """Split the prompts into the document, which is read once, and the questions."""
         self._model, self._tokenizer, self._questions = model, tokenizer, document.questions
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}

@@ -66,6 +66,8 @@ class AskedOptions:
 
 @dataclass(frozen=True)
 class NeedleOptions(AskedOptions):
+    """The documents and settings of `needle`."""
+
     setting: Annotated[str, Option(parser=one_of(*ANSWER_SETTINGS, "both"), help=WHETHER)] = "known"
     length: Annotated[
         Any, Option(parser=lengths(256), help="Prompt lengths in tokens, separated by commas.")
@@ -102,6 +104,8 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
 
 @dataclass(frozen=True)
 class SuiteOptions(AskedOptions):
+    """The tasks and documents of `suite`."""
+
     model: Model = "demo-tasks"
     task: Annotated[
         list[str] | None,
@@ -132,6 +136,8 @@ def suite(*, options: SuiteOptions, result: ScoreOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(AskedOptions):
+    """The rows of a data set that `data` asks."""
+
     data: Annotated[
         str,
         Option(
