@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
-from .attention import KeyBlocks, above_average, attention_weights, block_size, latest_votes
+from .attention import KeyReader, above_average, attention_weights, block_size, latest_votes
 from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
 from .queries import Queries
 from .spans import spans
@@ -123,16 +123,16 @@ class Entries:
                 mx.eval(parts[-1])
         return mx.concatenate(parts, axis=2)
 
-    def blocks(self) -> KeyBlocks:
-        """Return all keys in a form that is read a block at a time."""
+    def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
+        """Return the keys of some KV heads, `(B, n, T, head_dim)`, computed after `after`."""
+        of_heads = self._map(lambda x: mx.depends(x[:, heads], list(after)))
+        return of_heads.read_keys(0, len(self))
+
+    def blocks(self) -> KeyReader:
+        """Return all keys in a form that is read some KV heads at a time."""
         first_key = self.read_keys(0, 1)
         B, H, _, D = first_key.shape
-        return KeyBlocks(
-            shape=(B, H, len(self), D),
-            dtype=first_key.dtype,
-            read=self.read_keys,
-            waits=self.waits,
-        )
+        return KeyReader(shape=(B, H, len(self), D), dtype=first_key.dtype, read=self.keys_of_heads)
 
     def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
         """Return the results of `function` for all blocks of float32 keys, joined along axis 2.

@@ -101,6 +101,14 @@ class FullView(Entries):
         part = self._entries.read(which, start, stop)
         return mx.depends(part, list(after)) if after else part
 
+    def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
+        """Return the keys of some KV heads, `(B, n, T, head_dim)`, computed after `after`."""
+        keys = self.by_block(
+            lambda start, stop, earlier: self.read_keys(start, stop, earlier or after),
+            spans(0, len(self)),
+        )
+        return keys[:, heads]
+
     @property
     def waits(self) -> bool:  # type: ignore[override]
         return self._entries.waits

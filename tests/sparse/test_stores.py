@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.attention import latest_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
@@ -115,7 +114,6 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
 @pytest.mark.parametrize("kind, how", [(MemoryStore, None), (MemoryStore, HOW), (FileStore, None)])
 def test_votes_over_several_stores(kind, how, monkeypatch):
     in_blocks(monkeypatch, 50_000, one_pass=0)
-    monkeypatch.setattr(attention, "READ_BYTES", 50_000)
     every, T = rows_of(321, dtype=mx.float32), 321
     parts = [[x[:, :, :300] for x in every], [x[:, :, 300:] for x in every]]
     stores = [holding(store, part) for store, part in zip((kind(how), MemoryStore()), parts)]
