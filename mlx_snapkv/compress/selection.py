@@ -52,6 +52,9 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
-    # The others get position T, and so the sort puts them last.
-    positions = mx.where(is_chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
-    return mx.sort(positions, axis=-1)[..., :k]
+    # Each chosen position is written to its place among them, and all others to a place after them.
+    n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
+    places = mx.where(is_chosen, n_chosen_so_far - 1, k)
+    positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)
+    chosen = mx.zeros((*scores.shape[:-1], k + 1), mx.uint32)
+    return mx.put_along_axis(chosen, places, positions, axis=-1)[..., :k]

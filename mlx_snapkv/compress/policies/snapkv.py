@@ -1,7 +1,7 @@
 """SnapKV: the queries at the end of the prompt vote for the entries that the answer needs."""
 
+import math
 from dataclasses import dataclass
-from functools import reduce
 
 import mlx.core as mx
 
@@ -118,22 +118,18 @@ class SnapKV(Policy):
         if self.pool == "forward":
             votes, contrasts = mean_and_contrasts(entries)
         else:
-            votes, contrasts = entries.votes, []
+            votes = contrasts = entries.votes
         if middle.stop <= middle.start:
             return votes
-        scores = votes[..., middle]
+        scores = pool_votes(contrasts[..., middle], self.pool, self.pool_kernel)
         if self.pool == "forward":
-            for contrast in contrasts:
-                pooled = pool_votes(contrast[..., middle], self.pool, self.pool_kernel)
-                scores = mx.maximum(scores, pooled)
-        else:
-            scores = pool_votes(scores, self.pool, self.pool_kernel)
+            scores = mx.maximum(votes[..., middle], scores.max(axis=0))
         parts = [votes[..., : middle.start], scores, votes[..., middle.stop :]]
         return mx.concatenate(parts, axis=-1)
 
 
-def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
-    """Return the mean votes and the contrasts, `(B, n_kv_heads, T)` float32 each.
+def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
+    """Return the mean votes, `(B, n_kv_heads, T)` float32, and the contrasts, `(n, B, n_kv_heads, T)`.
 
     The mean gives half of its weight to all queries and half to the last 32. A contrast is how much more the last
     queries vote than the queries before them, `max(0, mean of the last - mean of the others)`: one for the prompt's
@@ -146,7 +142,7 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
     counts = [count + n_lookahead for count in LATEST if count + n_lookahead < n_queries]
     if not counts:
         mean = entries.votes / n_queries
-        return mean, [mean]
+        return mean, mean[None]
     latest_votes = entries.latest_votes(*counts)
     all_votes = entries.votes
     contrasts: list[mx.array] = []
@@ -154,7 +150,7 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
         mean_before = (all_votes - votes) / (n_queries - n_latest)
         contrasts.append(mx.maximum(votes / n_latest - mean_before, 0))
     mean = (all_votes / n_queries + latest_votes[0] / counts[0]) / 2
-    return mean, contrasts
+    return mean, mx.stack(contrasts)
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
@@ -164,12 +160,10 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     """
     if kernel == 1:
         return votes
-    T = votes.shape[-1]
     n_before = kernel - 1 if pool == "forward" else kernel // 2
     n_after = kernel - 1 - n_before
     widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
-    shifted = [padded[..., i : i + T] for i in range(kernel)]
-    if pool == "max":
-        return reduce(mx.maximum, shifted)
-    return reduce(mx.add, shifted) / kernel
+    strides = [math.prod(padded.shape[axis + 1 :]) for axis in range(padded.ndim)]
+    windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])  # nothing is copied
+    return windows.max(axis=-1) if pool == "max" else windows.sum(axis=-1) / kernel
