@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -82,9 +83,12 @@ def compress_prompt_cache(
         report.reason = plan.reason
         return report
     with measured(plan, layers, prompt_cache, prompt_cache, report):
-        choices = choose_entries(layers, prompt_cache, plan, queries)
+        choices = [choose_entries(layer, prompt_cache, plan, queries) for layer in layers]
         note_choices(choices, layers, prompt_cache, report)
-        put_chosen(layers, prompt_cache, plan, choices)
+        for layer, choice in zip(layers, choices):
+            put_chosen(layer, prompt_cache, plan, choice)
+            # The full entries of all layers are still in memory, so each layer's are freed before the next layer.
+            mx.eval(layer.cache_in(prompt_cache).state)
     return report
 
 
@@ -133,29 +137,35 @@ def note_memory(
 def note_choices(
     choices: list[Choice], layers: list[AttentionLayer], caches: list, report: CompressionReport
 ) -> None:
-    """Note in the report how many entries of each cache are kept, and their share of the attention."""
-    chosen = {layer.index: choice for layer, choice in zip(layers, choices)}
-    found = [chosen.get(i) for i in range(len(caches))]
-    report.entries_kept = [None if x is None else x.kept.shape[-1] for x in found]
-    report.attention_share = [None if x is None else x.share for x in found]
+    """Note in the report how many entries of each cache are kept, and their share of the attention.
+
+    This waits for all choices, and for all that the device was asked to compute before.
+
+    Raises: SnapKVError: scores are NaN.
+    """
+    shares: Any = mx.stack([choice.share for choice in choices]).tolist()
+    if any(map(math.isnan, shares)):
+        raise nan_scores()
+    report.entries_kept = [None] * len(caches)
+    report.attention_share = [None] * len(caches)
+    for layer, choice, share in zip(layers, choices, shares):
+        report.entries_kept[layer.index] = choice.kept.shape[-1]
+        report.attention_share[layer.index] = None if choice.votes is None else share
 
 
 def choose_entries(
-    layers: list[AttentionLayer],
+    layer: AttentionLayer,
     caches: list,
     plan: Plan,
     queries: list[mx.array | None] | None = None,
-) -> list[Choice]:
-    """Return what a policy keeps of each layer, and leave the caches unchanged.
+) -> Choice:
+    """Return what a policy keeps of a layer, and leave the layer's cache unchanged.
 
     Args:
         queries: see `compress_prompt_cache`.
     """
-    chosen = []
-    for layer in layers:
-        entries, _ = competing(layer, caches, plan, queries)
-        chosen.append(choose(entries, plan.decode_policy, plan.decode_quota))
-    return chosen
+    entries, _ = competing(layer, caches, plan, queries)
+    return choose(entries, plan.decode_policy, plan.decode_quota)
 
 
 def competing(
@@ -199,18 +209,17 @@ def _voting(
 
 
 def put_chosen(
-    layers: list[AttentionLayer],
+    layer: AttentionLayer,
     caches: list,
     plan: Plan,
-    choices: list[Choice],
+    choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace the cache of each layer by one of the entries chosen.
+    """Replace the cache of a layer by one of the entries chosen.
 
-    A layer's full entries are freed before the next layer's turn, unless the caller holds them.
+    The layer's full entries are freed when the device has copied these, unless the caller holds them.
     """
-    for layer, choice in zip(layers, choices):
-        layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
+    layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
 
 
 def _small_cache(
@@ -228,8 +237,10 @@ def _small_cache(
         x.packed(plan.options.quantization or x.quantization)
         for x in (entries.taken(choice.kept), later)
     )
-    mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
-    mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
+    mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
+    mx.async_eval(
+        kept.stored_values, later.stored_values
+    )  # after the keys, for less memory at once
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
@@ -240,7 +251,7 @@ def _small_cache(
     for i in range(0 if plan.options.is_text else len(later)):
         small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
         small.inherit(voters)
-    mx.eval(small.state)
+    mx.async_eval(small.state)
     return small
 
 
@@ -251,18 +262,18 @@ class Choice:
     Attributes:
         kept: indices `(B, n_kv_heads, n)` of the entries.
         votes: the votes for them, in the same shape; None if nothing voted.
-        share: the part of all votes that they received, 0 to 1.
+        share: float32, the part of all votes that they received, 0 to 1; 1 if nothing voted, and NaN if scores are.
     """
 
     kept: mx.array
     votes: mx.array | None
-    share: float | None
+    share: mx.array
 
 
 def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     """Return the `quota` of a layer's entries that a policy keeps, and release `entries`.
 
-    Raises: SnapKVError: the scores are NaN.
+    The arrays of the choice are being computed, and nothing waits for them.
     """
     entries.budget = quota.entries
     entries.n_window = quota.n_window
@@ -273,13 +284,11 @@ def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
         votes = entries.received
     entries.release()
     kept = select(scores, quota)
-    share = voted = None
+    share = mx.array(1.0)
+    voted = None
     if votes is not None:
         voted = mx.take_along_axis(votes, kept, axis=-1)
         share = voted.sum() / votes.sum()
-    nan = mx.any(mx.isnan(scores))
-    mx.eval(kept, voted, share, nan)
-    kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
-    if nan.item() or (kept_share is not None and math.isnan(kept_share)):
-        raise nan_scores()
-    return Choice(kept, voted, kept_share)
+    share = mx.where(mx.any(mx.isnan(scores)), math.nan, share)
+    mx.async_eval(kept, voted, share)
+    return Choice(kept, voted, share)

@@ -38,13 +38,20 @@ class PolicyMode:
         return self._call(inputs, cache=cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Keep the entries that the policy chooses, and note them. Every layer chooses before any cache is changed."""
+        """Keep the entries that the policy chooses, and note them. The caller's prompt cache changes at the end.
+
+        Each layer chooses and is compressed while the device computes the layers before it. Python waits once, when it
+        notes the choices.
+        """
         plan = self.plan
         layers = self.layers
         require_unchanged(plan, layers, self._prompt_cache)
-        choices = choose_entries(layers, caches, plan)
+        choices = []
+        for layer in layers:
+            choice = choose_entries(layer, caches, plan)
+            put_chosen(layer, caches, plan, choice, self._on_kept)
+            choices.append(choice)
         note_choices(choices, layers, caches, report)
-        put_chosen(layers, caches, plan, choices, self._on_kept)
         self._prompt_cache[:] = caches
         report.reason = _fits_still(plan, report)
 

@@ -1,0 +1,205 @@
+"""Count the operations and waits of a prompt and of a decoded token, for each policy and for sparse attention.
+
+    python scripts/count_operations.py
+    python scripts/count_operations.py --tokens 32768
+
+The model is random. Operations are counted in the graphs that MLX is asked to compute, on the CPU, Metal or CUDA.
+Counts of a CPU are higher, because RoPE, norms and attention are several operations there and one on a GPU.
+
+They are no times: a large operation counts as much as a small one. On a GPU an operation is a launch, or several: a
+sort of 32,768 numbers takes about ten. What only looks at an array otherwise (a slice, a reshape, a transposition)
+launches nothing and is not counted.
+
+A wait is a call that makes Python wait for the device: `mx.eval`, `item`, `tolist`, or a conversion to a number or to
+NumPy. It counts even if the array has been computed before. mlx-lm's own loop waits once for each chunk of a prompt,
+and once for its first token. `mx.async_eval` is no wait, though MLX may hold it back while the device is far behind.
+"""
+
+import argparse
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.compress.options import Compress
+from mlx_snapkv.compress.policies import SnapKV
+from mlx_snapkv.engine.loop_model import observing
+from mlx_snapkv.engine.prefill import read
+from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.measure.contenders import (
+    Contender,
+    decoding_cache,
+    make_random_model,
+    random_prompt,
+)
+from mlx_snapkv.measure.methods import FULL_CACHE
+from mlx_snapkv.measure.tables import Table, as_markdown
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.prompt_plan import PREFILL_STEP_SIZE
+from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.sparse.options import Sparse
+
+VIEWS = {
+    "AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "NumberOfElements", "Reshape",
+    "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
+}  # fmt: skip
+SORTS = {"ArgPartition", "ArgSort", "Partition", "Sort"}
+CONVERSIONS = "item", "tolist", "__bool__", "__float__", "__int__", "__index__"
+TO_NUMPY = [(np, name) for name in ("array", "asarray", "stack", "concatenate")]
+
+SHARE = "budget=6.25%"
+METHODS: dict[str, dict[str, Any]] = {
+    FULL_CACHE: {},
+    "SnapKV": {"policy": f"snapkv:{SHARE}"},
+    "TOVA": {"policy": f"tova:{SHARE},schedule=once"},
+    "H2O": {"policy": f"h2o:{SHARE},schedule=once"},
+    "KeyDiff": {"policy": f"keydiff:{SHARE},schedule=once"},
+    "KeyDiff in blocks": {"policy": f"keydiff:{SHARE}"},
+    "sparse, no residual": {"sparse": f"{SHARE},when=always,residual=none"},
+    "sparse": {"sparse": f"{SHARE},when=always"},
+}
+
+
+@dataclass
+class Counts:
+    """What a block of code asks of the device.
+
+    Attributes:
+        operations: how many operations of each kind are computed.
+        waits: how often Python waits.
+    """
+
+    operations: Counter[str] = field(default_factory=Counter)
+    waits: int = 0
+
+    @property
+    def sorts(self) -> int:
+        """Return the number of sorts among the operations."""
+        return sum(self.operations[name] for name in SORTS)
+
+
+def operations(*arrays: Any) -> Counter[str]:
+    """Return the operations that are launched to compute arrays, or trees of arrays."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *arrays)
+    names = [label.split()[0] for label in re.findall(r'\[label ="([^"]+)"', dot.getvalue())]
+    return Counter(name for name in names if name not in VIEWS)
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Yield counts, to which the operations and waits of the block are added."""
+    counts = Counts()
+
+    def counting(function: Callable[..., Any], waits: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arrays = [x for _, x in tree_flatten(list(args)) if isinstance(x, mx.array)]
+            counts.operations += operations(*arrays)
+            counts.waits += waits if arrays else 0
+            return function(*args, **kwargs)
+
+        return call
+
+    waiting = [(mx, "eval"), *((mx.array, name) for name in CONVERSIONS), *TO_NUMPY]
+    with ExitStack() as restored:
+        for owner, name in [*waiting, (mx, "async_eval")]:
+            function = getattr(owner, name)
+            restored.callback(setattr, owner, name, function)
+            setattr(owner, name, counting(function, waits=int((owner, name) in waiting)))
+        yield counts
+
+
+def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, Counts]:
+    """Return the counts of reading a prompt, and of the step at its end that compresses it or makes an index."""
+    options: dict[str, Any] = {"prefill_step_size": PREFILL_STEP_SIZE}
+    if not method:
+        with counted() as reading:
+            read(model, prompt, make_prompt_cache(model), options)
+        return reading, Counts()
+    config, _ = CompressionConfig.from_keywords(method)
+    plan = plan_request(model, config, prompt.size)
+    if plan.reason is not None:
+        raise SnapKVError(plan.reason)
+    request = make_request(model, plan)
+    options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
+    with request.recording():
+        with counted() as reading:
+            read(request.model, prompt, request.caches, options)
+        with counted() as ending:
+            request.compress()
+    return reading, ending
+
+
+def contenders(n: int) -> list[Contender]:
+    """Return what a token may be decoded from after `n` tokens, the full cache first."""
+    policies = [
+        Compress(SnapKV(budget="6.25%")),
+        Sparse(budget="6.25%", residual=None),
+        Sparse(budget="6.25%"),
+    ]
+    compressed = [Contender(str(policy), n // 16, policy) for policy in policies]
+    return [Contender(FULL_CACHE, n), *compressed]
+
+
+def count_token(model: Any, contender: Contender, n: int) -> Counts:
+    """Return the counts of one token that is decoded after `n`."""
+    cache = decoding_cache(model, contender, n)
+    token = mx.zeros((1, 1), mx.int32)
+    with observing(model, cache):
+        mx.eval(model(token, cache=cache))  # a buffer may grow
+        with counted() as counts:
+            mx.async_eval(model(token, cache=cache))
+    return counts
+
+
+def prompts_table(model: Any, n: int, n_layers: int) -> Table:
+    """Return the counts of a prompt of `n` tokens by method."""
+    operations = "operations per layer"
+    columns = ["prompt", f"{operations}, read", f"{operations}, at the end"]
+    table = Table("", "", [*columns, "waits, read", "waits, at the end"])
+    prompt = random_prompt(n)
+    for name, method in METHODS.items():
+        counts = count_prompt(model, prompt, **method)
+        per_layer = (f"{x.operations.total() / n_layers:,.0f}" for x in counts)
+        table.add(name, *per_layer, *(str(x.waits) for x in counts))
+    return table
+
+
+def tokens_table(model: Any, n: int, n_layers: int) -> Table:
+    """Return the counts of a token that is decoded after `n` tokens, by what it reads."""
+    table = Table("", "", ["token", "operations per layer", "sorts per layer", "waits"])
+    for contender in contenders(n):
+        counts = count_token(model, contender, n)
+        per_layer = (f"{x / n_layers:.1f}" for x in (counts.operations.total(), counts.sorts))
+        table.add(contender.name, *per_layer, str(counts.waits))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt")
+    args = parser.parse_args()
+    model = make_random_model()
+    n_layers = len(attention_layers(model, make_prompt_cache(model)))
+    print(f"{args.tokens:,} tokens, {n_layers} layers, {mx.default_device()}\n")
+    try:
+        print(as_markdown(prompts_table(model, args.tokens, n_layers)), end="\n\n")
+        print(as_markdown(tokens_table(model, args.tokens, n_layers)))
+    except SnapKVError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
