@@ -31,7 +31,8 @@ class AttendingCache(LayerCache):
 
         Args:
             captured: the queries of the newest tokens, whose entries are stored already.
-            keys, values: `update_and_fetch` has returned them.
+            keys: the keys that `update_and_fetch` has returned.
+            values: the values that `update_and_fetch` has returned.
         """
 
     def attend(
@@ -46,8 +47,10 @@ class AttendingCache(LayerCache):
         """Return the attention of the newest tokens to the entries that their queries choose together.
 
         Args:
-            queries: of the newest tokens, `(B, n_heads, L, head_dim)`.
-            keys, values: `update_and_fetch` has returned them.
+            queries: queries of the newest tokens, `(B, n_heads, L, head_dim)`.
+            keys: the keys that `update_and_fetch` has returned.
+            values: the values that `update_and_fetch` has returned.
+            scale: factor of the logits.
             mask: None or "causal", aligned with the newest token.
             sinks: `(n_heads,)` logits of attention sinks.
 
@@ -61,9 +64,11 @@ class AttendingCache(LayerCache):
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """Return mlx-lm's causal mask over the entries that the next `N` tokens read, and their own."""
         return create_attention_mask(N, self.n_before_next, return_array, window_size)
 
     def is_trimmable(self) -> bool:
+        """Return False, so that mlx-lm never trims the cache; a turn restores it from a copy."""
         return False
 
 
@@ -72,7 +77,8 @@ def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
 
     Args:
         bias: added to the means' logits, `(B, n_heads, L, n_means)`.
-        mask: of the entries after the means: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
+        n: number of entries, means included.
+        mask: mask of the entries after the means: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
     """
     B, H, L, n_means = bias.shape
     if isinstance(mask, str):

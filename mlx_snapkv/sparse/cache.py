@@ -21,16 +21,17 @@ MAX_RECENT = 512
 
 
 class SparseKVCache(AttendingCache):
-    """A layer's cache while an answer is decoded: a token reads the sink, the entries that its own queries rank
-    highest, the window, and the newest entries of the answer.
+    """A layer's cache while an answer is decoded, whose tokens choose what they read.
 
-    It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
+    A token reads the sink, the entries that its own queries rank highest, the window, and the newest entries of the
+    answer. It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
     """
 
     is_compressed = True
     keys = keys_of(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
+        """Take over a ranking of the prompt's entries; the answer may have begun."""
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
@@ -43,6 +44,7 @@ class SparseKVCache(AttendingCache):
 
     @property
     def offset(self) -> int:  # type: ignore[override]
+        """Return the position of the next token, after prompt and answer."""
         return self.ranking.n_prompt + self.ranking.answer.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
@@ -81,11 +83,12 @@ class SparseKVCache(AttendingCache):
 
     @property
     def answer(self) -> Pair:
-        """The keys and values of the answer's tokens, `(B, n_kv_heads, n, head_dim)`."""
+        """Return the keys and values of the answer's tokens, `(B, n_kv_heads, n, head_dim)`."""
         return self.ranking.answer.keys_and_values()
 
     @property
     def state(self) -> tuple:
+        """Return the buffers of the answer, which mlx-lm evaluates between two steps."""
         return self.ranking.answer.keys, self.ranking.answer.values
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -94,9 +97,11 @@ class SparseKVCache(AttendingCache):
 
     @property
     def sample(self) -> Pair:
+        """Return the first entry's key and value."""
         return self.ranking.view.read_keys(0, 1), self.ranking.view.read_values(0, 1)
 
     def size(self) -> int:
+        """Return the number of entries that a token reads, means included."""
         ranking = self.ranking
         return ranking.n_means + ranking.n_first + ranking.n_read + ranking.n_newest
 
@@ -112,4 +117,5 @@ class SparseKVCache(AttendingCache):
         return n_bytes(self.sample) * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
+        """Return False: the prompt has been read."""
         return False

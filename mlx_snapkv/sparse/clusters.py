@@ -38,14 +38,16 @@ class Clusters(NamedTuple):
 
     @property
     def n(self) -> int:
+        """Return the number of clusters."""
         return self.keys.shape[2]
 
     @property
     def n_entries(self) -> int:
+        """Return the number of entries in all clusters."""
         return self.ids.shape[2]
 
     def whole_blocks(self) -> WholeBlocks | None:
-        """Return the clusters of whole blocks, which stay valid when entries are appended; None if there are none."""
+        """Return the clusters of whole blocks, which stay valid when entries are appended, or None."""
         if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
@@ -91,10 +93,12 @@ class WholeBlocks:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of ids and means."""
         return self.ids.nbytes + self.keys.nbytes + self.values.nbytes
 
     @property
     def n_entries(self) -> int:
+        """Return the number of entries in all blocks."""
         return self.ids.shape[2]
 
     def of_first(self, n: int) -> WholeBlocks | None:
@@ -143,6 +147,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
     Args:
         entries: have `read_keys(first, stop)` and `read_values(first, stop)`, which return
             `(B, n_kv_heads, stop - first, head_dim)`.
+        start: position of the first entry to cluster.
     """
     blocks = []
     for first, stop in spans(start, len(entries)):

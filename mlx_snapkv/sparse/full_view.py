@@ -24,6 +24,7 @@ class FullView(Entries):
 
     Args:
         views: parts of the entries in order of position.
+        layer: the model's `AttentionLayer` that the entries belong to.
 
     Attributes:
         index: ranks the entries; None ranks them by their exact votes.
@@ -34,11 +35,13 @@ class FullView(Entries):
         views: Sequence[EntryView],
         layer: Any,
     ):
+        """Join the views without reading entries."""
         super().__init__(None, None, layer=layer)
         self._entries = JoinedView(views)
         self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
+        """Return the number of entries in all views."""
         return self._entries.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
@@ -111,6 +114,7 @@ class FullView(Entries):
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
+        """Return whether reading a view allocates memory, so that each block must be used before the next."""
         return self._entries.waits
 
     @property

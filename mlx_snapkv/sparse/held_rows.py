@@ -50,11 +50,12 @@ class HeldRows:
 
     Args:
         empty: arrays of 0 rows, for their dtypes and shapes.
-        stands_for: entries per row; a row of page means stands for a page.
+        stands_for: number of entries that a row is computed from; a row of page means is computed from a page.
         aside: makes the place for rows after the first `ENTRIES_IN_MEMORY` entries.
     """
 
     def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
+        """Start without rows; `aside` is called once."""
         self._first, self._last = _Buffer(empty), _Buffer(empty)
         self._n_in_memory = ENTRIES_IN_MEMORY // stands_for
         self._block_rows = ENTRIES_MOVED // stands_for
@@ -62,6 +63,7 @@ class HeldRows:
         self._block_readers: list[Callable[[], Stored]] = []
 
     def __len__(self) -> int:
+        """Return the number of rows, in memory and aside."""
         return self._first.n + self._n_aside + self._last.n
 
     @property
@@ -162,6 +164,7 @@ class HeldRows:
         return join(*parts) if parts else rows(self._first.stored, 0, 0)
 
     def __deepcopy__(self, memo: dict) -> HeldRows:
+        """Copy the rows in memory; the copy shares the place aside, which is only appended to."""
         other = copy.copy(self)
         other._first, other._last = copy.deepcopy((self._first, self._last), memo)
         other._block_readers = list(self._block_readers)

@@ -60,6 +60,7 @@ class KeyIndex:
         queries: mx.array | None = None,
         aside: MakeAside | None = None,
     ):
+        """Compute the components from the sample, and start without codes."""
         B, H, self.n_sampled_from, D = keys.shape
         sample = keys.astype(mx.float32)
         size = _size(D)
@@ -76,6 +77,7 @@ class KeyIndex:
         self.codes = HeldRows(no_codes(keys), aside=aside)
 
     def __len__(self) -> int:
+        """Return the number of keys that have codes."""
         return len(self.codes)
 
     @property
@@ -142,6 +144,7 @@ class KeyIndex:
         self.n_sampled_from = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
+        """Copy the codes; the copy shares the components, which never change."""
         other = copy.copy(self)
         other.codes = copy.deepcopy(self.codes, memo)
         return other
@@ -192,6 +195,8 @@ class KeyIndex:
 
         Args:
             queries: `(B, n_kv_heads, group * m, components)`, projected for the codes.
+            start: first key.
+            stop: position after the last key.
             after: arrays to compute first, so that fewer logits are in memory.
         """
         queries = mx.depends(queries, list(after)) if after else queries
@@ -213,7 +218,7 @@ def _principal(centred: mx.array, n: int) -> mx.array:
     """Return the largest `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
     covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # `eigh` would end the process
-    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
+    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # the smallest variance first
     return vectors[..., : -n - 1 : -1]
 
 

@@ -25,10 +25,10 @@ FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if `when`
 LAST_CHOSEN = 16384  # entries that the last tokens choose, at least; all entries of shorter prompts
 # If entries are in files, the last tokens choose 4 times as many as other chunks.
 LAST_FACTOR_IN_FILES = 4
-# Neighbouring entries that a chunk chooses together. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.0046;
-# with pages of 8 it was 0.0123, with pages of 32 0.0064.
+# Neighbouring entries that a chunk chooses together. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.0046,
+# 0.0123 with pages of 8, and 0.0064 with pages of 32.
 PAGE_SIZE = 16
-# By default a token of the answer reads 1/16 of the entries, and at least 1,024.
+# The default budget of a token of the answer: 1/16 of the entries, and at least 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
 # Entries that a chunk chooses by default: at least 1,024, 1/32 of the prompt, and the number whose attention costs a
@@ -101,6 +101,7 @@ class Sparse(Hyperparameters):
     when: str = choice("faster", "always")
 
     def __post_init__(self):
+        """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict."""
         super().__post_init__()
         if self.top_k is not None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
@@ -111,6 +112,7 @@ class Sparse(Hyperparameters):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
+        """Return "budget" if it follows from `top_k`."""
         return "budget" if self.top_k is not None else None
 
     def entries(self, n_prompt: int) -> int:
@@ -144,6 +146,7 @@ class Sparse(Hyperparameters):
         """Return how many entries a chunk reads in a prompt of `n_prompt` tokens.
 
         Args:
+            n_prompt: number of tokens of the prompt.
             n_cheap: entries whose attention takes no more than `CHEAP_SHARE` of the model's other products.
         """
         if self.read_top_k is None:

@@ -21,10 +21,12 @@ class PageMeans:
     _quantization: Quantization | None = None
 
     def __len__(self) -> int:
+        """Return the number of pages that have means."""
         return 0 if self._means is None else len(self._means)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
+        """Return the arrays in memory, which a cache's `state` includes."""
         return () if self._means is None else self._means.in_memory
 
     @property
@@ -34,6 +36,7 @@ class PageMeans:
 
     @property
     def file_nbytes(self) -> int:
+        """Return the bytes of means in a file."""
         return 0 if self._means is None else self._means.aside_nbytes
 
     def truncate(self, n: int) -> None:

@@ -12,8 +12,8 @@ from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
 from .residual import grouped_logits
 
-# Queries of a chunk that rank the pages, evenly spaced. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.006;
-# with 32 queries it was 0.010, with 128 queries 0.008.
+# Queries of a chunk that rank the pages, evenly spaced. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.006,
+# 0.010 with 32 queries, and 0.008 with 128 queries.
 RANKING_QUERIES = 64
 
 
@@ -21,8 +21,11 @@ class PageRanking:
     """Chooses which entries a chunk reads: the sink, the pages that its queries rank highest, and the newest tokens.
 
     Args:
+        view: all entries of the layer.
+        means: mean keys of the pages, which grow with the view.
         reach: how many entries a chunk reads; if there are no more, it reads all of them.
         last: how many entries chunks from position `last_from` on read.
+        last_from: position of the prompt's last tokens, which read more.
         chooses: says of a position whether a chunk from there on may choose; if not, it reads all entries.
     """
 
@@ -35,6 +38,7 @@ class PageRanking:
         last_from: float,
         chooses: Callable[[int], bool] = lambda start: True,
     ):
+        """Take over view and means; nothing is ranked yet."""
         self._view = view
         self.means = means
         self._reach = reach
@@ -57,6 +61,7 @@ class PageRanking:
 
         Args:
             captured: the chunk's queries, with the heads of a KV head together.
+            start: position of the chunk's first token.
         """
         stop, n = self._pages(start)
         pages = mx.sort(self._likeliest(captured, range(self._first, stop), n), axis=-1)
@@ -77,10 +82,11 @@ class PageRanking:
         return stop, 0 if reads_all else n
 
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
-        """Return the `n` pages that get the largest share of any query's attention, unordered uint32
-        `(B, n_kv_heads, n)`.
+        """Return the `n` pages that get the largest share of any query's attention.
 
         The attention is to the pages' mean keys, by sampled queries of all heads of a GQA group.
+
+        Returns: uint32 `(B, n_kv_heads, n)`, in no order.
         """
         heads = captured.heads
         step = max(1, heads.shape[2] // RANKING_QUERIES)

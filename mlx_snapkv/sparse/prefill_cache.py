@@ -35,11 +35,13 @@ class SparsePrefillKVCache(AttendingCache):
     _reads_all = True  # the newest tokens read all entries
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
+        """Take over the cache of all entries, which may have read earlier turns."""
         self.stored = stored
         self._ranking = ranking
 
     @property
     def offset(self) -> int:  # type: ignore[override]
+        """Return the number of tokens read."""
         return self.stored.offset
 
     @property
@@ -49,6 +51,7 @@ class SparsePrefillKVCache(AttendingCache):
 
     @property
     def n_before_next(self) -> int:
+        """Return how many entries before it the next chunk reads."""
         return self._ranking.n_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -80,22 +83,28 @@ class SparsePrefillKVCache(AttendingCache):
         return self._ranking.read(captured, start)
 
     def size(self) -> int:
+        """Return how many entries before it the next chunk reads, for mlx-lm's masks."""
         return self.n_before_next
 
     @property
     def state(self) -> tuple:
+        """Return entries, queries and page means, which mlx-lm evaluates after each chunk."""
         return *self.stored.state, self._ranking.means.in_memory
 
     def held(self, n_queries: int = 0) -> Entries:
+        """Return all entries, with the recorded queries."""
         return self.stored.held(n_queries)
 
     @property
     def full_nbytes(self) -> int:
+        """Return the bytes of all entries, unpacked."""
         return self.stored.full_nbytes
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of all entries in memory."""
         return self.stored.nbytes
 
     def empty(self) -> bool:
+        """Return whether no token has been read."""
         return self.stored.empty()

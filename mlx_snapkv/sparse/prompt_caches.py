@@ -39,7 +39,9 @@ def make_caches(model, store: str | None, folder: str | None = None) -> list:
     """Return a model's empty caches; with a store its full-attention layers keep all entries there.
 
     Args:
-        folder: of a store's temporary files; None is TMPDIR.
+        model: an mlx-lm model.
+        store: name of the store; None for mlx-lm's own caches.
+        folder: folder of a store's temporary files; None is TMPDIR.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.

@@ -41,7 +41,7 @@ class Residual(NamedTuple):
     """The clusters of a layer's first entries, and the two factors by which each head weighs their means.
 
     Attributes:
-        clusters: of all entries.
+        clusters: the clusters of all entries.
         choosable: number of entries per cluster that a token may choose, `(B, n_kv_heads, n_clusters)`.
         log_mass: log `a` of each head, `(B, n_kv_heads, group, 1, 1)`; `HIDDEN` for a = 0.
         temperature: `t` of each head, of the same shape.
@@ -53,8 +53,11 @@ class Residual(NamedTuple):
     temperature: mx.array
 
     def unread(self, places: mx.array) -> mx.array:
-        """Count the entries of each cluster that a token does not read if it chooses those at uint32 `places`
-        `(B, n_kv_heads, k)`: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Return the number of entries of each cluster that a token does not read, int32 `(B, n_kv_heads, n_clusters)`.
+
+        Args:
+            places: entries that the token has chosen, uint32 `(B, n_kv_heads, k)`.
+        """
         return self.choosable - self.clusters.sizes(places)
 
     def bias(self, queries: mx.array, scale: float, places: mx.array) -> mx.array:
@@ -66,6 +69,7 @@ class Residual(NamedTuple):
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, with the heads of a KV head together.
+            scale: factor of the logits.
             places: entries that the queries have chosen, uint32 `(B, n_kv_heads, k)`.
         """
         n_unread = self.unread(places)[:, :, None, None]
@@ -80,8 +84,12 @@ class Residual(NamedTuple):
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return the logits of queries `(B, n_heads, L, head_dim)` and keys `(B, n_kv_heads, n, head_dim)`, by KV head:
-    `(B, n_kv_heads, group, L, n)` float32."""
+    """Return the logits of queries and keys by KV head, float32 `(B, n_kv_heads, group, L, n)`.
+
+    Args:
+        queries: `(B, n_heads, L, head_dim)`, with the heads of a KV head together.
+        keys: `(B, n_kv_heads, n, head_dim)`.
+    """
     B, H, _, D = keys.shape
     by_head = queries.astype(mx.float32).reshape(B, H, -1, D)
     logits = by_head @ keys.astype(mx.float32).mT
@@ -114,7 +122,7 @@ class Example:
         return places <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
 
     def sampled(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Yield spans of entries to read together, and how many entries each of these stands for.
+        """Yield spans of entries to read together, and by how many entries each of these counts.
 
         The spans cover all entries, or in a long text a sample of its middle.
         """
@@ -151,7 +159,8 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
     Args:
         entries: have `read_keys(start, stop)` and `read_values(start, stop)`, which return
             `(B, n_kv_heads, stop - start, head_dim)`; each block is read once, and a long text is sampled.
-        clusters: of all entries.
+        clusters: the clusters of all entries.
+        example: the queries, and the output of full attention to compare with.
 
     Returns: `(len(PAIRS), B, n_kv_heads, group)` float32.
     """

@@ -5,7 +5,7 @@ from functools import partial
 import mlx.core as mx
 
 MAGNITUDE_BITS = 0x7FFFFFFF  # a float's bits without the sign
-INFINITY_BITS = 0x7F800000  # of infinity; a NaN has larger bits
+INFINITY_BITS = 0x7F800000  # the bits of infinity; a NaN has larger bits
 
 
 def best_places(scores: mx.array, k: int, first: int = 0) -> mx.array:

@@ -40,6 +40,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     `saved.book` puts the files beside them, and sets the store of a loaded cache.
 
     Args:
+        first: first position whose query is recorded.
+        last: position after the last recorded query.
         capacity: entries to allocate at once, so that prefill never regrows the buffers.
         layer: the layer of the model.
         store: keeps entries between turns; None is plain memory.
@@ -62,6 +64,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def __init__(
         self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
     ):
+        """Start without entries, or continue with the entries of the store."""
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
@@ -77,11 +80,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def _n_stored(self) -> int:
-        """Entries in the store alone."""
+        """Return the number of entries that only the store has."""
         return 0 if self.growing is self.store.cache else self.store.n_entries
 
     @property
     def offset(self) -> int:  # type: ignore[override]
+        """Return the number of tokens read, in the store and since the last `offload`."""
         return self._n_stored + self.growing.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -116,10 +120,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
+        """Move all entries to the store, and return them as they are stored."""
         self.offload()
         return self.store.all_entries()
 
     def saved_form(self) -> Any:
+        """Return the cache itself if entries are in files; otherwise mlx-lm's cache with all entries."""
         self.offload()
         return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
 
@@ -150,6 +156,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.store.append(entries)
 
     def restorer(self) -> Callable[[], None]:
+        """Return a function that drops later entries and restores the index, any number of times."""
         trim = super().restorer()
         n_stored = self._n_stored
         growing = copy.copy(self.growing)
@@ -166,18 +173,23 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return restore
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """Return mlx-lm's causal mask over all entries."""
         return create_attention_mask(N, self.offset, return_array, window_size)
 
     def size(self) -> int:
+        """Return the number of entries, one for every token."""
         return self.offset
 
     def empty(self) -> bool:
+        """Return whether no token has been read."""
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
+        """Return True: entries are only appended."""
         return True
 
     def trim(self, n: int) -> int:
+        """Drop up to `n` newest tokens with their codes and means, and return how many were dropped."""
         n = min(self.offset, n)
         left = n - self.growing.trim(n)
         if left:
@@ -193,35 +205,43 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of entries in memory, without index and means."""
         return sum(store.nbytes for store in self.views())
 
     @property
     def full_nbytes(self) -> int:
+        """Return the bytes of all entries, unpacked, wherever they are."""
         return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of entries, codes and page means in files."""
         codes = 0 if self.index is None else self.index.codes.aside_nbytes
         return self.store.file_nbytes + codes + self.page_means.file_nbytes
 
     @property
     def kv_nbytes(self) -> int:
+        """Return the bytes in memory of entries, index and means."""
         return self.nbytes + self.index_nbytes + self._means_nbytes
 
     @property
     def _means_nbytes(self) -> int:
+        """Return the bytes in memory of page means and clusters."""
         return self.page_means.nbytes + (0 if self.clusters is None else self.clusters.nbytes)
 
     @property
     def index_nbytes(self) -> int:
+        """Return the bytes of the index in memory; 0 without an index."""
         return 0 if self.index is None else self.index.nbytes
 
     @property
     def sample(self) -> tuple:
+        """Return the first entry if entries are in files; otherwise the entries since the last `offload`."""
         return self.store.first_entry or self.growing.keys_and_values()
 
     def validate(self) -> str | None:
-        return None  # files' sizes and checksums are compared when they are opened and read
+        """Return None: sizes and checksums of files are compared when they are opened and read."""
+        return None
 
     @property
     def state(self) -> tuple:

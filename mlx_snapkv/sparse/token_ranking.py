@@ -22,7 +22,7 @@ Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim
 
 
 class TokenRanking:
-    """Chooses the entries between sink and window that a token reads: those that its own queries rank highest.
+    """Chooses the entries between sink and window that a token reads, by the rank that its own queries give them.
 
     Entries are numbered by their position in prompt and answer:
 
@@ -45,6 +45,7 @@ class TokenRanking:
     residual: Residual | None = None
 
     def __init__(self, prompt: FullView, quota: Quota):
+        """Place sink and window, and start with an empty answer."""
         n = len(prompt)
         self._prompt = prompt
         self.answer = KVCache()
@@ -110,7 +111,7 @@ class TokenRanking:
         return self._best(queries, self.stop)
 
     def read(self, places: mx.array | None) -> Pair:
-        """Return the keys and values that a token reads: means, entries at `places`, and those that every token reads.
+        """Return the keys and values that a token reads: means, entries at `places`, and the entries of every token.
 
         Args:
             places: uint32 `(B, n_kv_heads, n)`; None reads the last group alone.
@@ -199,8 +200,13 @@ class TokenRanking:
         return clusters.followed_by(clusters_of(self.view, earlier.n_entries))
 
     def _would_read(self, query: Queries) -> mx.array:
-        """Return which entries a token of the prompt would read if the answer began with it: bool `(B, n_kv_heads, 1,
-        n)`."""
+        """Return which entries a token of the prompt would read if the answer began with it.
+
+        Args:
+            query: the token's queries, and its position.
+
+        Returns: bool `(B, n_kv_heads, 1, n)`.
+        """
         position = query.places.start
         positions = mx.arange(len(self.view))
         stop = max(self.n_first, position - self.n_window)

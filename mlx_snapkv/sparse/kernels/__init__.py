@@ -1,0 +1,1 @@
+"""GPU kernels that choose and attend for one token of one request."""

@@ -88,11 +88,13 @@ def choose(
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
+        scale: factor of the logits.
         projection: from queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
         codes: the index's codes, uint32 `(1, n_kv_heads, capacity, K / 8)`.
         powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
-        k: at least 1, at most `stop - first`.
-        first, stop: end of the sink, and start of the window.
+        k: number of entries to choose, at least 1, at most `stop - first`.
+        first: end of the sink.
+        stop: start of the window.
         ids: the cluster of each entry, uint16 `(1, n_kv_heads, n)`; None without means.
         choosable: entries of each of at most `MAX_MEANS` clusters in `[first, stop)`, int32
             `(1, n_kv_heads, n_means)`; None without means.
@@ -147,8 +149,11 @@ def attend(
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
         prompt: whole buffers whose first `n_prompt` rows are the first entries, in the queries' dtype.
         answer: whole buffers whose rows are the entries from position `n_prompt` on; not read if `n == n_prompt`.
+        scale: factor of the logits.
+        n_prompt: number of entries in `prompt`.
         n: number of entries.
-        first, stop: end of the sink, and start of the window.
+        first: end of the sink.
+        stop: start of the window.
         places: positions of chosen entries, uint32 `(1, n_kv_heads, k)`; None for no chosen entries.
         means: None to hide unread entries.
         sinks: `(n_heads,)` logits of attention sinks.

@@ -32,6 +32,7 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     The test runs once per process for each shape and dtype. It raises nothing.
 
     Args:
+        head_dim: channels of a head of queries, keys and values.
         group: query heads per KV head.
         dtype: dtype of queries, keys and values.
     """

@@ -18,6 +18,7 @@ def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
     """Return why MLX's own operations compute the attention of these queries; None if the kernels do.
 
     Args:
+        ranking: chooses the entries that the queries read.
         queries: `(B, n_heads, L, head_dim)` of the newest tokens.
     """
     B, n_heads, L, head_dim = queries.shape
@@ -39,7 +40,9 @@ def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx
     """Return the attention `(1, n_heads, 1, head_dim)` of the token at `position`, if `why_plain` returns None.
 
     Args:
+        ranking: chooses the entries that the token reads.
         captured: the token's queries; its own entry is in `ranking.answer` already.
+        position: the token's position in prompt and answer.
     """
     queries, scale, sinks, *_ = captured
     assert ranking.prompt_buffers is not None

@@ -11,7 +11,7 @@ from ...entries.entries import Entries
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 from ..held_rows import MakeAside
 
-STORES: dict[str, type["Store"]] = {}  # by name, which is the value of the option `store`
+STORES: dict[str, type["Store"]] = {}  # value of the option `store` -> class
 
 
 class EntryView(ABC):
@@ -24,7 +24,7 @@ class EntryView(ABC):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """The whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory; None for others."""
+        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory, or None."""
         return None
 
     @abstractmethod
@@ -56,16 +56,18 @@ class Store(EntryView):
     in_files: bool = False  # entries are in files; a saved cache has a folder of them
     folder: str | None = None  # folder of new files; None is TMPDIR
     cache: Any = None  # mlx-lm's cache with the entries, if they are in memory
-    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry if entries are in files: a saved cache has it
-    # for the shapes.
+    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry, if entries are in files. A saved cache keeps
+    # this entry for the shapes.
     first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # bytes in memory
     file_nbytes: int = 0  # bytes in files
 
     @abstractmethod
-    def __init__(self, quantization: Quantization | None = None): ...
+    def __init__(self, quantization: Quantization | None = None):
+        """Make a store without entries, which packs entries by `quantization`; None keeps their dtype."""
 
     def __init_subclass__(cls) -> None:
+        """Register a class that has a `name` of its own."""
         if "name" in vars(cls):
             STORES[cls.name] = cls
 
@@ -91,29 +93,34 @@ class JoinedView(EntryView):
     """The entries of several views, one after the other.
 
     Attributes:
-        limit: the most entries that are in the view; None for all.
+        limit: number of entries of the views that are in this one, from the first on; None for all.
     """
 
     limit: int | None = None
 
     def __init__(self, views: Sequence[EntryView]):
+        """Join views in order of position."""
         self._parts: list[Any] = list(views)
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
+        """Return the number of entries in all views, up to `limit`."""
         n = sum(part.n_entries for part in self._parts)
         return n if self.limit is None else min(n, self.limit)
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
+        """Return whether reading any of the views allocates memory."""
         return any(part.waits for part in self._parts)
 
     @property
     def aside(self) -> MakeAside | None:  # type: ignore[override]
+        """Return the first view's maker of files for rows beside the entries; None if all are in memory."""
         return next((part.aside for part in self._parts if part.aside is not None), None)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
+        """Return the buffers of the only view; None if there are several, or its entries are not plain."""
         return self._parts[0].buffers if len(self._parts) == 1 else None
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
@@ -130,9 +137,11 @@ class JoinedView(EntryView):
         return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
+        """Return the KEYS or VALUES of entries `[start, stop)`, unpacked and joined."""
         return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
+        """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`, from whichever view has them."""
         gathered: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):

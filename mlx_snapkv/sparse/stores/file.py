@@ -36,6 +36,7 @@ class Layout:
 
     @classmethod
     def of(cls, stored: Stored) -> Layout:
+        """Return the layout of one layer's keys or values, which are unpacked or quantised."""
         parts = arrays(stored)
         return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
@@ -76,6 +77,7 @@ class EntryFile:
     _map: Any = None
 
     def __init__(self, layout: Layout, file: Any):
+        """Take over an open file, which is empty or was written in this layout."""
         self.layout = layout
         self.n_rows = 0
         self._file = file
@@ -136,20 +138,24 @@ class SavedFile(EntryFile):
     """A saved file, which never changes; a piece's checksum is compared when the piece is first read.
 
     Args:
+        path: the saved file.
+        layout: the order of its rows.
         n_rows: number of tokens.
         checksums: uint32, the CRC-32 of every `piece` rows; the last piece may be shorter.
+        piece: number of rows of a piece.
 
     Raises: SnapKVError: the file can't be opened, or has another size.
     """
 
     def __init__(self, path: Path, layout: Layout, n_rows: int, checksums: np.ndarray, piece: int):
+        """Open the file, and check its size."""
         self.path = path
         with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
         self.n_rows = n_rows
         self._checksums = checksums
         self._piece = piece
-        self._unchecked = np.ones(len(checksums), np.bool_)  # by piece
+        self._unchecked = np.ones(len(checksums), np.bool_)  # one for each piece
         self._require(n_rows * layout.token)
 
     def _rows(self, places: np.ndarray) -> np.ndarray:
@@ -183,6 +189,7 @@ class AsideFile:
     """A temporary file for blocks of rows, such as the codes of an index, that need not stay in memory."""
 
     def __init__(self, folder: str | None = None) -> None:
+        """Note the folder; the file is created by the first `put`."""
         self._folder = folder  # None is TMPDIR
         self._file: EntryFile | None = None  # None before the first `put`
 
@@ -228,8 +235,11 @@ class FileStore(JoinedView, Store):
     starts a new pair of files.
 
     Args:
+        quantization: not used: entries in files are unpacked.
         files: saved files of keys and of values with the first `n_entries` entries.
+        n_entries: number of entries in `files`.
         first_entry: keys and values of the first entry, so that they need not be read.
+        folder: folder of new files; None is TMPDIR.
     """
 
     name = "file"
@@ -244,6 +254,7 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
+        """Start with the saved files, if there are any; new files are created by the first `append`."""
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
@@ -276,6 +287,7 @@ class FileStore(JoinedView, Store):
         self._parts = [*earlier_parts, replace(part, n_entries=part.n_entries + len(new))]
 
     def truncate(self, n: int) -> None:
+        """Drop all entries but the first `n`; files that copies or saved prompts read are not cut."""
         while self.n_entries > n:
             part = self._parts.pop()
             if (left := n - self.n_entries) <= 0:
@@ -286,6 +298,7 @@ class FileStore(JoinedView, Store):
                     file.cut(left)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
+        """Return a store that reads the same files, which from now on are not cut."""
         other = FileStore(first_entry=self._first_entry, folder=self.folder)
         other._parts = list(self._parts)
         for file in (file for part in self._parts for file in part.files):
@@ -294,15 +307,18 @@ class FileStore(JoinedView, Store):
 
     @property
     def first_entry(self) -> tuple[mx.array, mx.array] | None:  # type: ignore[override]
+        """Return keys and values of the first entry, from its file if need be; None without entries."""
         if self._first_entry is None and self.n_entries:
             return self.entries(0, 1)
         return self._first_entry
 
     def reads(self, path: Path) -> bool:
+        """Return whether some of the entries are in the saved file at `path`."""
         return any(file.path == path for part in self._parts for file in part.files)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of the entries in all files."""
         return sum(
             file.layout.token * part.n_entries for part in self._parts for file in part.files
         )

@@ -25,13 +25,14 @@ class MemoryStore(Store):
     """Entries in one of mlx-lm's caches.
 
     Args:
-        quantization: of a new cache; None keeps the entries' dtype.
+        quantization: quantisation of a new cache; None keeps the entries' dtype.
         cache: an existing `KVCache` or `QuantizedKVCache`; None makes a new one.
     """
 
     name = "memory"
 
     def __init__(self, quantization: Quantization | None = None, cache: Any = None):
+        """Take over the cache and its quantisation, or make an empty cache."""
         if isinstance(cache, QuantizedKVCache):
             quantization = Quantization(cache.bits, cache.group_size)
         self.quantization = quantization
@@ -42,14 +43,17 @@ class MemoryStore(Store):
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
+        """Return the number of entries in the cache."""
         return self.cache.offset
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
+        """Return the cache's whole buffers; None if they are quantised or not allocated yet."""
         is_plain = self.quantization is None and self.n_entries > 0
         return (self.cache.keys, self.cache.values) if is_plain else None
 
     def append(self, entries: Entries) -> None:
+        """Pack entries, and append them to the cache's buffers."""
         new = entries.packed(self.quantization)
         cache = self.cache
         n = self.n_entries
@@ -64,12 +68,15 @@ class MemoryStore(Store):
         mx.eval(cache.values)  # after the keys, for less memory at once
 
     def truncate(self, n: int) -> None:
+        """Drop all entries but the first `n`; the buffers keep their size."""
         self.cache.trim(max(0, self.n_entries - n))
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
+        """Return the KEYS or VALUES of entries `[start, stop)`, packed as they are stored."""
         return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, ...]:
+        """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`, unpacked."""
         keys, values = arrays(self.cache.keys), arrays(self.cache.values)
         taken = take_entries((*keys, *values), places)
         parts = taken[: len(keys)], taken[len(keys) :]
@@ -78,6 +85,7 @@ class MemoryStore(Store):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
+        """Return the bytes of all entries, without the buffers' free rows."""
         return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 
