@@ -49,6 +49,8 @@ def compress_prompt_cache(
     """Replace the full KV caches of `prompt_cache`, which `model` has filled, by compressed ones, in place.
 
     Args:
+        model: the mlx-lm model that filled the cache.
+        prompt_cache: one cache per layer, with all entries.
         policy: a policy object, or a string such as "keydiff:budget=8192". Of two policies, the second chooses.
         queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens; the
             last `obs_window` of them vote. Needed by policies that vote, unless the caches recorded queries.
@@ -103,8 +105,11 @@ def measured(
     """Note in the report how long the block takes to replace `caches`, and their bytes before and after it.
 
     Args:
+        plan: the request's plan.
+        layers: the model's full-attention layers.
         prompt_cache: the caches that keep all entries under sparse attention.
         caches: the caches that the prompt was read on, which the block replaces by the answer's.
+        report: the report to note the figures in.
     """
     started = time.perf_counter()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
@@ -162,6 +167,9 @@ def choose_entries(
     """Return what a policy keeps of a layer, and leave the layer's cache unchanged.
 
     Args:
+        layer: the layer.
+        caches: the caches that the prompt was read on.
+        plan: the request's plan, with the policy that chooses.
         queries: see `compress_prompt_cache`.
     """
     entries, _ = competing(layer, caches, plan, queries)

@@ -15,7 +15,16 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries."""
+    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries.
+
+    Args:
+        model: the mlx-lm model.
+        plan: the request's plan.
+        layers: the model's full-attention layers.
+        prompt_cache: empty, or the entries of earlier turns.
+        pieces: calls the model for a chunk in pieces whose scores fit in memory.
+        on_kept: receives the entries that the policy keeps of each layer.
+    """
 
     def __init__(
         self,
@@ -26,6 +35,7 @@ class PolicyMode:
         pieces: Pieces,
         on_kept: KeptCallback | None = None,
     ):
+        """Note the request's parts; nothing is read yet."""
         self.plan = plan
         self.layers = layers
         self._prompt_cache = prompt_cache

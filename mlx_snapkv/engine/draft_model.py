@@ -35,7 +35,7 @@ Serve = Callable[..., Iterator[GenerationResponse]]
 class DraftedAnswer:
     """The answer to a request with a policy and a draft model of the same vocabulary, whose cache is not compressed.
 
-    Args:
+    Attributes:
         options: mlx-lm's own; `prompt_cache` holds the main model's caches, then the draft model's.
 
     Raises: SnapKVError: a layer's cache can't be trimmed.
@@ -50,6 +50,7 @@ class DraftedAnswer:
     options: dict[str, Any]
 
     def __post_init__(self):
+        """Split the caller's prompt cache into both models' caches, and check that all can be trimmed."""
         if self.max_tokens < 1:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -170,11 +171,16 @@ def _refuse(role: str, model, caches: list) -> None:
 
 
 class OneText(TokenizerWrapper):
-    """A tokenizer whose detokenizer continues its text from one call of mlx-lm to the next."""
+    """A tokenizer whose detokenizer continues its text from one call of mlx-lm to the next.
+
+    Args:
+        tokenizer: mlx-lm's wrapper, or the tokenizer to wrap.
+    """
 
     detokenizer = None  # not a new one at every call, as mlx-lm's property gives
 
     def __init__(self, tokenizer):
+        """Take over the tokenizer's attributes, and make one detokenizer."""
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         vars(self).update(vars(tokenizer), detokenizer=tokenizer.detokenizer)

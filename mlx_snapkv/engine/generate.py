@@ -147,6 +147,9 @@ def generate(
     """Return the whole answer as a string, as `mlx_lm.generate` does, with a compressed prompt.
 
     Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
+        prompt: a text, to which no chat template is applied, or token ids.
         verbose: print the text as it comes, and the figures after it.
         **kwargs: as for `stream_generate`.
     """

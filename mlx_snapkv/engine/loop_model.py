@@ -27,10 +27,12 @@ class WrappedModel(nn.Module):
     """An mlx-lm model in `self["wrapped"]`, whose attributes are this one's too."""
 
     def __init__(self, model):
+        """Wrap the model as a submodule, so that its parameters are found."""
         super().__init__()
         self["wrapped"] = model
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped model."""
         return getattr(self["wrapped"], name)
 
 
@@ -41,10 +43,12 @@ class RequestModel(WrappedModel):
     """
 
     def __init__(self, model: Any, request: Any):
+        """Wrap the model without a reference cycle, so that the request's memory is freed at once."""
         super().__init__(model)
         self._request = weakref.proxy(request)  # the request holds this model
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        """Let the request call the model; a call with embeddings goes to the model itself."""
         if kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
         return self._request.call(inputs, cache)
@@ -57,6 +61,7 @@ class SplitCalls(WrappedModel):
     """
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        """Return the logits `(1, L, vocab_size)` of all tokens, read in as many calls as there are evictions."""
         model = self["wrapped"]
         caches = layer_caches(cache)
         logits = []
@@ -102,6 +107,7 @@ class Evaluation:
     """
 
     def __init__(self):
+        """Start with one layer at a time."""
         self._n_layers = 1
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
@@ -121,10 +127,17 @@ class Evaluation:
 
 
 class PacedModel(WrappedModel):
-    """A model whose chunks are evaluated some layers at a time: long ones notice Ctrl-C, and call `progress`, mlx-lm's
-    `prompt_progress_callback`, about once a second. Numbers stay the same."""
+    """A model whose long chunks are evaluated some layers at a time, so that Ctrl-C is noticed within a chunk.
+
+    The logits stay the same.
+
+    Args:
+        model: the model to wrap.
+        progress: mlx-lm's `prompt_progress_callback`, also called about once a second within a chunk.
+    """
 
     def __init__(self, model, progress: Callable[[int, int], None]):
+        """Wrap the model; no progress is known yet."""
         super().__init__(model)
         self._progress = progress
         self._evaluate = Evaluation()
@@ -133,12 +146,14 @@ class PacedModel(WrappedModel):
         self._told = time.perf_counter()
 
     def tell(self, done: int, total: int) -> None:
+        """Note and report that a number of the prompt's tokens is read."""
         self._done = done
         self._total = total
         self._told = time.perf_counter()
         self._progress(done, total)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        """Return the wrapped model's logits, and evaluate the caches of a long chunk."""
         logits = self["wrapped"](inputs, cache=cache, **kwargs)
         if inputs.shape[1] >= LONG_CALL:
             self._evaluate(cache, lambda n: self._tell_part(n / len(cache), inputs.shape[1]))

@@ -1,4 +1,4 @@
-"""Whether the tokens of an answer read all entries or few of them: whichever takes less time on this machine."""
+"""Decide whether the tokens of an answer read all entries or few: whichever takes less time on this machine."""
 
 from collections import deque
 from statistics import median
@@ -29,6 +29,7 @@ class Pace:
     """
 
     def __init__(self, n_prompt: int):
+        """Start with all entries, before the first token."""
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt
@@ -41,7 +42,7 @@ class Pace:
 
     @property
     def prefers_all(self) -> bool:
-        """Whether reading all entries was the faster way when both were last compared."""
+        """Return whether reading all entries was the faster way when both were last compared."""
         few, all_entries = self.seconds.get(False), self.seconds.get(True)
         return few is not None and all_entries is not None and few >= WORTH * all_entries
 
@@ -77,6 +78,7 @@ class Pace:
         return self._switched()
 
     def _switched(self) -> bool:
+        """Switch to the other way, and return True."""
         self.reads_all = not self.reads_all
         self._latest.clear()
         self._to_drop = DROPPED

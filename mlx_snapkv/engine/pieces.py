@@ -20,11 +20,14 @@ class Pieces:
     With sparse attention each piece chooses the entries that it reads.
 
     Args:
+        model: the mlx-lm model.
+        layers: the model's full-attention layers.
         n_new: tokens of the prompt that are still to be read.
         n_prompt: all tokens of the prompt.
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
+        """Look up the bytes of a layer's scores, but only if the prompt's scores may exceed the limit."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0
@@ -39,6 +42,7 @@ class Pieces:
             )
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
+        """Read tokens `(1, L)`, and return the logits of the last piece."""
         while inputs.shape[1] > MIN_TOKENS_AT_ONCE and (n := self.at_once(cache)) < inputs.shape[1]:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])

@@ -49,6 +49,7 @@ def prefill(
     a conversation continue from them.
 
     Args:
+        model: an mlx-lm model.
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         sparse: sparse attention instead of a policy; see `generate_step`.

@@ -24,6 +24,9 @@ def reading_caches(
     sparse attention the caller's caches hold all entries, and chunks that are read sparsely choose among them.
 
     Args:
+        plan: the request's plan.
+        layers: the model's full-attention layers.
+        prompt_cache: the caller's caches, empty or with the entries of earlier turns.
         pace: says which chunks choose, if the plan has `sparse_reading`.
     """
     if plan.sparse is None:

@@ -1,4 +1,4 @@
-"""Whether a chunk of a prompt reads all entries or chooses few: whichever takes less time on this machine."""
+"""Decide whether a chunk of a prompt reads all entries or chooses few: whichever takes less time on this machine."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class ReadingPace:
         recorded: Speed,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """Start before the first chunk."""
         assert plan.sparse_reading is not None
         self.measurements: list[Measurement] = []
         self._adapts = plan.adapts

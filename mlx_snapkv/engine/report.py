@@ -50,7 +50,8 @@ class CompressionReport:
         plain_path: why MLX's own operations, not the GPU kernels, compute the attention of tokens that choose; None if
             the kernels do, or no token chooses.
         auto: the setting that `policy="auto"` chose, and why.
-        full_token_seconds, token_seconds: time of a token on the full cache, before the compression, and after it.
+        full_token_seconds: time of a token on the full cache, before the compression.
+        token_seconds: time of a token after the compression.
     """
 
     policy: str
@@ -82,6 +83,7 @@ class CompressionReport:
 
     @property
     def compressed(self) -> bool:
+        """Return whether entries were evicted, or are read sparsely."""
         return self.reason is None
 
     @property
@@ -160,9 +162,11 @@ class CompressionReport:
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
+        """Return the report in one line for users."""
         if not self.compressed:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]

@@ -27,8 +27,7 @@ class Mode(Protocol):
     """The part of a request in which policies (`compress_mode.py`) and sparse attention (`sparse_mode.py`) differ."""
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)` of the prompt, and return the logits `(1, n, vocab_size)` of the last
-        `n`."""
+        """Call the model for tokens `(1, L)` of the prompt, and return the logits `(1, n, vocab_size)` of the last ones."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace the caches that the prompt was read on by the caches that the answer is decoded from."""
@@ -42,6 +41,7 @@ class Request:
     every step, so `compress` replaces the items of the list between two steps.
 
     Args:
+        model: the mlx-lm model.
         plan: the decisions about the request.
         prompt_cache: empty, or the full or compressed entries of earlier turns.
         on_kept: receives the entries that a policy keeps of each layer.
@@ -56,6 +56,7 @@ class Request:
     def __init__(
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
+        """Make the caches that the prompt is read on."""
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
@@ -144,6 +145,8 @@ def make_request(
     """Return the request that carries out a plan without a reason to leave the prompt to mlx-lm.
 
     Args:
+        model: an mlx-lm model.
+        plan: the plan, without a `reason`.
         prompt_cache: the prompt cache that the plan was made for; None makes a new one.
         owned: whether the prompt cache was made for the plan's store. If not, its entries are copied.
         on_kept: receives the entries that a policy keeps of each layer.

@@ -11,6 +11,7 @@ class CacheCopy:
     """
 
     def __init__(self, prompt_cache: list):
+        """Note or copy the state of every cache."""
         self._list = prompt_cache
         self._caches = list(prompt_cache)
         caches = layer_caches(prompt_cache)

@@ -48,8 +48,13 @@ def served(
     caches, and with sparse attention `_all_or_nothing` restores it. A conversation restores its own cache.
 
     Args:
+        start: mlx-lm's function, such as `generate_step`, with its prompt.
+        model: the mlx-lm model.
         n_prompt: tokens to read.
+        max_tokens: limit of the answer's tokens; -1 for no limit.
         config: with `turns`, `options` hold a conversation's own prompt cache.
+        on_report: receives one `CompressionReport`; None for no report.
+        options: mlx-lm's own keywords of `start`.
         on_kept: receives the entries that a policy keeps of each layer.
     """
     start = pacing(start)
@@ -194,6 +199,9 @@ def _compressed(
     """Yield the items, and compress before the last token that votes is yielded: mlx-lm has fed it by then.
 
     Args:
+        items: mlx-lm's iterator, which runs on the request's model and caches.
+        request: the request, whose prompt has not been read.
+        on_report: receives the report.
         keep: the caller sees the cache afterwards, so it is compressed also if the answer ends, or is no longer read,
             before that token.
     """

@@ -31,7 +31,18 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """How sparse attention reads a prompt (in full with read="dense"), and how the answer's tokens choose entries."""
+    """How sparse attention reads a prompt (in full with read="dense"), and how the answer's tokens choose entries.
+
+    Args:
+        model: the mlx-lm model.
+        plan: the request's plan.
+        layers: the model's full-attention layers.
+        prompt_cache: the caches that hold all entries.
+        pieces: calls the model for a chunk in pieces whose scores fit in memory.
+
+    Attributes:
+        pace: decides which chunks choose; None if no chunk may choose.
+    """
 
     def __init__(
         self,
@@ -41,6 +52,7 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
+        """Decide how chunks are paced; nothing is read yet."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
@@ -126,6 +138,7 @@ class SparseMode:
 
         Args:
             read_caches: the caches that the prompt was read on.
+            report: the report to note the entries in.
         """
         caches = self._prompt_cache
         offload(self.layers, caches)

@@ -1,4 +1,4 @@
-"""What MLX is told about a machine's memory before a command runs a model."""
+"""Tell MLX how much of the machine's memory to hold, before a command runs a model."""
 
 import atexit
 import contextlib
@@ -17,8 +17,9 @@ atexit.register(_WIRED.close)
 
 
 def hold_memory(model: Any) -> None:
-    """Keep a GPU's memory wired, as mlx-lm does while it generates, until the process ends or another model is loaded,
-    and bound what MLX keeps of freed buffers.
+    """Keep a GPU's memory wired, as mlx-lm does while it generates, and bound MLX's cache of freed buffers.
+
+    The memory stays wired until the process ends or another model is loaded.
 
     Raises: SnapKVError: MLX finds no GPU on a Mac.
     """

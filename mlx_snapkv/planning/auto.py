@@ -109,6 +109,7 @@ class Recommendation(NamedTuple):
     fits: bool = True
 
     def __str__(self) -> str:
+        """Return "auto: CONFIG, because WHY", for users."""
         return f"{AUTO}: {self.config}, because {self.why}"
 
     @property
@@ -261,9 +262,15 @@ def resolve(
     """Return the config that the keywords ask for, mlx-lm's own options, and for "auto" the recommendation.
 
     Args:
+        model: an mlx-lm model; its shapes and its trained length count for "auto".
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
+        task: the task that "auto" chooses for, such as `QUESTION`.
         options: the options of `RequestOptions`, and mlx-lm's own. With a caller's `prompt_cache` or a `draft_model`
             sparse attention is chosen only if `store` asks for it.
+        snapkv: see `generate_step`.
+        policy: see `generate_step`; "auto" is allowed.
+        sparse: see `generate_step`.
+        max_tokens: limit of an answer's tokens.
         kv_memory: limit of the entries in bytes.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.

@@ -22,6 +22,7 @@ class BreakEven(NamedTuple):
     tokens: int | None = None
 
     def __str__(self) -> str:
+        """Return the words after "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
         where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""

@@ -34,7 +34,8 @@ class CompressionConfig(RequestOptions):
         setting: a policy or sparse attention; None is the full cache.
         quantization: how the entries kept are quantised; None leaves them as they are.
         turns: whether caches that hold tokens already are compressed again, as a conversation's caches are.
-        max_kv_size, has_draft_model: mlx-lm's own options that exclude compression.
+        max_kv_size: mlx-lm's option, the size of a rotating cache, which excludes compression.
+        has_draft_model: whether mlx-lm's option `draft_model` is given.
         is_text: whether a text is read without an answer, for later questions.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
@@ -48,6 +49,7 @@ class CompressionConfig(RequestOptions):
     is_text: bool = False
 
     def __post_init__(self) -> None:
+        """Set the store that sparse attention needs, and check the options against each other."""
         super().__post_init__()
         if self.store is None and self.sparse is not None:
             object.__setattr__(self, "store", "memory")
@@ -63,6 +65,7 @@ class CompressionConfig(RequestOptions):
         """Return the config that the keywords of `generate_step` ask for, and the keywords that are mlx-lm's own.
 
         Args:
+            keywords: keywords of `generate_step`, mlx-lm's own included.
             **fields: fields of the config that are no keywords, such as `turns`.
 
         Raises: SnapKVError: one is invalid or conflicts with another.
@@ -101,6 +104,7 @@ class CompressionConfig(RequestOptions):
         return {name: str(value) for name, value in values.items()}
 
     def __str__(self) -> str:
+        """Return the setting as a command line takes it, and the store if it is not memory."""
         store = "" if self.store in (None, "memory") else f", store {self.store}"
         return f"{self.setting or 'the full cache'}{store}"
 

@@ -20,18 +20,22 @@ from .shapes import LayerShape, layer_shapes, window_of
 
 
 class EntrySizes:
-    """Bytes of a token's entries in a model's caches, from the shapes of caches that hold one token.
+    """The bytes of a token's entries in a model's caches, from the shapes of caches that hold one token.
 
     Nothing is computed for the shapes.
 
+    Args:
+        model: an mlx-lm model, its weights loaded or not.
+
     Attributes:
-        layers: the layers whose entries can be compressed; if there are none, `refusal` says why.
+        layers: the layers whose entries can be compressed; if the list is empty, `refusal` says why.
         plain: for each full cache of another layer, the bytes of a token's entries.
         sliding: for each sliding window, the bytes of a token's entries, and the tokens that it holds.
         states: bytes of all linear states.
     """
 
     def __init__(self, model):
+        """Make caches of one token, and sort the layers by the kind of their caches."""
         self.model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []

@@ -14,7 +14,7 @@ from ..errors import ConflictError, Option, SnapKVError
 class When(IntEnum):
     """When options exclude each other."""
 
-    GIVEN = 1  # as soon as the options are known
+    GIVEN = 1  # when the options are given
     CHOSEN = 2  # once "auto" has chosen a setting
     COMPRESSING = 3  # once it is known that the prompt is compressed
 

@@ -39,6 +39,7 @@ class FileCost:
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
+        """Return the sentence for users, with the free space of every disk."""
         disks = []
         for disk in self.disks:
             size = format_bytes(disk.folder_bytes)
@@ -71,6 +72,9 @@ def file_cost(
     Return None if entries don't go to files, or no disk says what is free.
 
     Args:
+        model: an mlx-lm model, its weights loaded or not.
+        store: name of the store; None if entries stay in memory.
+        n_new: tokens to read.
         folder: the folder for temporary files; None is TMPDIR.
         saved_in: the folder that all entries are copied to at the end.
     """
@@ -80,7 +84,7 @@ def file_cost(
     folders = [Path(folder or tempfile.gettempdir())]
     if saved_in is not None:
         folders.append(saved_in)
-    disks: dict[int, Disk] = {}  # by the number of the device
+    disks: dict[int, Disk] = {}  # number of the device -> disk
     for path in folders:
         with contextlib.suppress(OSError):  # some file systems don't say what is free
             device = path.stat().st_dev

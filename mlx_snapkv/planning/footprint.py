@@ -68,6 +68,7 @@ class Footprint:
     quantises_full: bool = False
 
     def __post_init__(self):
+        """Compute the bytes of a row. Raises: UnsupportedModelError: see the class."""
         self.quantization = self.config.quantization
         if self.config.setting is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
@@ -186,7 +187,7 @@ class Footprint:
         return self._cluster_means(plan) + self._page_means(plan)
 
     def _cluster_means(self, plan: Plan) -> int:
-        """Return the bytes of cluster means, which stand for the entries that a token does not read."""
+        """Return the bytes of cluster means, which tokens read instead of the other entries."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.of_clusters())

@@ -26,7 +26,10 @@ class LongPrompts:
     """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`.
 
     Args:
+        model: an mlx-lm model, its weights loaded or not.
+        policy: the setting; None for the full cache.
         is_text: the prompts are texts, read on their own for questions to come.
+        **options: the options of `RequestOptions`, and mlx-lm's own; None means that an option is not set.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class LongPrompts:
         is_text: bool = False,
         **options: Any,
     ):
+        """Sort the options; nothing is computed before a prompt's length is known."""
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}

@@ -34,9 +34,11 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
+        """Return the most bytes that are taken at a time, while reading or answering."""
         return max(self.reading, self.answering)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields and `peak`, for JSON."""
         return asdict(self) | {"peak": self.peak}
 
 
@@ -51,6 +53,7 @@ class Planner:
         max_tokens: int = MAX_TOKENS,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
+        """Look up the model's shapes and the bytes of its weights."""
         self.model = model
         self.trained_length = trained_length(model)
         self._group_size = kv_group_size
@@ -132,7 +135,10 @@ def plan_memory(
     Args:
         model: an mlx-lm model, its weights loaded or not.
         context: tokens of the prompt.
-        policy, snapkv, sparse, kv_bits: see `generate_step`; "auto" is not allowed.
+        policy: see `generate_step`; "auto" is not allowed.
+        snapkv: see `generate_step`.
+        sparse: see `generate_step`.
+        kv_bits: bits of the entries kept; None leaves them as they are.
         **options: `kv_group_size`, `max_tokens` and `prefill_step_size` of `generate_step`.
 
     Raises: SnapKVError: the setting can't serve the model or a prompt of this length.

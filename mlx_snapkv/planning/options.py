@@ -38,6 +38,7 @@ class RequestOptions:
     )
 
     def __post_init__(self) -> None:
+        """Check every value. Raises: OptionError: a value is not allowed."""
         for each in fields(RequestOptions):
             name, allowed = each.name, each.metadata["values"]
             value = getattr(self, name)

@@ -34,6 +34,7 @@ class PrefixRoom:
     each: int
 
     def __str__(self) -> str:
+        """Return the line that the server prints: how many prompts the room holds, or how to get more."""
         room = f"prefix cache: {format_bytes(self.limit)}"
         if not self.each:
             return room
@@ -62,8 +63,12 @@ def prefix_room(
     The default is at most half of the memory that the weights leave, or of the disk. Requests need the other half.
 
     Args:
+        model: the model that is served.
         options: the options of the `CompressedBatchGenerator`.
-        max_kv_bytes, max_context: the server's own limits.
+        machine: the machine, with its free memory.
+        given: bytes that the user has set; None for the default.
+        max_kv_bytes: the server's limit of KV memory; None for no limit.
+        max_context: the server's limit of a prompt's tokens; None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)
     longest = trained_length(model) or max_context or DEFAULT_CONTEXT

@@ -40,6 +40,7 @@ class PromptPlan:
 
     @property
     def n_voters(self) -> int:
+        """Return the number of queries that vote."""
         return self.last - self.first
 
     @property
@@ -72,6 +73,9 @@ def reason_to_leave(
     """Return why a prompt is left to mlx-lm; None if it is to be compressed or read sparsely.
 
     Args:
+        setting: a policy or sparse attention.
+        n_prompt: number of tokens of the prompt.
+        prompt_cache: the caches that the prompt continues; None for new ones.
         max_tokens: tokens of the answer, which a block policy keeps within the budget, too; -1 has no limit.
 
     Raises: SnapKVError: the prompt is empty.
@@ -140,6 +144,9 @@ def compressed_chunk_size(
     memory; see `scores`.
 
     Args:
+        compress: the policy that reads the prompt, and the policy that decodes.
+        limit: the caller's `prefill_step_size`; None for no limit.
+        plan: says which queries vote.
         n_new: tokens of the prompt that are still to be read.
     """
     policy = compress.policy
@@ -154,6 +161,8 @@ def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
     """Return a chunk size near `size` that leaves the voters, or little more, to a short last chunk.
 
     Args:
+        size: number of tokens of a chunk, the largest that is allowed.
+        plan: says which queries vote.
         n_new: tokens of the prompt that are still to be read.
     """
     n_read = plan.n_prompt - n_new

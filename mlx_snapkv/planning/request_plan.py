@@ -96,10 +96,12 @@ class Plan(PromptPlan):
 
     @property
     def compress(self) -> Compress | None:
+        """Return the setting if it is one or two policies; otherwise None."""
         return self.options.compress
 
     @property
     def sparse(self) -> Sparse | None:
+        """Return the setting if it is sparse attention; otherwise None."""
         return self.options.sparse
 
     @property
@@ -188,6 +190,9 @@ def plan_request(
     """Return the plan of a request to read `n_new` tokens on a prompt cache, which is not changed.
 
     Args:
+        model: an mlx-lm model, its weights loaded or not.
+        options: the setting, and the options of the request.
+        n_new: number of tokens to read.
         prompt_cache: None is a new one.
         max_tokens: tokens of the answer; -1 has no limit.
         is_embedded: whether the prompt is given as embeddings.

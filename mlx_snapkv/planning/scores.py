@@ -19,6 +19,7 @@ MIN_TOKENS_AT_ONCE = 32  # tokens of a prompt read at once, however large their 
 
 
 def on_gpu() -> bool:
+    """Return whether MLX computes on a GPU by default."""
     return mx.default_device().type == mx.gpu
 
 
@@ -47,7 +48,9 @@ def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     a multiple of `MIN_TOKENS_AT_ONCE`, and never less.
 
     Args:
+        n_before: number of entries before these tokens.
         pair_bytes: bytes of the scores of one query and one entry in all of a layer's heads; see `shapes.score_bytes`.
+        limit: bytes of a layer's scores.
     """
     max_pairs = limit // pair_bytes
     # The positive root of n**2 + n_before * n = max_pairs.

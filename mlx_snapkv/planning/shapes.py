@@ -37,6 +37,8 @@ class LayerShape:
         """Return the bytes held while a chunk of `chunk` tokens sees `seen` entries, its own among them.
 
         Args:
+            chunk: number of tokens of the chunk.
+            seen: number of entries that the chunk's last token sees.
             limit: bytes of scores at most, for which the chunk is read in pieces.
             margin: factor for everything but scores, which are counted exactly.
         """
@@ -128,6 +130,9 @@ def _attending(
     """Return a layer's shape with its attention.
 
     Args:
+        shape: the layer's shape without attention.
+        attention: the attention module.
+        family: the family of the module; None if it is unknown.
         window: entries that a query sees at most.
         key_size: size of the keys in the layer's cache.
         item: bytes of a number.
