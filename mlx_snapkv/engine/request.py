@@ -27,7 +27,7 @@ class Mode(Protocol):
     """The part of a request in which policies (`compress_mode.py`) and sparse attention (`sparse_mode.py`) differ."""
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)` of the prompt, and return the logits `(1, n, vocab_size)` of the last ones."""
+        """Call the model for tokens `(1, L)` of the prompt, and return the last logits `(1, n, vocab_size)`."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace the caches that the prompt was read on by the caches that the answer is decoded from."""
