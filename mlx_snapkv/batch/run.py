@@ -26,7 +26,7 @@ from .memory import Memory
 
 @dataclass
 class Progress:
-    """What a run has done so far.
+    """The progress of a run, which `on_progress` receives.
 
     Attributes:
         lines: lines of the file that are done, including lines that earlier runs have done.

@@ -27,7 +27,7 @@ BENCH_CONTEXTS = "4096,16384,32768,65536,131072"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What `bench` measures: the model, the caches, the lengths, and how often."""
+    """The model, the caches and the lengths that `bench` measures, and how often."""
 
     model: Annotated[
         str | None,

@@ -305,18 +305,18 @@ class _Answer:
 
     @property
     def _continued(self) -> SavedPrompt | None:
-        """The saved prompt, if the answer continues its entries without sparse attention or another compression."""
+        """Return the saved prompt, if the answer continues its entries without a policy or sparse attention."""
         return self.saved if self.keywords["policy"] is None else None
 
     @property
     def _drafted_share(self) -> float | None:
-        """The share of answer tokens that the draft model proposed; None without a draft model."""
+        """Return the share of answer tokens that the draft model proposed; None without a draft model."""
         has_draft = "draft_model" in self.keywords
         return self.n_drafted / self.last.generation_tokens if has_draft else None
 
     @property
     def _kept_text(self) -> str:
-        """The words of the closing line about the entries that the answer was decoded from."""
+        """Return the words of the closing line about the entries that the answer was decoded from."""
         if self._continued is not None:
             return self._continued.kept_text
         if not self.reports:

@@ -134,7 +134,7 @@ Sparses = Annotated[
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """Where a result is printed and written."""
+    """The options that say where a result is printed and written."""
 
     program: ClassVar[str] = "mlx-snapkv"  # starts the command line in the result
 

@@ -12,7 +12,7 @@ BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat temp
 
 
 class ThinkingRequest(NamedTuple):
-    """What one field of a body asks for.
+    """The thinking that one field of a body asks for.
 
     Attributes:
         field: the field's name, for notes.

@@ -22,7 +22,7 @@ class FunctionName(BodyModel):
 
 
 class ToolChoice(BodyModel):
-    """Whether an answer may or must call tools, and which ones.
+    """The client's decision whether an answer may or must call tools, and which ones.
 
     Attributes:
         type: "function" if the answer must call `function`.

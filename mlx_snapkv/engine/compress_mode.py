@@ -1,4 +1,4 @@
-"""How a request with a policy reads the prompt's chunks and compresses their entries."""
+"""The part of a request with a policy that reads the prompt's chunks and compresses their entries."""
 
 from typing import Any, final
 
@@ -15,7 +15,7 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """How a policy reads a prompt, whole or in blocks between evictions, and keeps the best of its entries.
+    """Reads a prompt with a policy, whole or in blocks between evictions, and keeps the best of its entries.
 
     Args:
         model: the mlx-lm model.

@@ -1,4 +1,4 @@
-"""What a request's compression did, in figures read from the arrays, or why it did nothing."""
+"""The report of a request's compression: figures read from the arrays, or why nothing was compressed."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """How sparse attention reads a prompt (in full with read="dense"), and how the answer's tokens choose entries.
+    """Reads a prompt with sparse attention (in full with read="dense"), and lets the answer's tokens choose entries.
 
     Args:
         model: the mlx-lm model.

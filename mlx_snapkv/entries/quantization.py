@@ -25,7 +25,7 @@ Stored = Any
 
 @dataclass(frozen=True)
 class Quantization:
-    """How entries are quantised."""
+    """The bits and the group size of quantised entries."""
 
     bits: int  # per value, one of `BITS`
     group_size: int  # values that share a scale and a bias; it divides the head size

@@ -33,7 +33,7 @@ from .sentences import Sentence, Span, ranked, special_tokens, token_spans
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What a policy kept of a prompt, and what the answer attended to.
+    """The entries that a policy kept of a prompt, and what the answer attended to.
 
     Attributes:
         policy: the policy as its command-line string.

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure.
+    """The lengths, settings and repetitions to measure.
 
     Attributes:
         contexts: context lengths at which decoding is measured.

@@ -73,7 +73,7 @@ def table_of(
 
 
 class Page(NamedTuple):
-    """How the records of an evaluation are summarised and shown.
+    """The summary of an evaluation's records, and the tables that show it.
 
     Attributes:
         remark: what the figures mean.

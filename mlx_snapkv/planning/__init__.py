@@ -1,1 +1,1 @@
-"""What is decided about a request before it runs, and the memory that it will take; arithmetic only."""
+"""Decisions about a request before it runs, and the memory that it will take; arithmetic only."""

@@ -1,4 +1,4 @@
-"""How a request is compressed: its setting, its options, and the options of mlx-lm that limit them."""
+"""The configuration of a request: its setting, its options, and the options of mlx-lm that limit them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METHODS = ("snapkv", "policy", "sparse")
 
 @dataclass(frozen=True)
 class CompressionConfig(RequestOptions):
-    """How a request is compressed, or where sparse attention keeps all entries; see `generate_step`.
+    """The setting and the options of a request; see `generate_step`.
 
     Attributes:
         store: where sparse attention keeps all entries, by default "memory"; None with a policy, which evicts.

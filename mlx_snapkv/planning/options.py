@@ -21,7 +21,7 @@ def option(help: str, *values: Any, changes_entries: bool = True) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How a request is served, other than its policy or sparse attention.
+    """The options of a request other than its policy or sparse attention.
 
     Each field is a flag of every command that reads prompts, a keyword of `generate_step`, `prefill`, conversations and
     batches, a note in saved files, and a part of the key that a server finds prefixes by.

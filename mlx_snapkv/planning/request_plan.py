@@ -57,7 +57,7 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """How the chunks of a prompt choose what they read of the entries before them.
+    """The numbers of entries that the chunks of a prompt choose among the entries before them.
 
     Attributes:
         reach: the entries that a chunk reads at most; it reads all if there are no more.

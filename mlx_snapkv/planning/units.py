@@ -1,4 +1,4 @@
-"""How sizes are written."""
+"""Write numbers of bytes for people to read."""
 
 
 def format_bytes(n: float) -> str:

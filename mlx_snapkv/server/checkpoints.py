@@ -1,4 +1,4 @@
-"""Which caches of a served request enter the prefix cache, and from which a request may continue."""
+"""Decide which caches of a served request enter the prefix cache, and from which a request may continue."""
 
 from itertools import takewhile
 from pathlib import Path

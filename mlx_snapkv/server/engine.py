@@ -30,7 +30,7 @@ EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of idle ranks
 
 
 class News(NamedTuple):
-    """What only rank 0 knows, and shares with the other ranks before each step.
+    """The decisions of rank 0, which it shares with the other ranks before each step.
 
     Attributes:
         accepted: new requests that wait from now on.

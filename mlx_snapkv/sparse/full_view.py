@@ -59,7 +59,7 @@ class FullView(Entries):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """The whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory; None for others."""
+        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory, or None."""
         return self._entries.buffers
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:

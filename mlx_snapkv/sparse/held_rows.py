@@ -82,7 +82,7 @@ class HeldRows:
 
     @property
     def buffers(self) -> Stored | None:
-        """The arrays with all rows and free rows after them; None if some rows are aside."""
+        """Return the arrays with all rows and free rows after them; None if some rows are aside."""
         return self._first.stored if self._aside is None else None
 
     @property

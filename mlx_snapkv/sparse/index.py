@@ -82,7 +82,7 @@ class KeyIndex:
 
     @property
     def projection(self) -> mx.array:
-        """The matrix from queries to the index's components, float32 `(B, n_kv_heads, head_dim, components)`."""
+        """Return the matrix from queries to the index's components, float32 `(B, n_kv_heads, head_dim, components)`."""
         return self._of_queries
 
     @property

@@ -66,12 +66,12 @@ class TokenRanking:
 
     @property
     def prompt_buffers(self) -> Pair | None:
-        """The whole buffers of the prompt's entries; None if they are quantised or in files. See `EntryView`."""
+        """Return the whole buffers of the prompt's entries; None if they are quantised or in files. See `EntryView`."""
         return self._prompt.buffers
 
     @property
     def answer_buffers(self) -> Pair:
-        """The whole buffers of the answer's entries, which are at least one."""
+        """Return the whole buffers of the answer's entries, which are at least one."""
         keys: Any = self.answer.keys
         values: Any = self.answer.values
         return keys, values

@@ -83,7 +83,7 @@ def _anthropic_choice(value: Any) -> Any:
 
 
 class ToolChoice(BodyModel):
-    """Whether an answer may or must call tools, or one tool by `name`."""
+    """The client's decision whether an answer may or must call tools, or one tool by `name`."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: Annotated[Name | None, required_for("tool")] = Field(None, validate_default=True)
