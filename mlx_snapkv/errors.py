@@ -119,7 +119,7 @@ class Missing:
         vars(self).update(known, _sentence=sentence)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise the placeholder's SnapKVError; AttributeError for names with two underscores, as `copy` needs."""
+        """Raise the placeholder's SnapKVError; an AttributeError for names such as `__deepcopy__`."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise SnapKVError(self._sentence)

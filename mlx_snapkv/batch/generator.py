@@ -177,7 +177,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return plans
 
     def _slower(self, plan: Plan, max_tokens: int) -> str | None:
-        """Return why a request keeps all entries if it is known to be slower otherwise; None if it is not."""
+        """Return why a request is left to mlx-lm if sparse attention is known to be slower; None otherwise."""
         assert plan.sparse is not None
         n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
         is_slower = speed_of(self.model, plan.sparse).loses(plan.n_prompt, n_answer)

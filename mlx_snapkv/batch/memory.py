@@ -51,8 +51,9 @@ class Memory:
     def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
         """Return the bytes that the batch takes at most with another request; None if the request has to wait.
 
-        Take the larger of two bounds: the bytes held now with all that the request needs, and the bytes that all
-        requests will hold together with what each takes beyond that. A batch without requests admits any request.
+        The result is the larger of two bounds: the bytes held now plus the whole need of the new request, and the bytes
+        that all requests will hold together plus the bytes that each takes in addition. An empty batch admits any
+        request.
 
         Args:
             new: the need of the other request.

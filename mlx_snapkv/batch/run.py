@@ -270,7 +270,7 @@ class Run:
 
 
 def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
-    """Return the figures of a report, or why nothing was compressed; without a report the answer ended before."""
+    """Return the figures of a report, or why nothing was compressed; without a report, the answer ended first."""
     if report is None:
         return {"reason": ENDED_EARLY}
     if not report.compressed:

@@ -202,7 +202,7 @@ class Session:
     def may_replace(self) -> bool:
         """Return whether the conversation may be lost: it is saved, or the user agrees. A script always agrees.
 
-        The user is asked if it is not saved, and told if it continues.
+        The user is asked if the conversation is not saved, and gets a line if it continues.
         """
         is_saved = not self.conversation.said or self.conversation.messages == self._saved
         if is_saved or not self.lines.interactive:

@@ -108,9 +108,9 @@ class Command(TyperCommand):
         return None if configured is None else (configured.origin, configured.value)
 
     def _drop_overridden(self, ctx: Any) -> None:
-        """Reset configured values that have no effect: they are overridden, or a store without sparse attention.
+        """Reset configured values without effect: overridden values, and a store without sparse attention.
 
-        A typed one of `SETTING_OPTIONS` overrides all configured ones. The policy "none" becomes None.
+        If one of `SETTING_OPTIONS` was typed, it overrides their configured values. The policy "none" becomes None.
         """
         params = ctx.params
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):

@@ -131,7 +131,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the sentences of which most was kept, the first one first, with the share that orders them."""
+    """Print the sentences with the most entries kept, in descending order, with the share that orders them."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     most_kept = sentences[0]

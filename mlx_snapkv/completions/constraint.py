@@ -105,12 +105,12 @@ class Constraint:
         self._next_look = self._max_tokens
 
     def _closing_token(self) -> int | None:
-        """Return the next token of a short end of the JSON if few more tokens are left than it has, else None.
+        """Return the next token of a short end of the JSON if it is time to close it; None otherwise.
 
-        Set `is_cut`. The JSON is closed if `n_end + 2 * MAX_GROWTH >= n_left`.
+        The JSON is closed if `n_end + 2 * MAX_GROWTH >= n_left`. Then `is_cut` is set.
 
-        Looking for an end takes time. The next look is due when the tokens left could first be too few, if every token
-        until then lengthens the end by `MAX_GROWTH`: after `(n_left - n_end) // (MAX_GROWTH + 1)` tokens, and one more.
+        Looking for an end takes time, so it is not done for every token. Each token lengthens the end by at most
+        `MAX_GROWTH`. So the next look is due after `(n_left - n_end) // (MAX_GROWTH + 1)` tokens, and one more.
         """
         n_left = self._max_tokens - len(self._answer)
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():

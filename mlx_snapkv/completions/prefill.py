@@ -14,7 +14,7 @@ THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its 
 def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
     """Return turns without a last message of the assistant that has no text and no calls, and notes on it.
 
-    The only message of a chat stays.
+    A chat's only message stays.
     """
     if len(turns) < 2:
         return turns, []

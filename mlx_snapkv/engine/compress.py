@@ -144,7 +144,7 @@ def note_choices(
 ) -> None:
     """Note in the report how many entries of each cache are kept, and their share of the attention.
 
-    This waits for all choices, and for all that the device was asked to compute before.
+    This waits for all choices, and for everything that the device computes before them.
 
     Raises: SnapKVError: scores are NaN.
     """
@@ -225,7 +225,7 @@ def put_chosen(
 ) -> None:
     """Replace the cache of a layer by one of the entries chosen.
 
-    The layer's full entries are freed when the device has copied these, unless the caller holds them.
+    The layer's full entries are freed when the device has copied the chosen ones, unless the caller holds them.
     """
     layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
 

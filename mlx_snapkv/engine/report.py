@@ -40,13 +40,13 @@ class CompressionReport:
             prompt votes.
         prefill_seconds: from the first chunk to the compression, without the selection.
         selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
-        read_per_chunk: entries per KV head that a chunk of the prompt reads at most, of those before it, if it does not
-            read all.
-        read_per_token: entries per KV head, the most of any layer, that every answer token chooses again, if it does.
-        read_all: first and last token of the answer, from 1, of each run of tokens that read all entries though others
-            choose; None as the last token is the answer's.
-        means: the mean entries that every such token reads for the rest, the most of any layer; 0 where it sees nothing
-            of the rest.
+        read_per_chunk: the most entries before it that a chunk of the prompt reads, per KV head; None if chunks read
+            all.
+        read_per_token: entries per KV head that a token of the answer reads if it chooses, the most of any layer; None
+            if tokens don't choose.
+        read_all: first and last token of the answer, from 1, of each run of tokens that read all entries while other
+            tokens choose. The last token is None if the run lasts until the end of the answer.
+        means: cluster means that a token reads instead of the other entries, the most of any layer; 0 without means.
         plain_path: why MLX's own operations, not the GPU kernels, compute the attention of tokens that choose; None if
             the kernels do, or no token chooses.
         auto: the setting that `policy="auto"` chose, and why.

@@ -186,7 +186,7 @@ def _end_in_full(request: Request, on_report: ReportCallback) -> None:
 
 
 def _without(item: Any, seconds: float) -> Any:
-    """Return an item of mlx-lm's iterator; the speed of a `GenerationResponse` is without these seconds."""
+    """Return an item of mlx-lm's iterator, with these seconds left out of a `GenerationResponse`'s speed."""
     if not seconds or not isinstance(item, GenerationResponse):
         return item
     n = item.generation_tokens

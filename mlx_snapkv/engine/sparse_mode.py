@@ -117,7 +117,7 @@ class SparseMode:
         report.plain_path = why_plain(first.cache_in(caches).ranking, queries[:, :, :1])
 
     def read_all(self, caches: list) -> None:
-        """Replace `caches` by the prompt's, to which the entries of the answer so far are appended.
+        """Replace `caches` by the prompt's own caches, extended by the answer's entries so far.
 
         The next tokens read all entries, until `compress` is called again.
         """

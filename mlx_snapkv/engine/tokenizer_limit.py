@@ -3,6 +3,6 @@
 
 def ignore_length_limit(tokenizer) -> None:
     """Silence transformers' warning about texts longer than the tokenizer's limit: here they don't fail."""
-    noted = getattr(tokenizer, "deprecation_warnings", None)  # what it says once, and has said
+    noted = getattr(tokenizer, "deprecation_warnings", None)  # warnings given once
     if isinstance(noted, dict):
         noted["sequence-length-is-longer-than-the-specified-maximum"] = True

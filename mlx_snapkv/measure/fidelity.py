@@ -211,7 +211,7 @@ def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple
     cache_figures: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
-        # Now, at the compression, since the answer's entries will come.
+        # Noted at the compression, before the answer adds entries.
         cache_figures.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generated(policy, note_figures, prompt_cache=cache)

@@ -33,7 +33,7 @@ TOGETHER = 8  # tokens that are evaluated together, as a pipelined loop keeps th
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
     """Return from which length sparse reading and sparse decoding pay for a model on this machine.
 
-    What no request has measured is estimated on a GPU. A CPU takes too long for it.
+    On a GPU, missing measurements are estimated. On a CPU, the estimate would take too long.
 
     Args:
         model: its weights may be blank.

@@ -31,7 +31,7 @@ def tables(model: Any) -> list[nn.Module]:
 
 
 def vocabulary(model: Any) -> int:
-    """Return the number of tokens with embeddings, perhaps fewer than the tokenizer has; no limit without a table."""
+    """Return the number of tokens with embeddings, perhaps fewer than the tokenizer has; `sys.maxsize` if unknown."""
     return max((x.weight.shape[0] for x in tables(model)), default=sys.maxsize)
 
 

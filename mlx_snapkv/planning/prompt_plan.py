@@ -138,10 +138,10 @@ def compressed_chunk_size(
 ) -> int:
     """Return the number of tokens to read at a time: at most `limit`, and a policy's `prefill_chunk` or `block`.
 
-    Under schedule="once" the size leaves the voters to a short last chunk, so that the queries of a whole chunk never
-    wait, in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
-    needed. A prompt of one chunk stays one. The model reads a chunk in pieces if its scores would take too much
-    memory; see `scores`.
+    Under schedule="once" the queries that vote are in a short last chunk. Otherwise all queries of a long chunk would
+    stay in memory until a few of them have been copied. So a prefill needs no more memory than mlx-lm's own. A prompt
+    of one chunk is not divided. The model reads a chunk in pieces if its scores would take too much memory; see
+    `scores`.
 
     Args:
         compress: the policy that reads the prompt, and the policy that decodes.

@@ -31,7 +31,8 @@ def is_fused(head_size: int) -> bool:
 def largest_chunk() -> int:
     """Return the largest number of tokens to read at a time.
 
-    mlx-lm's own default on a GPU. A CPU computes the scores that the causal mask hides, too: fewer in smaller chunks.
+    On a GPU this is mlx-lm's default. A CPU also computes the scores that the causal mask hides, and smaller chunks
+    have fewer of them.
     """
     return 2048 if on_gpu() else 512
 

@@ -100,7 +100,7 @@ class Speed:
     lines: dict[str, Line] = field(default_factory=dict)
 
     def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
-        """Return whether a token that reads few entries takes less than `worth` of the other's time.
+        """Return whether a token that reads few entries takes less than `worth` of the time of a token that reads all.
 
         None if one of the two was not measured. A slope that is unknown counts against sparse attention.
         """

@@ -1,4 +1,4 @@
-"""mlx-lm's files of prompt caches with a checksum of all bytes in their metadata, in which its own digits are zeros."""
+"""Seal mlx-lm's files of prompt caches by a checksum of all bytes in the metadata, with zeros in its own place."""
 
 import contextlib
 import io

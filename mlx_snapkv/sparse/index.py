@@ -229,7 +229,7 @@ def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
 
 
 def _below(logits: mx.array) -> mx.array:
-    """Return the maximum over queries of logit minus the query's top logit, of `(B, n_kv_heads, group * m, n)`."""
+    """Return the maximum over queries of `logit - the query's top logit`, of logits `(B, n_kv_heads, group * m, n)`."""
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 

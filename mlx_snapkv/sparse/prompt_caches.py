@@ -75,9 +75,9 @@ def store_quantization(
 
 
 def copied_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
-    """Return caches that keep all entries in a store, beginning with a prompt cache's, which stays as it is.
+    """Return caches in a store that begin with a copy of a prompt cache's entries.
 
-    Raises: SnapKVError: some of its entries are gone, or the model's can't be kept that way.
+    Raises: SnapKVError: entries of the prompt cache were evicted, or the store can't keep this model's entries.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(

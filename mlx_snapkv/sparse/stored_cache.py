@@ -91,7 +91,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return those of all entries."""
         if self._n_stored:
-            mx.eval(keys, values)  # and so the layer before, whose entries are then freed
+            mx.eval(keys, values)  # evaluates the layer before, too, whose entries are then freed
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
@@ -245,7 +245,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def state(self) -> tuple:
-        """Return what a running request computes; between requests, what a saved file has if entries are in files."""
+        """Return the arrays of a running request; between requests with entries in files, those of a saved file."""
         first = None if self.growing.offset else self.store.first_entry
         if first is not None:
             return *first, None if self.index is None else self.index.state
