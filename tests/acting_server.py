@@ -1,4 +1,4 @@
-"""A server whose model thinks and calls tools: the embedded one, made to say what the last message asks for."""
+"""A server for tests of thoughts and tool calls: the embedded model is made to say what the last message asks for."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}[{{ t.function.name }}] {
 
 
 def obeying(tokens):
-    """A logits processor that leaves one token possible at every step."""
+    """Return a logits processor that allows only the next of `tokens` at each step."""
     left = iter(tokens)
     return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == next(left), logits, -mx.inf)
 
@@ -36,16 +36,16 @@ def _adapt(model, tokenizer):
 
 
 def asked_for(prompt):
-    """What the last message asks for, if it does."""
+    """Return the text after "SAY: " in the last message, or None if the last message has none."""
     _, order, text = prompt.removesuffix("<|assistant|>").rpartition(SAY)
-    return text if order and "<|" not in text else None  # nobody has said something since
+    return text if order and "<|" not in text else None  # "<|" begins a later message
 
 
 @contextlib.contextmanager
 def acting(say=asked_for, **settings):
-    """As `serving`; `say` gives the answer to a prompt's text, or None to leave it to the model.
+    """Yield a server as `serving` does, whose model says `say(prompt)`; None leaves the answer to the model.
 
-    `prompts` of what is yielded: of each the tokens, and how many of them were known.
+    `prompts` of the yielded server lists (tokens of the prompt, tokens that were cached) for each request.
     """
     with serving(load_named("demo", _adapt), **settings) as served:
         served.prompts = _make_obey(served.engine, say)
@@ -71,7 +71,7 @@ def _make_obey(engine, say):
 
 
 class Agent:
-    """A server whose model says `answer`; `prompt` is what it last read."""
+    """A server whose model gives the answer that a test sets, and which records each prompt."""
 
     def __init__(self, served, answers):
         self.served, self.answers, self.post = served, answers, served.post
@@ -87,7 +87,7 @@ class Agent:
             hf.chat_template = usual
 
     def ask(self, path, family="chatml", answer="Fine.", **body):
-        """The prompt that the model read, the answer's body, and its text."""
+        """Post a request; return the prompt that the model read, and the body of the answer."""
         self.answers["next"] = answer
         limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
         with self.family(family):
@@ -98,7 +98,7 @@ class Agent:
 
 @contextlib.contextmanager
 def answering():
-    """An `Agent`, whose server runs for the block."""
+    """Yield an `Agent` on a running server."""
     answers = {"next": "Fine."}
 
     def say(prompt):

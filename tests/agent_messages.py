@@ -1,4 +1,4 @@
-"""What tests of agents say to a server, and what its model answers."""
+"""Messages that tests of agents send to a server, and answers of its model."""
 
 from acting_server import CHAT, MESSAGES, RESPONSES
 

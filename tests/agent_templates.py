@@ -1,7 +1,7 @@
-"""Chat templates as strict as those of five families of models, for the embedded model."""
+"""Chat templates for the embedded model, as strict as the templates of several model families."""
 
 FAMILIES = {
-    # ChatML with tools: a system message comes first, arguments are objects.
+    # ChatML with tools: a system message must come first, and arguments are objects.
     "chatml": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
 {%- for m in messages %}{% if m.role == 'system' and not loop.first %}
 {{- raise_exception('System message must be at the beginning.') }}{% endif %}
@@ -9,7 +9,7 @@ FAMILIES = {
 {%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {
 {%- for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }};{% endfor %}}}</tool_call>{% endfor %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    # Llama 3: one call a message, and tools in the first user's message.
+    # Llama 3: one call per message, and tools in the first user message.
     "llama3": """{%- set ns = namespace(tools=tools) %}
 {%- if tools and messages | selectattr('role', 'equalto', 'user') | list == [] %}
 {{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}{% endif %}
@@ -19,7 +19,7 @@ FAMILIES = {
 {%- else %}<|{{ m.role }}|>{% if ns.tools and m.role == 'user' %}{% for t in ns.tools %}{{ t | tojson(indent=4) }}
 {% endfor %}{% set ns.tools = none %}{% endif %}{{ m.content | trim }}{% endif %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}""",
-    # Mistral: names of nine characters, roles that alternate.
+    # Mistral: call ids have nine characters, and roles must alternate.
     "mistral": """{%- set ns = namespace(user=true) %}{% for m in messages if m.role != 'system' %}
 {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}{% if (m.role == 'user') != ns.user %}
 {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
@@ -30,25 +30,25 @@ FAMILIES = {
 {{- c.function.name }}({{ c.id }}){% endfor %}{% elif m.role == 'tool' %}
 {%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}
 [RESULT {{ m.tool_call_id }}]{{ m.content }}{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}""",
-    # Gemma: no system, no tools.
+    # Gemma: no system messages and no tools.
     "gemma": """{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
 <|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    # gpt-oss: a call has thoughts before it or a text, not both.
+    # gpt-oss: a message with a call has thoughts or a text, not both.
     "harmony": """{%- for m in messages %}{% if m.tool_calls and m.content and m.reasoning_content %}
 {{- raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}{% endif %}
 <|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
 {%- endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
-    # No tools, and nothing that is refused.
+    # No tools, and no refusals.
     "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
-    # A model that thinks, as much as it is told.
+    # A model with thinking effort as an option.
     "thinking": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
 {{- '{"name": "' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}[{{ reasoning_effort | default('usual') }}]<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}""",
-    # A model that thinks, whose template always ends so.
+    # A template that ignores add_generation_prompt.
     "ending": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>",
 }

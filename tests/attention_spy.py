@@ -1,4 +1,4 @@
-"""The calls that reached MLX's attention, and the votes that their softmax gives."""
+"""Records the calls that reach MLX's attention, and computes the votes of their softmax."""
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +13,10 @@ from mlx_snapkv.planning.settings import resolve_setting
 
 
 def softmax_votes(call, n, kv_head_of):
-    """Votes `(n_kv_heads, T)` of the call's last `n` queries, in float64, with each query head's KV head given."""
+    """Return the votes `(n_kv_heads, T)` of the call's last `n` queries in float64.
+
+    `kv_head_of` gives the KV head of each query head.
+    """
     logits = logits_of(call, n)
     T = logits.shape[-1]
     logits[:, np.arange(T) > np.arange(T - n, T)[:, None]] = -np.inf
@@ -23,7 +26,10 @@ def softmax_votes(call, n, kv_head_of):
 
 
 def logits_of(call, n):
-    """Of the last queries, `(n_heads, n, T)` float64; positional scores came as the mask, capped ones as they are."""
+    """Return the logits `(n_heads, n, T)` of the last `n` queries in float64.
+
+    A mask of numbers holds positional scores, which are added. Capped scores are returned as recorded.
+    """
     if "scores" in call:
         return np.array(call["scores"][0].flatten(0, 1), np.float64)[:, -n:]
     queries, keys = (np.array(call[name].astype(mx.float32), np.float64)[0] for name in ("q", "k"))
@@ -35,7 +41,7 @@ def logits_of(call, n):
 
 
 def heads_read(layer, call, rows):
-    """The cache's KV head that each query head reads, by looking for the key head's rows in the cache."""
+    """Return the KV head of the cache that each query head reads: the head with equal `rows` in the cache."""
     n_heads, n_keys, heads = call["q"].shape[1], call["k"].shape[1], range(rows.shape[1])
     if layer.latent:
         return [0] * n_heads
@@ -44,9 +50,9 @@ def heads_read(layer, call, rows):
 
 
 def read_and_spy(model, tokens, policy, monkeypatch):
-    """The prompt read in two chunks on recording caches, and the calls that reached MLX's attention last.
+    """Read a prompt in two chunks on recording caches; return the request and the last chunk's calls of attention.
 
-    Of models that compute their own scores: the calls of the softmax, and the queries and keys before.
+    Models that compute their own scores call the softmax instead. For these models its inputs are recorded.
     """
     calls = []
     attend, softmax = mx.fast.scaled_dot_product_attention, mx.softmax
@@ -76,9 +82,9 @@ def read_and_spy(model, tokens, policy, monkeypatch):
 
 
 def calls_of(layer, cache, calls):
-    """Those by which the layer's readers came to its recorded queries, one each: bit for bit the same queries.
+    """Return one call for each reader of a layer: the call with the queries that the cache recorded, bit for bit.
 
-    Of latents and of capped scores the votes alone tell that, and calls come in order of layers.
+    Calls on latents and capped scores don't show the queries. They are taken in order of the layers.
     """
     parts = mx.split(cache.queries, len(layer.readers), axis=1)
     if layer.latent:

@@ -1,4 +1,4 @@
-"""Requests that a server must refuse with a 4xx, whatever else it does."""
+"""Requests that a server must refuse with a 4xx."""
 
 CHAT, TEXT, MESSAGES, RESPONSES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
@@ -34,7 +34,7 @@ def response(words, **fields):
     return RESPONSES, {"input": "The key of", "max_output_tokens": 4, **fields}, words
 
 
-# The url, the body, and what is said of it.
+# The path, the body, and words of the error.
 BAD = [
     chat("stop.0 should be a valid string, got 1", stop=[1]),
     text("prompt should be a valid string, got [[1], 'a']", prompt=[[1], "a"]),
@@ -53,7 +53,7 @@ BAD = [
     said("messages.0.role should be one of", "wizard", content="hi"),
     chat("messages.0.role is missing", messages=[{"content": "hi"}]),
     said("messages.0.content should be texts or parts, got 7", content=7),
-    chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
+    chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # the template has none
     chat("response_format.type should be 'text', 'json_object' or", response_format={"type": "x"}),
     chat("response_format.json_schema is missing", response_format={"type": "json_schema"}),
     schema("json_schema.schema should be a valid object", 5),

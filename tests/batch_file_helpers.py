@@ -1,4 +1,4 @@
-"""Files of requests and of answers, as the batch command's tests make and read them."""
+"""Helpers that write files of requests and read files of answers, for tests of the batch command."""
 
 import json
 
@@ -13,26 +13,26 @@ def line(custom_id, url=CHAT, /, **body):
 
 
 def chat(custom_id, n, /, **body):
-    """A question about a fact before `n` sentences."""
+    """Return a chat request: a fact, `n` sentences, and a question about the fact."""
     text = FACT + COLD * n + "What is the access code of the amber falcon?"
     return line(custom_id, messages=[{"role": "user", "content": text}], **body)
 
 
 def text(custom_id, n, /, **body):
-    """A text that is to be continued by a fact before `n` sentences."""
+    """Return a completion request: a fact, `n` sentences, and the beginning of the fact's sentence."""
     prompt = FACT + COLD * n + "The access code of the amber falcon is"
     return line(custom_id, COMPLETIONS, prompt=prompt, **body)
 
 
 def write(path, lines):
-    """A file of objects, bytes and strings."""
+    """Write objects, bytes and strings to a file, one a line; return its path."""
     data = [item if isinstance(item, (str, bytes)) else json.dumps(item) for item in lines]
     path.write_bytes(b"".join((d if isinstance(d, bytes) else d.encode()) + b"\n" for d in data))
     return path
 
 
 def read(path):
-    """The records of a file of answers, by their `custom_id`."""
+    """Return the records of a file of answers by their `custom_id`."""
     records = [json.loads(raw) for raw in path.read_text().splitlines()]
     found = {record["custom_id"]: record for record in records}
     assert len(found) == len(records), "a custom_id twice"
@@ -40,7 +40,7 @@ def read(path):
 
 
 def said(record):
-    """What was answered, without what differs from run to run."""
+    """Return the answer or the error of a record, without fields that differ from run to run."""
     if record["error"]:
         return record["error"]
     body = record["response"]["body"]
@@ -48,6 +48,6 @@ def said(record):
 
 
 def answer(record):
-    """The text of an answer."""
+    """Return the text of an answer."""
     choice = record["response"]["body"]["choices"][0]
     return choice["text"] if "text" in choice else choice["message"]["content"]

@@ -1,4 +1,4 @@
-"""Requests in a batch, and the same alone."""
+"""Helpers that run requests in a batch and compare them with requests by themselves."""
 
 import functools
 import random
@@ -15,12 +15,12 @@ def prompts_of(*lengths, vocab_size=64, seed=0):
 
 
 def alone(model, prompt, n, **keywords):
-    """The tokens of a request by itself."""
+    """Return the tokens of a request by itself."""
     return [int(token) for token, _ in steps(model, mx.array(prompt), n, **keywords)]
 
 
 class Run:
-    """A generator, what it has answered, reported and handed on, and its last responses, by number of the request."""
+    """A generator with its answers, reports, read caches and last responses, each by the number of the request."""
 
     def __init__(self, model, policy, **options):
         self.reports, self.read, self.answers, self.last = {}, {}, {}, {}
@@ -39,7 +39,7 @@ class Run:
         return self.generator.insert([list(p) for p in prompts], limits, **options)
 
     def staggered(self, prompts, limits):
-        """Answer two prompts, and each of the others from four steps after the one before; all numbers."""
+        """Answer two prompts, and add each other prompt four steps after the one before; return all numbers."""
         uids = self.insert(prompts[:2], limits[:2])
         for prompt, limit in zip(prompts[2:], limits[2:]):
             for _ in range(4):
@@ -49,7 +49,7 @@ class Run:
         return uids
 
     def assert_alone(self, uids, prompts, limits):
-        """They have answered, to the end, and reported as each does by itself."""
+        """Assert that all requests have ended, with the answers and reports that they have by themselves."""
         for uid, prompt, limit in zip(uids, prompts, limits):
             reports = []
             assert self.answers[uid] == self.alone(prompt, limit, on_report=reports.append)
@@ -58,7 +58,7 @@ class Run:
             assert self.last[uid].finish_reason == "length", self.last[uid].error
 
     def step(self):
-        """One step; what it read and answered, if anything was left to do."""
+        """Take one step; return the prompt responses and the answers' responses, or None if nothing was left to do."""
         prompts, responses = self.generator.next()
         for response in responses:
             if response.finish_reason != "error":

@@ -1,4 +1,4 @@
-"""One cache of every kind, fed the same tokens."""
+"""One cache of every kind, each after the first `START` tokens."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,20 +17,20 @@ from mlx_snapkv.sparse.stores.memory import MemoryStore
 B, H, D = 1, 2, 32
 SCALE = 0.3
 HOW = Quantization(8, 32)
-START = 20  # tokens that every cache has been fed
+START = 20  # tokens in every cache
 PINNED = [0, 1, 5, 9, 11]
 N_WINDOW = 8
 
 
 def rows(start, n):
-    """Keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` of the tokens at these positions."""
+    """Return keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` of `n` tokens from position `start`."""
     made = [np.random.default_rng(t).normal(size=(4 * H, 1, D)) for t in range(start, start + n)]
     made = mx.array(np.concatenate(made, axis=1).astype(np.float32))[None]
     return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
 
 
 def window(quantization=None, n_window=N_WINDOW, pinned=PINNED):
-    """A compressed prompt of `START` tokens."""
+    """Return the cache of a compressed prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
     recent = N_WINDOW if n_window is None else min(n_window, N_WINDOW)
     kept = mx.array([*pinned, *range(START - recent, START)])
@@ -87,7 +87,7 @@ KINDS = HOLDING | STATES
 
 
 def feed(cache, n):
-    """Attend as a model does, mask first; the outputs of `n` new tokens."""
+    """Give a cache `n` new tokens and attend as a model does, mask first; return the outputs."""
     if isinstance(cache, ArraysCache):
         new = rows(0, n)[0].sum(axis=2, keepdims=True)
         cache[0] = new if cache[0] is None else 0.5 * cache[0] + new

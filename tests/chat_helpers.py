@@ -1,4 +1,4 @@
-"""Conversations as several tests have them."""
+"""Helpers for tests of conversations."""
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import is_right
@@ -8,7 +8,7 @@ RECALLS = ["memory", "8bit", "4bit", "file"]
 
 
 def begun(model, haystack, n_turns=0, **options):
-    """A conversation about a document, after questions about its first facts."""
+    """Return a conversation about a document, after questions about its first `n_turns` facts."""
     document, facts = haystack
     conversation = Conversation(*model, **{"max_tokens": 12} | options)
     conversation.attach(document)

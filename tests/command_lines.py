@@ -1,4 +1,4 @@
-"""Command lines that several tests give, and how they are given."""
+"""Command lines that several tests run, and helpers that run them."""
 
 import io
 import re
@@ -13,9 +13,9 @@ PLAIN = [*RAW, "--prompt", LEAD]  # answered 482913
 
 
 def caller(main, monkeypatch, capsys):
-    """call(*args, stdin=) -> (exit code, stdout, stderr) of a command's `main`.
+    """Return a function `(*args, stdin=)` that runs a command's `main` and returns (exit code, stdout, stderr).
 
-    It runs in this process, where starting Python would take most of the time.
+    The command runs in this process, because starting Python would take most of the time.
     """
 
     def call(*args, stdin=b""):
@@ -29,7 +29,10 @@ def caller(main, monkeypatch, capsys):
 
 
 def refuser(call):
-    """refused(*args) -> the one line of a mistake on stderr, after what was said of a model that could be loaded."""
+    """Return a function of arguments that asserts a mistake and returns its one line on stderr.
+
+    A note about float32, printed when a model loads, is left out.
+    """
 
     def refused(*args, **how):
         code, out, err = call(*args, **how)

@@ -13,19 +13,19 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.planning.speed_record import PATH_VARIABLE
 
-# An example that takes long on a slow machine is no failure.
+# A slow machine must not fail an example.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest tests first, so that no worker is left with one when the others have ended."""
+    """Run the longest tests first, so that the workers finish at about the same time."""
     items.sort(key=lambda item: item.path.parent.name not in ("scripts", "several"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_settings(tmp_path_factory):
-    """Tests neither read the tester's own config.toml nor keep a speed record, unless they give a path for it."""
+    """Hide the tester's own config.toml, and keep no speed record unless a test sets a path for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PATH_VARIABLE, "")
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
@@ -34,7 +34,7 @@ def no_settings(tmp_path_factory):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """The path of a speed record, which does not exist yet; nor does its folder."""
+    """Return the path of a speed record; neither the file nor its folder exists yet."""
     path = tmp_path / "cache" / "speed.json"
     monkeypatch.setenv(PATH_VARIABLE, str(path))
     return path
@@ -42,13 +42,13 @@ def record(tmp_path, monkeypatch):
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """LagKV compares blocks of 8 entries, so that small prompts have several."""
+    """Let LagKV compare blocks of 8 entries, so that small prompts have several."""
     monkeypatch.setattr(lagkv, "LAG", 8)
 
 
 def _load(name: str):
     model, tokenizer = load(str(MODELS[name]))
-    model.set_dtype(mx.float32)  # what a CPU computes quickly
+    model.set_dtype(mx.float32)  # a CPU computes it faster than bfloat16
     return model, tokenizer
 
 
@@ -69,32 +69,32 @@ def demo_tasks():
 
 @pytest.fixture(scope="session", params=["demo_llama", "demo_qwen"])
 def demo_model(request):
-    """An embedded model of each architecture in turn, as (model, tokenizer)."""
+    """Return (model, tokenizer) of an embedded model, once for each architecture."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=[make_llama, make_qwen])
 def tiny_model(request):
-    """A random LLaMA and a Qwen3-Next, which has linear layers and experts."""
+    """Return a random LLaMA, then a Qwen3-Next, which has linear layers and experts."""
     return request.param()
 
 
 @pytest.fixture
 def tokens():
-    """200 token ids below 64."""
+    """Return 200 token ids below 64."""
     rng = random.Random(0)
     return mx.array([rng.randrange(64) for _ in range(200)])
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Where a prompt can be saved."""
+    """Return a path at which a prompt can be saved."""
     return tmp_path / "book.safetensors"
 
 
 @pytest.fixture(scope="session")
 def ask():
-    """ask(tokenizer, n_tokens, seed) -> (prompt ids, fact): one question at the end of a fresh document."""
+    """Return a function that makes a document of `n_tokens` with a question at its end: (prompt ids, fact)."""
 
     def make(tokenizer, n_tokens: int, seed: int, n_facts: int = 4):
         document, facts = make_haystack(tokenizer, random.Random(seed), n_facts, n_tokens)

@@ -1,4 +1,4 @@
-"""A disk that is full, and files that can't be read."""
+"""Context managers and functions that make files fail: a full disk, files cut short, files that can't be read."""
 
 import os
 import resource
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(n_bytes):
-    """Files can't grow beyond `n_bytes`."""
+    """Keep files from growing beyond `n_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -17,14 +17,14 @@ def full_disk(n_bytes):
 
 
 def cut_short(number):
-    """Cut the file of a descriptor down to 100 bytes; a function that puts back what it had."""
+    """Cut a descriptor's file down to 100 bytes; return a function that restores its contents."""
     whole = os.pread(number, os.fstat(number).st_size, 0)
     os.ftruncate(number, 100)
     return lambda: os.pwrite(number, whole, 0)
 
 
 def unreadable(number):
-    """Let a descriptor be for writing only; a function that lets it be as it was."""
+    """Make a descriptor write-only; return a function that restores it."""
     before, blind = os.dup(number), os.open(f"/proc/self/fd/{number}", os.O_WRONLY)
     os.dup2(blind, number)
     os.close(blind)

@@ -1,4 +1,4 @@
-"""Random entries of a layer, queries that vote for them, and their votes in float64."""
+"""Random entries of a layer, with the queries that vote for them and their votes in float64."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, seed=0, 
 
 
 def asked(entries):
-    """What the references take."""
+    """Return the arguments that the functions of `reference.py` take: queries, keys, query positions, scale."""
     observed = entries.observed
     queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
     return queries, keys, observed.places, observed.scale

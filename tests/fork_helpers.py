@@ -1,7 +1,8 @@
-"""`subprocess.run` and `subprocess.Popen` for Python command lines that need the package, without importing it again.
+"""`subprocess.run` and `subprocess.Popen` for Python commands that need the package, without importing it again.
 
-Each is forked by multiprocessing's fork server, which has imported the package and computed nothing: a fork must not
-copy MLX's threads. On a Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
+Each command is forked by multiprocessing's fork server, which has imported the package and computed nothing: a fork
+must not copy MLX's threads. On a Mac the frameworks under MLX don't survive a fork, so there these names are
+subprocess's own.
 """
 
 import atexit
@@ -22,22 +23,22 @@ from subprocess import TimeoutExpired
 from unittest import mock
 
 CAN_FORK = sys.platform == "linux"
-AT_MOST = 900  # seconds: a command that takes that long hangs, on any machine
+AT_MOST = 900  # seconds; a command that takes longer hangs, on any machine
 IMPORTED = """fork_helpers mlx_lm prompt_toolkit transformers mlx_snapkv.api mlx_snapkv.measure.speed mlx_snapkv.cli.app
 mlx_snapkv.measure.compare""".split()
 
 
 @dataclass
 class Program:
-    """What a forked process runs, as multiprocessing's server unpickles and calls it."""
+    """A Python command that multiprocessing's fork server unpickles and runs in a forked process."""
 
-    arguments: list[str]  # `-m` or `-c`, a module or a program, and its own
+    arguments: list[str]  # `-m` or `-c`, a module or a program, and its arguments
     cwd: str
     env: dict[bytes, bytes]
     leads_session: bool
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run it, and end as the interpreter would end it; the exit code."""
+        """Run the command and end as the interpreter would; return the exit code."""
         code: object = None
         try:
             self._set_up()
@@ -58,7 +59,7 @@ class Program:
         threading._shutdown()
         atexit._run_exitfuncs()
         if not code and (generating := sys.modules.get("mlx_lm.generate")):
-            # As at an interpreter's end: what other ranks wait for is still computed.
+            # An interpreter does this at its end, because other ranks wait for the results.
             import mlx.core as mx
 
             mx.synchronize(generating.generation_stream)
@@ -92,7 +93,7 @@ class Program:
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """This test run's server, which ends with the test run."""
+    """Return this test run's fork server, which ends with the test run."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(IMPORTED)
     tests = Path(__file__).parent
@@ -104,11 +105,11 @@ def _server() -> forkserver.ForkServer:
 
 
 class ForkedPopen(subprocess.Popen):
-    """A process that the server forks; the server tells its end, which no wait of ours could."""
+    """A process that the fork server forks. Only the server, its parent, can report its exit code."""
 
     def _execute_child(self, args, *more):
         assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
-        # As subprocess passes them: both ends of the three streams, the child's at places 0, 3 and 5.
+        # subprocess passes both ends of the three streams; the child's are at places 0, 3 and 5.
         (cwd, env), ends, leads_session = more[4:6], more[9:15], more[20]
         fds = [number if fd == -1 else fd for number, fd in enumerate((ends[0], ends[3], ends[5]))]
         env = {os.fsencode(k): os.fsencode(v) for k, v in (env or os.environ).items()}
@@ -129,7 +130,7 @@ class ForkedPopen(subprocess.Popen):
         return self.returncode
 
     def _ended_within(self, timeout):
-        """The exit code, None if it has not ended."""
+        """Return the exit code, or None if the process has not ended after `timeout` seconds."""
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             self.returncode = forkserver.read_signed(self._status)
             os.close(self._status)
@@ -137,7 +138,7 @@ class ForkedPopen(subprocess.Popen):
 
 
 def forked_run(command, **options):
-    """As `subprocess.run`."""
+    """Run a command as `subprocess.run` does."""
     with mock.patch.object(subprocess, "Popen", ForkedPopen):
         return subprocess.run(command, timeout=AT_MOST, **options)
 

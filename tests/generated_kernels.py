@@ -1,4 +1,4 @@
-"""The source that MLX makes of the GPU kernels on a Mac, printed by any build of MLX while a function is exported."""
+"""The source that MLX generates for the GPU kernels on a Mac. Any build of MLX prints it when it exports a function."""
 
 import os
 import tempfile
@@ -10,9 +10,9 @@ from mlx_snapkv.sparse.kernels import launch
 
 
 def metal_source(name, head_dim, group, dtype, few=()):
-    """The source of a kernel that Metal's compiler gets after MLX's own header.
+    """Return the source of a kernel that Metal's compiler gets after MLX's own header.
 
-    few: names of inputs of fewer than 8 numbers, as small models have them.
+    `few` names inputs with fewer than 8 numbers, which small models have.
     """
     kernel = launch.kernel.__wrapped__(name, head_dim, group, dtype)
     outputs = [of or dtype for of in launch.OUTPUTS[name].values()]
@@ -32,7 +32,7 @@ def metal_source(name, head_dim, group, dtype, few=()):
 
 
 def printed_by(export):
-    """The source in what MLX prints."""
+    """Return the source in the text that MLX prints while `export(folder)` runs."""
     with tempfile.TemporaryFile("w+") as file, tempfile.TemporaryDirectory() as folder:
         stdout = os.dup(1)
         os.dup2(file.fileno(), 1)

@@ -11,7 +11,7 @@ VARIANTS = [
 ]  # fmt: skip
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 MXFP4 = np.concatenate([NUMBERS, -NUMBERS])
-SPARE = 37  # free rows of a buffer; nothing may read them
+SPARE = 37  # free rows of a buffer, which no kernel may read
 LEAST_HALF = -65504.0
 
 
@@ -24,7 +24,7 @@ def normal(rng, *shape, dtype=mx.float32):
 
 
 class Index:
-    """An index of `n` random keys of `H` KV heads: projection, codes, powers of two."""
+    """An index of `n` random keys of `H` KV heads, with projection, codes and powers of two."""
 
     def __init__(self, rng, H, n, D):
         K = -(-D // 64) * 32
@@ -39,7 +39,7 @@ class Index:
         return {"projection": self.projection, "codes": codes, "powers": powers}
 
     def logits(self, queries, scale):
-        """Logits of the first `n` keys, `(n_heads, n)`."""
+        """Return the logits `(n_heads, n)` of the first `n` keys."""
         words = self.codes[0, :, : self.n, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
         H, n = words.shape[:2]
         numbers = MXFP4[words.reshape(H, n, -1)]
@@ -52,9 +52,10 @@ class Index:
 
 
 def ranks(logits_of_blocks, maxima, group, block):
-    """Distances below the best score in half precision, at most 65504, which `select` compares.
+    """Return the ranks that `select` compares: half-precision distances below the best score, at most 65504.
 
-    logits_of_blocks: `(n_heads, n)` half, below the maxima `(n_heads, n_blocks)` float32 of their blocks.
+    `logits_of_blocks` `(n_heads, n)` are half-precision distances below the maxima `(n_heads, n_blocks)` float32 of
+    their blocks.
     """
     heads, n = logits_of_blocks.shape
     largest = maxima.max(axis=1, keepdims=True)
@@ -67,7 +68,7 @@ def ranks(logits_of_blocks, maxima, group, block):
 
 
 def softmax_of_items(logits, values, sink):
-    """The attention to `values` `(n, D)` by `logits` `(n,)`, where a sink takes a share."""
+    """Return the attention to `values` `(n, D)` by `logits` `(n,)`; the sink takes a share of the softmax."""
     with np.errstate(invalid="ignore", over="ignore"):
         top = np.fmax(np.fmax.reduce(logits), sink)
         weights = np.exp(logits - top)
@@ -79,7 +80,7 @@ TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 class Token:
-    """A token's arguments of `attend`, and its attention in float64."""
+    """The arguments of `attend` for a token, and the token's attention in float64."""
 
     def __init__(
         self, variant, H=2, n_means=5, n_places=130, first=4, window=33, n_own=7, with_sinks=True
@@ -111,7 +112,7 @@ class Token:
             self.sinks = normal(rng, H * group)
 
     def buffer(self, n, D):
-        """Rows of entries, with free rows of NaN."""
+        """Return random rows of entries, followed by free rows of NaN."""
         free = mx.full((1, self.H, SPARE, D), mx.nan, self.dtype)
         rows = normal(self.rng, 1, self.H, n, D, dtype=self.dtype)
         return mx.concatenate([rows, free], axis=2)
@@ -122,7 +123,7 @@ class Token:
         return attend(self.queries, self.prompt, self.answer, self.scale, **lengths, **more)
 
     def difference(self):
-        """The largest difference to float64; infinite if one is NaN where the other is not."""
+        """Return the largest difference to float64, or infinity if only one of two values is NaN."""
         found = float64(self.attention())[0, :, 0]
         wanted = np.stack([self.wanted(head) for head in range(self.H * self.group)])
         if (np.isnan(found) != np.isnan(wanted)).any():
@@ -153,7 +154,7 @@ class Token:
         return softmax_of_items(logits, values, sink)
 
 
-# Tokens that are hard to attend for.
+# Edge cases of `attend`.
 TOKENS = {
     "the token alone": {
         "H": 1, "n_means": 0, "n_places": 0, "first": 0, "window": 0, "n_own": 1, "with_sinks": False,

@@ -1,4 +1,4 @@
-"""The GPU kernels on a CPU: their bodies are compiled as C++ with `kernel_shim.h`, and called through ctypes."""
+"""Runs the GPU kernels on a CPU: their bodies are compiled as C++ with `kernel_shim.h`, and called through ctypes."""
 
 import ctypes
 import hashlib
@@ -37,7 +37,7 @@ class ShimError(Exception):
 
 @dataclass
 class Launch:
-    """A kernel's launch that can be repeated: its inputs and outputs are bytes."""
+    """A launch of a kernel that can be repeated, with inputs and outputs as bytes."""
 
     library: ctypes.CDLL
     name: str
@@ -46,12 +46,13 @@ class Launch:
     groups: tuple[int, int]
 
     def run(self, seed, skipped_line=-1):
-        """The outputs.
+        """Run the kernel; return its outputs.
 
-        seed: of the order in which threads run.
-        skipped_line: the line of a barrier in the body to leave out.
+        Args:
+            seed: the seed of the random order in which threads run.
+            skipped_line: the line in the body of a barrier to leave out, or -1.
         """
-        # What a kernel does not write is NaN.
+        # Bytes that a kernel does not write are NaN.
         outputs = [np.full(size, 0xFF, np.uint8) for size in self.output_sizes]
         buffers = [*self.inputs, *outputs]
         pointers = (ctypes.c_void_p * len(buffers))(*(x.ctypes.data for x in buffers))
@@ -63,10 +64,10 @@ class Launch:
 
 
 class Shim:
-    """Stands in for a GPU: `kernel` returns what `launch.kernel` returns.
+    """A replacement for a GPU: `kernel` returns a function like those of `launch.kernel`.
 
     Attributes:
-        libraries: a folder for compiled kernels.
+        libraries: the folder of compiled kernels.
         bodies: the folder of the kernels' bodies.
         launches: all launches so far.
     """
@@ -97,20 +98,20 @@ class Shim:
 
 
 def fits(dtype, of_input):
-    """A kernel can read an array's dtype as its input: integers of one size are alike."""
+    """Return whether a kernel can read an array of `dtype` as its input: integers may differ in sign."""
     both = mx.issubdtype(dtype, mx.integer) and mx.issubdtype(of_input, mx.integer)
     return dtype == of_input or (both and dtype.size == of_input.size)
 
 
 def as_bytes(array):
-    """The bytes of an array."""
+    """Return the bytes of an array."""
     flat = mx.contiguous(array).flatten()
     return np.array(mx.view(flat, mx.uint8))
 
 
 @cache
 def compiled(head_dim, group, dtype, folder, libraries):
-    """The four kernels for a head size, a group and a dtype, as a shared library in `libraries`."""
+    """Return the four kernels for a head size, a group and a dtype, compiled to a shared library in `libraries`."""
     code = source(head_dim, group, dtype)
     bodies = [path.read_text() for path in sorted(folder.glob("*.metal"))]
     text = "\n".join([code, (HERE / "kernel_shim.h").read_text(), *bodies])
@@ -135,7 +136,7 @@ def compiled(head_dim, group, dtype, folder, libraries):
 
 
 def source(head_dim, group, dtype):
-    """C++ with one function for each kernel, with the parameters that MLX writes."""
+    """Return C++ with one function for each kernel, with the parameters that MLX writes."""
     parts = ['#include "kernel_shim.h"', f"typedef {OF_MODEL[dtype]} T;"]
     parts.append(f"constexpr int D = {head_dim}, GROUP = {group};")
     for name in launch.INPUTS:

@@ -1,4 +1,4 @@
-"""Tiny random models of mlx-lm's model types, each described by what differs from one base configuration."""
+"""Tiny random models of mlx-lm's model types. A configuration lists only its differences from the base."""
 
 import copy
 import importlib
@@ -11,27 +11,27 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.bitlinear_layers import BitLinear
 
 _DATA = yaml.safe_load((Path(__file__).parent / "fixtures" / "model_configs.yaml").read_text())
-TINY: dict[str, dict] = _DATA["tiny"]  # whole configurations, for tiny_models.py
+TINY: dict[str, dict] = _DATA["tiny"]  # complete configurations, for tiny_models.py
 LAYERS, LLAMA4_ROPE = _DATA["named"]["layers"], _DATA["named"]["llama4_rope"]
 BASE = {name: value for value, names in _DATA["base"] for name in names.split()}
-# What differs from BASE, and of types, or variants of a supported type, that can't be compressed.
+# Differences from BASE. REFUSED_CONFIGS has types and variants of types that can't be compressed.
 CONFIGS: dict[str, dict] = {name: {} for name in _DATA["plain"].split()} | _DATA["configs"]
 REFUSED_CONFIGS: dict[str, dict] = _DATA["refused"]
 
 
 def config(model_type: str) -> dict:
-    """The whole configuration of a type in CONFIGS."""
+    """Return the complete configuration of a type in CONFIGS."""
     return _complete(model_type, CONFIGS[model_type])
 
 
 def make_model(model_type: str, config: dict | None = None):
-    """A random float32 model of mlx-lm's class, of CONFIGS or of another `config` that adds to BASE."""
+    """Return a random float32 model of a type: its configuration in CONFIGS, or `config` added to BASE."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     args = _complete(model_type, CONFIGS[model_type] if config is None else config)
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(args))
     for name, child in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        if isinstance(child, BitLinear):  # its kernel is Metal's
+        if isinstance(child, BitLinear):  # its kernel needs Metal
             linear = nn.Linear(child.in_features, child.out_features, bias=False)
             model.update_modules(tree_unflatten([(name, linear)]))
     model.update(tree_map_with_path(_randomise, model.parameters()))
@@ -46,12 +46,12 @@ def _complete(model_type: str, changes: dict) -> dict:
     elif text is not None:
         text = {**BASE, "model_type": f"{model_type}_text", **text}
         changes = {**changes, "text_config": text}
-    # mlx-lm changes some of what it is given.
+    # mlx-lm changes some configurations.
     return copy.deepcopy({**BASE, "model_type": model_type, **changes})
 
 
 def _randomise(path: str, x: mx.array) -> mx.array:
-    """float32, and random where it only waits to be loaded: sinks, and what is all zeros."""
+    """Return `x` in float32; sinks and arrays of zeros, which only wait to be loaded, become random."""
     if "sink" in path:
         return mx.random.normal(x.shape)
     zeros = not mx.any(x).item()

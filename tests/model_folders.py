@@ -1,4 +1,4 @@
-"""Folders of models that are nearly the embedded one."""
+"""Folders with variants of the embedded model."""
 
 import json
 import shutil
@@ -9,14 +9,14 @@ from mlx_snapkv.demo import MODELS
 
 
 def demo_with(folder, **changes):
-    """The embedded LLaMA in a new folder, with changes to its configuration; the folder."""
+    """Copy the embedded LLaMA to a new folder and change its configuration; return the folder."""
     shutil.copytree(MODELS["demo"], folder)
     change(folder / "config.json", **changes)
     return folder
 
 
 def wide_demo(folder):
-    """The embedded LLaMA in a new folder, in float32; the folder."""
+    """Copy the embedded LLaMA to a new folder in float32; return the folder."""
     weights = mx.load(str(demo_with(folder) / "model.safetensors"))
     wide = {name: x.astype(mx.float32) for name, x in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "pt"})

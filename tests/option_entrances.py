@@ -1,6 +1,6 @@
-"""Drives every entrance of a copy of the package whose requests have one more option, `tint`.
+"""Sends requests through every entrance of a copy of the package whose requests have one more option, `tint`.
 
-Each line that it prints is an entrance and the values of `tint` that its requests were planned with.
+Each printed line has an entrance and the values of `tint` with which its requests were planned.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ DARK = ["--tint", "dark"]
 
 
 def tell(entrance):
-    """Print the values that were seen since the last call."""
+    """Print the values of `tint` that were seen since the last call."""
     print(f"{entrance}: {' '.join(map(str, dict.fromkeys(SEEN))) or 'nothing'}", flush=True)
     SEEN.clear()
 
 
 def command(*words, lines=()):
-    """Run a command; its exit code, stdout and stderr."""
+    """Run a command; return its exit code, stdout and stderr."""
     sys.argv = ["mlx-snapkv", *map(str, words)]
     sys.stdin = io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode()))
     out, err = io.StringIO(), io.StringIO()
@@ -146,7 +146,7 @@ def settings(folder):
 
 
 def serve(folder):
-    """Ask servers that share a folder of prefixes: one with another tint does not use what the first has read."""
+    """Ask servers that share a folder of prefixes. A server with another tint must not use what the first has read."""
     cached, real = [], server.serve
 
     def asked(engine, settings, place, on_start):
@@ -170,7 +170,7 @@ def serve(folder):
 
 
 def refusals():
-    """Every command that reads prompts has the flag, and names it before it loads a model."""
+    """Give a wrong tint to every command that reads prompts; each must name the flag before it loads a model."""
     words = {
         "generate": ["--prompt", "x"],
         "compare": ["--prompt", "x"],

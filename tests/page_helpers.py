@@ -1,4 +1,4 @@
-"""The server as its command starts it, and its page in a real browser."""
+"""Starts the server as its command does, and opens its page in a real browser."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ SERVE = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4"
 
 
 def serving(*options):
-    """`mlx-snapkv serve` with these options, as `served_process`."""
+    """Yield the url and the process of `mlx-snapkv serve` with these options."""
     return served_process(*SERVE.split(), "--prefill-step-size", "512", *options)
 
 
@@ -41,7 +41,7 @@ def browsing():
 
 @dataclass
 class Page:
-    """What a person does with the page, and sees of it."""
+    """The actions of a person on the page, and what the page shows."""
 
     driver: object
     url: str
@@ -67,18 +67,18 @@ class Page:
             time.sleep(0.02)
 
     def press(self, *keys):
-        """Keys that go to what has the focus."""
+        """Press keys; they go to the focused element."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def clipboard(self, call, *arguments):
-        """What `navigator.clipboard` gives for a call."""
+        """Call a method of `navigator.clipboard`; return its result."""
         rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
         self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
         script = f"navigator.clipboard.{call}.then(arguments[arguments.length - 1])"
         return self.driver.execute_async_script(script, *arguments)
 
     def paste(self, text):
-        """A text from the clipboard, by the keyboard."""
+        """Paste a text from the clipboard by the keyboard."""
         self.clipboard("writeText(arguments[0])", text)
         self.press("\ue009", "v", "\ue000")  # Control
 
@@ -90,7 +90,7 @@ class Page:
         self.wait(lambda: self.all("#documents li") or self("#problem").text)
 
     def ask(self, question):
-        """Ask by the keyboard; the answer when it is there."""
+        """Ask by the keyboard; return the complete answer."""
         self.press(question, "\ue007")  # Enter
         return self.answered()
 
@@ -109,13 +109,13 @@ class Page:
 
 
 def numbers(colour):
-    """Red, green and blue, 0 to 255, as browsers tell a colour, mixed ones too."""
+    """Return red, green and blue, each 0 to 255, of a colour as browsers print it; mixed colours have another form."""
     found = [float(n) for n in re.findall(r"[\d.]+(?:e-\d+)?", colour)[:3]]
     return [255 * n for n in found] if colour.startswith("color(srgb") else found
 
 
 def contrast(page, selector):
-    """Of a text and what is behind it, as WCAG 2 defines it."""
+    """Return the contrast of a text and its background, as WCAG 2 defines it."""
     text, ground = page.run(
         """let e = document.querySelector(arguments[0]);
         const text = getComputedStyle(e).color;

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def softmax(logits, sinks=None):
-    """Over the last axis; sinks `(n_heads,)` take a share of it, of logits `(..., n_heads, n, T)`."""
+    """Return the softmax over the last axis of logits `(..., n_heads, n, T)`; sinks `(n_heads,)` take a share of it."""
     top = logits.max(axis=-1, keepdims=True)
     raw = np.exp(logits - top)
     sunk = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - top)
@@ -12,7 +12,7 @@ def softmax(logits, sinks=None):
 
 
 def weights(queries, keys, query_positions, scale, sinks=None):
-    """Each query's softmax over what it sees, `(B, n_heads, n, T)`."""
+    """Return each query's softmax over the positions that it sees, `(B, n_heads, n, T)`."""
     queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
     group, T = queries.shape[1] // keys.shape[1], keys.shape[2]
     logits = np.einsum("bhid,bhtd->bhit", queries, keys.repeat(group, axis=1)) * scale
@@ -21,28 +21,28 @@ def weights(queries, keys, query_positions, scale, sinks=None):
 
 
 def of_groups(by_head, n_kv_heads):
-    """Summed over the queries, and the mean of a group's heads: `(B, n_kv_heads, T)`."""
+    """Return weights summed over the queries and averaged over the heads of a group, `(B, n_kv_heads, T)`."""
     B, _, n, T = by_head.shape
     return by_head.reshape(B, n_kv_heads, -1, n, T).sum(axis=3).mean(axis=2)
 
 
 def votes(queries, keys, query_positions, scale, sinks=None):
-    """Softmax votes `(B, n_kv_heads, T)`: sum over queries, mean over a group."""
+    """Return softmax votes `(B, n_kv_heads, T)`: summed over queries, averaged over the heads of a group."""
     return of_groups(weights(queries, keys, query_positions, scale, sinks), keys.shape[1])
 
 
 def above_average(queries, keys, query_positions, scale):
-    """ScissorHands' counts `(B, n_kv_heads, T)`: one for each query that gives 1/t or more, mean over a group."""
+    """Return ScissorHands' counts `(B, n_kv_heads, T)`: queries that give 1/t or more, averaged over a group."""
     seen = np.minimum(np.array(query_positions) + 1, keys.shape[2])[:, None]
     above = weights(queries, keys, query_positions, scale) >= 1 / seen
     return of_groups(above.astype(np.float64), keys.shape[1])
 
 
 def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel):
-    """SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, an entry at a time.
+    """Return SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, computed entry by entry.
 
-    Args:
-        n_ahead: how many of the last queries are answer tokens'; ends: entries of sink and window, which aren't pooled.
+    `n_ahead` is the number of last queries that belong to answer tokens. `ends` has the numbers of entries of sink and
+    window, which aren't pooled.
     """
     n, (n_sink, n_window) = queries.shape[2], ends
 
@@ -64,7 +64,10 @@ def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel)
 
 
 def pool(row, kind, kernel):
-    """Average (zero-padded, full divisor) or maximum of each position's neighbourhood; forward is those before it."""
+    """Return the average (zero-padded, full divisor) or maximum of each position's neighbourhood.
+
+    "forward" averages a position and the positions before it.
+    """
     half = kernel // 2
     first, last = (kernel - 1, 0) if kind == "forward" else (half, half)
     out = np.zeros(len(row))
@@ -75,7 +78,7 @@ def pool(row, kind, kernel):
 
 
 def select(scores, n_sink, top_k, n_window):
-    """Positions by a plain sort: highest score first, the lower position on ties."""
+    """Return the kept positions by a plain sort: the highest score first, the lower position on ties."""
     T = len(scores)
     if n_sink + top_k + n_window >= T:
         return list(range(T))
@@ -84,7 +87,7 @@ def select(scores, n_sink, top_k, n_window):
 
 
 def attention(queries, keys, values, visible, scale):
-    """Dense attention `(n_heads, L, D)` with a boolean `visible` `(L, R)`."""
+    """Return dense attention `(n_heads, L, D)` under a boolean `visible` `(L, R)`."""
     group = queries.shape[0] // keys.shape[0]
     out = np.zeros((*queries.shape[:2], values.shape[-1]))
     for head in range(queries.shape[0]):
@@ -94,7 +97,10 @@ def attention(queries, keys, values, visible, scale):
 
 
 def rotated(x, angles, neighbours=False):
-    """`x` `(..., n, D)` with its first pairs, perhaps of neighbours, turned by angles `(n, pairs)`."""
+    """Return `x` `(..., n, D)` with its first pairs of channels rotated by angles `(n, pairs)`.
+
+    A pair is (i, i + pairs), or two neighbours.
+    """
     n, x = angles.shape[1], x.astype(np.float64)
     first, second = (slice(n), slice(n, 2 * n))
     if neighbours:
@@ -106,7 +112,7 @@ def rotated(x, angles, neighbours=False):
 
 
 def keydiff(keys, anchor, similarity):
-    """KeyDiff's scores of one head's keys `(T, D)`: minus the similarity to the anchor, one key at a time."""
+    """Return KeyDiff's scores of one head's keys `(T, D)`: minus the similarity to the anchor, key by key."""
     keys = np.asarray(keys, np.float64)
 
     def alike(a, b):
@@ -126,7 +132,7 @@ def keydiff(keys, anchor, similarity):
 
 
 def lagkv(keys, values, n_sink, lag):
-    """LagKV's softmax scores of one head, `(blocks - 1, lag)`, an entry at a time."""
+    """Return LagKV's softmax scores of one head, `(blocks - 1, lag)`, computed entry by entry."""
     n_blocks = (len(keys) - n_sink) // lag
     out = np.zeros((n_blocks - 1, lag))
     for states in (np.asarray(keys, np.float64), np.asarray(values, np.float64)):
@@ -143,11 +149,10 @@ def lagkv(keys, values, n_sink, lag):
 
 
 def expected_attention(keys, values, queries, rotations, n_sink, scale):
-    """Expected Attention's scores of one KV head's entries behind the sink, `(T - n_sink,)`, a key at a time.
+    """Return Expected Attention's scores of one KV head's entries after the sink, `(T - n_sink,)`, key by key.
 
-    Args:
-        keys, values: `(T, D)`; queries: `(group, T, D)`, before RoPE.
-        rotations: `(n, D, D)`, the matrices of the positions to come.
+    `keys` and `values` are `(T, D)`, `queries` `(group, T, D)` before RoPE. `rotations` `(n, D, D)` are the matrices of
+    the next positions.
     """
     keys, values, queries = (np.asarray(x, np.float64) for x in (keys, values, queries))
     turn = np.asarray(rotations, np.float64).mean(axis=0)

@@ -1,4 +1,4 @@
-"""Requests as the generation tests make them, ours and mlx-lm's own."""
+"""Helpers for tests of generation: our requests and mlx-lm's own."""
 
 import sys
 
@@ -26,7 +26,7 @@ def assert_unpatched():
 
 
 def fail_in(call, model, monkeypatch):
-    """Let the `call`th call of models of this class fail."""
+    """Let call number `call` of models of this class fail."""
     count = [0]
     original = type(model).__call__
 
@@ -40,7 +40,7 @@ def fail_in(call, model, monkeypatch):
 
 
 def steps(model, prompt, n=12, **keywords):
-    """Tokens and log-probabilities of our generate_step."""
+    """Return tokens and log-probabilities of our generate_step."""
     return list(generate_step(prompt, model, max_tokens=n, **keywords))
 
 
@@ -54,7 +54,7 @@ def assert_same(a, b):
 
 
 def filled_cache(model, tokens, n_queries=None):
-    """A plain cache of a prompt, and the queries of its last tokens by layer."""
+    """Return the plain cache of a prompt, and the queries of its last tokens by layer."""
     n = tokens.size
     caches = [
         RecordingKVCache(n - (n_queries or n), n, n) if type(c) is KVCache else c
@@ -72,6 +72,6 @@ def is_quantised(cache):
 
 
 def in_order(cache):
-    """Keys, values and positions of all entries held, in order of position."""
+    """Return stored keys, stored values and positions of all entries, in order of position."""
     held = cache.held()
     return held.stored_keys, held.stored_values, held.positions

@@ -1,4 +1,4 @@
-"""Prompts read and saved, for the tests of saved files."""
+"""Helpers that read prompts and save them, for the tests of saved files."""
 
 import random
 
@@ -23,7 +23,7 @@ def spec(name, schedule, budget=40, block=16):
 
 
 def read(model, tokens, policy):
-    """A prompt's cache, as `prefill` makes it, or mlx-lm without a policy."""
+    """Return a prompt's cache, from `prefill`, or from mlx-lm if `policy` is None."""
     if policy is not None:
         return prefill(model, tokens, policy)[0]
     cache = make_prompt_cache(model)

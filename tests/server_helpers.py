@@ -1,4 +1,4 @@
-"""A server in this process, with a real model, on a free port."""
+"""Helpers that run a server with a real model, in this process or another, on a free port."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class Served:
         return self.client.post(path, json=json, **options)
 
     def metric(self, name):
-        """The value of a figure of /metrics."""
+        """Return the value of a metric in /metrics."""
         lines = self.client.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
@@ -52,7 +52,7 @@ def load_named(name, change=lambda model, tokenizer: None):
 
 @contextlib.contextmanager
 def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(), **settings):
-    """A server that runs for the block; `generation` are more options of its batches."""
+    """Yield a running server; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
     options = {"policy": resolve_setting(policy=policy), "store": store, **dict(generation)}
     place = bind_socket(settings)
@@ -79,18 +79,18 @@ def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(),
 
 
 def connected(client, served, path=""):
-    """A client of OpenAI's or Anthropic's for this server."""
+    """Return OpenAI's or Anthropic's client, connected to this server."""
     return client(base_url=served.url + path, api_key="any", timeout=60, max_retries=0)
 
 
 def talk(*said):
-    """The messages of a user and an assistant in turn."""
+    """Return messages of a user and an assistant in turn."""
     roles = itertools.cycle(("user", "assistant"))
     return [{"role": role, "content": text} for role, text in zip(roles, said)]
 
 
 def ask(client, messages, **fields):
-    """The answer, how many tokens of the prompt were known, and the whole response."""
+    """Return the answer's text, the number of cached tokens of the prompt, and the whole response."""
     body = {"messages": messages, "max_tokens": 20} | fields
     found = client.post("/v1/chat/completions", json=body).json()
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -99,7 +99,7 @@ def ask(client, messages, **fields):
 
 @contextlib.contextmanager
 def served_process(*flags):
-    """`mlx-snapkv serve` as a process of its own on a free port; its url, and the process."""
+    """Run `mlx-snapkv serve` as a process on a free port; yield its url and the process."""
     command = [
         *(sys.executable, "-m", "mlx_snapkv", "serve", "--model", "demo", "--port", "0"),
         *flags,

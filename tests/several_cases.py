@@ -1,6 +1,6 @@
-"""What every policy keeps and answers on a model that one or several processes hold, as JSON.
+"""Records as JSON the entries that policies keep and the answers, on a model held by one or several processes.
 
-Run as `python -m several_cases FOLDER MODEL tensor|pipeline`, every rank writes FOLDER/RANK.json.
+Run as `python -m several_cases FOLDER MODEL tensor|pipeline`; every rank writes FOLDER/RANK.json.
 """
 
 import json
@@ -25,13 +25,13 @@ POLICIES = {
     "h2o": "h2o:budget=96,block=96",
     "stages": "keydiff:budget=192,block=96 then snapkv:budget=80,n_sink=4,n_window=32",
 }
-# By name, how an answer is decoded.
+# Ways to decode an answer.
 ANSWERS = {
     "snapkv": {"policy": POLICIES["snapkv"]},
     "sparse": {"sparse": "budget=96,n_window=32"},
     "bits": {"policy": POLICIES["h2o"], "kv_bits": 8},
 }
-TOVA = "tova:budget=96,block=96"  # which splits no heads
+TOVA = "tova:budget=96,block=96"  # refused: TOVA's heads can't be split
 
 
 def prompt_of(tokenizer) -> mx.array:
@@ -40,7 +40,7 @@ def prompt_of(tokenizer) -> mx.array:
 
 
 def kept(model, tokens: mx.array, policy: str) -> dict:
-    """Return the positions that each KV head keeps, by layer here, and what is answered from them."""
+    """Return the positions that each KV head of this process keeps, by layer, and the tokens answered from them."""
     cache, report = prefill(model, tokens[:-1], policy)
     layers = attention_layers(model, cache)
     positions = [layer.entries_in(cache).held().positions[0].tolist() for layer in layers]

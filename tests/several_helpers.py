@@ -1,4 +1,4 @@
-"""Several processes on this machine that hold one model, under a limit of time that they can't outlast."""
+"""Runs several processes on this machine that hold one model, under a time limit."""
 
 import contextlib
 import json
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[int, str]]:
-    """Run `python -m command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and what it printed.
+    """Run `python -m command` as two ranks of a ring, as mlx.launch does; return (exit code, output) of each rank.
 
-    `lines` are the standard input of both. Whoever is left after `limit` seconds is killed, which is an error.
+    `lines` are the standard input of both. A rank that still runs after `limit` seconds is killed, which is an error.
     """
     with running(folder, *command, lines=lines) as ranks:
         end = time.monotonic() + limit
@@ -29,7 +29,7 @@ def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[in
 
 
 class Rank:
-    """A process, and the file of all that it prints."""
+    """A process, and the file with its whole output."""
 
     def __init__(self, file: Path, command: list[str], **options):
         self._file = file
@@ -44,7 +44,7 @@ class Rank:
 
 @contextlib.contextmanager
 def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]]:
-    """The ranks of `python -m command`, for the block, at whose end those that are left are killed."""
+    """Yield the ranks of `python -m command`; kill the remaining ranks at the end of the block."""
     typed = folder / "typed.txt"
     typed.write_text(lines)
     hosts = folder / "hosts.json"

@@ -1,4 +1,4 @@
-"""`mlx-snapkv` whose rank 1 fails in a step of a request for 78 tokens; steps for 79 are slow."""
+"""`mlx-snapkv` with two changes: rank 1 fails on requests for 78 tokens, and steps for 79 last a second longer."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Importing the package, and starting the command, before MLX and mlx-lm are needed."""
+"""Importing the package and starting a command must not import MLX or mlx-lm before they are needed."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ def python(program):
     return done.stdout
 
 
-def test_mlx_lm_finds_our_caches_once_a_name_of_ours_is_imported():
+def test_mlx_lm_finds_our_caches_after_a_name_of_ours_is_imported():
     program = """
 import sys
 finders = [*sys.meta_path]
@@ -25,7 +25,7 @@ print(cache.SnapKVCache, cache.BlockKVCache)
     assert "compress.window.SnapKVCache" in python(program)
 
 
-def test_every_name_is_there_and_costs_nothing_before_it_is_used():
+def test_all_public_names_exist_and_import_nothing_slow_before_their_first_use():
     out = python(f"""
 import sys, mlx_snapkv
 assert not {SLOW} & set(sys.modules), {SLOW} & set(sys.modules)

@@ -1,4 +1,4 @@
-"""What a machine that can't run MLX says: one sentence, before anything is installed or imported."""
+"""A machine that can't run MLX gets one sentence, before anything is installed or imported."""
 
 import ast
 import os
@@ -34,12 +34,12 @@ def test_one_sentence_says_what_is_missing_and_what_to_do(machine, more, words):
 
 
 @pytest.mark.parametrize("machine", [(*MAC, "14.0"), (*MAC, "26.1"), ("Linux", "x86_64", (3, 10))])
-def test_where_mlx_runs_nothing_is_said(machine):
+def test_a_machine_that_runs_mlx_gets_no_complaint(machine):
     assert complaint(*machine, has_metal=machine[0] == "Darwin") is None
 
 
 @pytest.mark.parametrize("name", ["__init__", "__main__", "_version", "prerequisites"])
-def test_what_is_read_before_the_check_is_readable_by_the_python_of_a_mac(name):
+def test_python_3_9_can_parse_the_files_that_run_before_the_check(name):
     source = (ROOT / "mlx_snapkv" / f"{name}.py").read_text()
     tree = ast.parse(source, feature_version=(3, 9))
     # Annotations such as `int | None` are not evaluated.
@@ -47,7 +47,7 @@ def test_what_is_read_before_the_check_is_readable_by_the_python_of_a_mac(name):
     assert not unions or "from __future__ import annotations" in source
 
 
-STAND_IN = """#!{python}
+FAKE_PYTHON = """#!{python}
 import runpy, sys
 sys.version_info = (3, 9, 6, "final", 0)
 option, what, *_ = [*sys.argv[1:], ""]
@@ -61,16 +61,16 @@ sys.path[:0] = [{root!r}]
 
 @pytest.fixture
 def old_pythons(tmp_path):
-    """Interpreters below what is needed: a stand-in that says so of itself, and 3.9 where it is installed."""
+    """Return interpreters that are too old: a fake that reports 3.9, and a real Python 3.9 if it is installed."""
     made = tmp_path / "python3"
-    made.write_text(STAND_IN.format(python=sys.executable, root=str(ROOT)))
+    made.write_text(FAKE_PYTHON.format(python=sys.executable, root=str(ROOT)))
     made.chmod(0o755)
     real = shutil.which("python3.9")
     works = real and not subprocess.run([real, "-c", ""], capture_output=True).returncode
     return [str(made), *([real] if works else [])]
 
 
-def test_make_stops_before_it_makes_an_environment(old_pythons, tmp_path):
+def test_make_stops_before_it_creates_an_environment(old_pythons, tmp_path):
     for python in old_pythons:
         environment = tmp_path / "environment"
         command = ["make", "demo", f"PYTHON={python}", f"VENV={environment}"]
@@ -80,7 +80,7 @@ def test_make_stops_before_it_makes_an_environment(old_pythons, tmp_path):
         assert not environment.exists() and "Traceback" not in done.stderr
 
 
-def test_the_module_says_so_too(old_pythons):
+def test_python_m_mlx_snapkv_refuses_an_old_python(old_pythons):
     for python in old_pythons:
         command = [python, "-m", "mlx_snapkv", "--help"]
         done = subprocess.run(

@@ -21,7 +21,7 @@ def asked(demo_llama, ask):
     return [ask(tokenizer, n, seed=n) for n in (600, 300, 900, 700)]
 
 
-def test_every_prompt_is_answered_as_alone(demo_llama, asked):
+def test_every_prompt_is_answered_as_by_itself(demo_llama, asked):
     model, tokenizer = demo_llama
     reports = []
     response = batch_generate(
@@ -46,12 +46,12 @@ def test_every_prompt_is_answered_as_alone(demo_llama, asked):
     assert isinstance(response.caches[0][0], SnapKVCache)
     assert isinstance(response.caches[1][0], KVCache)
     assert response.stats.generation_tokens >= sum(map(len, response.token_ids))
-    # and a cache that came back goes on
+    # A returned cache can be continued.
     more = tokenizer.encode("And then?", add_special_tokens=False)
     assert len(alone(model, more, 5, prompt_cache=response.caches[0])) == 5
 
 
-def test_without_a_policy_it_is_mlx_lms(demo_llama, asked, capsys):
+def test_without_a_policy_answers_equal_mlx_lms_batch_generate(demo_llama, asked, capsys):
     prompts, reports = [prompt for prompt, _ in asked[:2]], []
     wanted, found = (
         batch(*demo_llama, prompts, max_tokens=5, return_token_ids=True, **more)
@@ -66,15 +66,15 @@ def test_without_a_policy_it_is_mlx_lms(demo_llama, asked, capsys):
     assert "2 of 2 prompts answered" in capsys.readouterr().out
 
 
-def test_empty_prompts_and_options_that_cant_be(demo_llama):
+def test_empty_prompts_and_conflicting_options_are_refused(demo_llama):
     with pytest.raises(SnapKVError, match="prompt 1 is empty"):
         batch_generate(*demo_llama, [[1, 2], []], policy=POLICY)
     with pytest.raises(SnapKVError, match="both"):
         batch_generate(*demo_llama, [[1, 2]], policy=POLICY, snapkv="top_k=5")
 
 
-def test_the_hooks_of_mlx_lm_that_batches_stand_on():
-    """An upgrade of mlx-lm that changes one of these is to fail here, and not in an answer."""
+def test_mlx_lm_has_the_hooks_that_batches_depend_on():
+    """An upgrade of mlx-lm that changes a hook must fail here and not in an answer."""
     ours = inspect.signature(batch_generate).parameters
     theirs = inspect.signature(mlx_generate.batch_generate).parameters
     assert list(theirs)[:-1] == list(ours)[: len(theirs) - 1]

@@ -1,4 +1,4 @@
-"""A request of a batch that fails ends alone; the others answer as if it had not been there."""
+"""A request of a batch fails alone. The other requests answer as if it had not been there."""
 
 import mlx.core as mx
 import pytest
@@ -23,7 +23,7 @@ def model():
 
 
 def say_bad(tokens, logits):
-    """A processor that makes the answer say a token which the model can't read."""
+    """Make the answer say a token that the model can't read, as a logits processor."""
     return mx.where(mx.arange(64) == BAD, 1e9, logits) if len(tokens) > 160 else logits
 
 
@@ -46,8 +46,8 @@ def of_another_shape(*args):
         (POLICIES[0], 2, "logits_processors", of_another_shape, "(3, 7)"),
     ],
 )
-def test_one_of_three_fails(model, policy, failed, what, how, why):
-    """A token of its prompt or of its answer, or a function that was given with it."""
+def test_one_of_three_requests_fails_alone(model, policy, failed, what, how, why):
+    """The cause is a token of its prompt or its answer, or its own sampler or processor."""
     prompts, options = prompts_of(*LENGTHS, vocab_size=BAD), {}
     if what == "prompt":
         prompts[failed][how] = BAD
@@ -66,7 +66,7 @@ def test_one_of_three_fails(model, policy, failed, what, how, why):
         assert run.answers[failed][:5] == run.alone(prompts[failed], 5)
 
 
-def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(model, monkeypatch):
+def test_a_failing_model_ends_the_requests_of_that_step_and_no_others(model, monkeypatch):
     prompts = prompts_of(*LENGTHS, vocab_size=BAD)
     run = Run(model, POLICIES[0])
     run.insert(prompts[:2], 20)

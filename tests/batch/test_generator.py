@@ -1,4 +1,4 @@
-"""Requests in a batch answer as they do alone, whatever joins or leaves meanwhile."""
+"""Requests in a batch answer as they do by themselves, whatever requests join or leave."""
 
 import mlx.core as mx
 import pytest
@@ -30,7 +30,7 @@ POLICIES = [
     ("make", "policy"),
     [*((make_llama, policy) for policy in POLICIES), (make_qwen, POLICIES[0]), (make_qwen, STAGES)],
 )
-def test_staggered_requests_answer_as_alone(make, policy):
+def test_staggered_requests_answer_as_by_themselves(make, policy):
     prompts, limits = prompts_of(190, 40, 260, 120, 75), [12, 50, 30, 15, 7]
     run = Run(make(), policy)
     run.assert_alone(run.staggered(prompts, limits), prompts, limits)
@@ -50,7 +50,7 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     assert run.finish() == {uids[1]: run.alone(prompts[1], 10)}
 
 
-def test_a_request_is_answered_from_all_entries_beside_one_that_is_compressed(tiny_model):
+def test_requests_with_and_without_compression_run_in_one_batch(tiny_model):
     (prompt,) = prompts_of(190)
     run = Run(tiny_model, SMALL)
     (uid,) = run.insert([prompt], 12)
@@ -60,8 +60,8 @@ def test_a_request_is_answered_from_all_entries_beside_one_that_is_compressed(ti
     assert run.reports[uid].compressed and not run.reports[full].compressed
 
 
-def test_a_chunk_that_takes_long_is_paused_at(monkeypatch):
-    """So that Ctrl-C is noticed within a second."""
+def test_a_slow_chunk_calls_on_pause(monkeypatch):
+    """Ctrl-C must be noticed within a second."""
     monkeypatch.setattr(loop_model, "FAST", 0)
     monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
     paused = []
@@ -71,19 +71,19 @@ def test_a_chunk_that_takes_long_is_paused_at(monkeypatch):
     assert paused
 
 
-def test_prompts_are_read_before_others_go_on_if_nobody_waits():
+def test_with_reads_first_all_prompts_are_read_before_answers_continue():
     prompts = prompts_of(400, 300, 200)
     run = Run(make_llama(), SMALL, reads_first=True, prefill_step_size=64)
     uids = run.insert(prompts, 12)
     run.step()
     while run.generator._prompt_batch.uids or run.generator._unprocessed_sequences:
         run.step()
-        assert all(len(answer) <= 5 for answer in run.answers.values())  # which vote
+        assert all(len(answer) <= 5 for answer in run.answers.values())  # the lookahead's tokens
     run.finish()
     run.assert_alone(uids, prompts, [12] * 3)
 
 
-def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
+def test_segments_and_all_tokens_are_reported_as_mlx_lm_does(tiny_model):
     prompt = prompts_of(200)[0]
     run = Run(tiny_model, SMALL)
     (uid,) = run.generator.insert_segments([[prompt[:70], prompt[70:150], prompt[150:]]], [15])
@@ -97,7 +97,7 @@ def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
 
 
 @pytest.mark.parametrize("policy", [SMALL, "h2o:budget=48,block=16"])
-def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
+def test_later_turns_continue_from_compressed_caches(tiny_model, policy):
     first, second = prompts_of(200, 50, seed=3)
     run = Run(tiny_model, policy)
     own, _ = prefill(tiny_model, first, policy)
@@ -108,12 +108,12 @@ def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
     assert run.answers[uid] == alone(tiny_model, second, 10, prompt_cache=cache)
     assert "already holds tokens" in run.reports[uid].reason
     assert other[0] in run.answers
-    assert own[-1].offset == len(first)  # the caller's is as it was
+    assert own[-1].offset == len(first)  # the caller's cache is unchanged
 
 
 @pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16)])
-def test_keys_may_wait_for_what_a_pipeline_sends(policy, monkeypatch):
-    """As mlx-lm's models of which each Mac has some layers do after every call."""
+def test_keys_may_depend_on_the_tensors_that_a_pipeline_sends(policy, monkeypatch):
+    """mlx-lm's pipeline models add a dependency to the last cache's keys after every call."""
     model, prompts = make_llama(), prompts_of(200, 150)
     wanted = [alone(model, prompt, 9, policy=policy) for prompt in prompts]
     call = type(model).__call__
@@ -129,7 +129,7 @@ def test_keys_may_wait_for_what_a_pipeline_sends(policy, monkeypatch):
     assert [run.finish()[uid] for uid in uids] == wanted
 
 
-def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
+def test_unsupported_options_and_empty_prompts_are_refused_before_reading(tiny_model):
     run = Run(tiny_model, f"{SNAPKV},budget=40")
     assert run.generator.next() == ([], [])
     for bad in ({"max_kv_size": 100}, {"kv_bits": 5}):
@@ -161,13 +161,13 @@ EVENTS = st.lists(
 )
 
 
-# taken out before it is compressed
+# The request is extracted before it is compressed.
 @example(ANY_POLICIES[0], [("insert", 116, 11), ("step", 6, 0), ("extract", 0, 0)], False)
-# a copy of what goes on
+# The request is extracted while its answer continues.
 @example(SPARSE, [("insert", 100, 30), ("step", 12, 0), ("extract", 0, 0)], False)
 @given(st.sampled_from(ANY_POLICIES), EVENTS, st.booleans())
 @settings(max_examples=15)
-def test_every_answer_is_the_one_alone(policy, events, reads_first):
+def test_answers_equal_answers_by_themselves_after_any_events(policy, events, reads_first):
     run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first)
     inserted, removed, extracted = {}, set(), []
     for event, a, b in events:
@@ -183,7 +183,7 @@ def test_every_answer_is_the_one_alone(policy, events, reads_first):
             removed.add(a)
         else:
             for uid, (cache, tokens) in run.generator.extract_cache([a]).items():
-                compressed = uid in run.reports  # before, it is full
+                compressed = uid in run.reports  # before its report a request has all entries
                 way = {"policy": policy} if compressed else {}
                 extracted.append((uid, cache, list(tokens), way, [c.size() for c in cache]))
     run.finish()

@@ -1,4 +1,4 @@
-"""Model types of every kind of cache and attention decode in a batch as alone, or are refused by name."""
+"""Model types with every kind of cache and attention decode in a batch as by themselves, or are refused by name."""
 
 import pytest
 from batch_helpers import Run, prompts_of
@@ -15,11 +15,8 @@ TYPES = [
     "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "kimi_linear", "llama4_text", "longcat_flash",
     "minicpm3", "plamo2", "qwen3_5",
 ]  # fmt: skip
-CHOOSING = [
-    "llama",
-    "qwen3_next",
-    "gpt_oss",
-]  # with sparse attention: plain, a hybrid, attention sinks
+# For sparse attention: a plain model, a hybrid, attention sinks.
+CHOOSING = ["llama", "qwen3_next", "gpt_oss"]
 
 
 @pytest.mark.parametrize(
@@ -27,10 +24,10 @@ CHOOSING = [
     [
         *((name, POLICY, None, 0) for name in [*TYPES, *UNBATCHED_TYPES]),
         *((name, SPARSE, "file", 0) for name in CHOOSING),
-        ("llama", SPARSE, "file", 8192),  # no index
+        ("llama", SPARSE, "file", 8192),  # too short for an index
     ],
 )
-def test_a_batch_answers_as_each_alone(name, policy, store, few, monkeypatch):
+def test_a_batch_answers_as_each_request_by_itself(name, policy, store, few, monkeypatch):
     exact_up_to(monkeypatch, few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)

@@ -1,4 +1,4 @@
-"""Requests of a batch that forget nothing answer as they do alone, and leave what follow-ups go on from."""
+"""Batch requests with sparse attention answer as by themselves, and their caches serve follow-up requests."""
 
 import copy
 
@@ -32,12 +32,13 @@ def model():
 
 
 @pytest.mark.parametrize(("policy", "options"), WAYS)
-def test_staggered_requests_answer_as_alone(model, policy, options):
+def test_staggered_requests_answer_as_by_themselves(model, policy, options):
     prompts, limits = prompts_of(190, 40, 260), [12, 40, 25]
     run = Run(model, policy, **options)
     uids = run.staggered(prompts, limits)
     run.assert_alone(uids, prompts, limits)
-    assert list(run.read) and set(run.read) == set(uids) - {uids[1]}  # which is short
+    # uids[1] has a short prompt, which is left to mlx-lm.
+    assert list(run.read) and set(run.read) == set(uids) - {uids[1]}
     for uid, (_, tokens) in run.read.items():
         prompt = prompts[uids.index(uid)]
         assert tokens == (prompt + run.answers[uid])[: len(tokens)] and len(tokens) >= len(prompt)
@@ -45,8 +46,8 @@ def test_staggered_requests_answer_as_alone(model, policy, options):
 
 
 @pytest.mark.parametrize(("policy", "options"), WAYS)
-def test_several_go_on_from_what_one_has_read(model, policy, options):
-    """As from a prompt cache of their own: none sees what another was asked."""
+def test_several_requests_continue_from_copies_of_one_requests_caches(model, policy, options):
+    """No request sees the question of another."""
     (document,) = prompts_of(200)
     run = Run(model, policy, turns=True, **options)
     (first,) = run.insert([document], 8)
@@ -62,8 +63,8 @@ def test_several_go_on_from_what_one_has_read(model, policy, options):
 
 
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
-def test_several_go_on_with_the_index_of_what_one_has_read(model, store, monkeypatch):
-    """Each as from caches that were trimmed to what it has in common with the one before."""
+def test_several_requests_share_the_index_of_one_requests_caches(model, store, monkeypatch):
+    """Each request continues from caches that are trimmed to the prefix it shares with the first."""
     made = []
 
     class Counted(KeyIndex):
@@ -93,7 +94,7 @@ def test_several_go_on_with_the_index_of_what_one_has_read(model, store, monkeyp
         assert {len(cache.index) for cache in read} == {len(prompt) + 1}
 
 
-def test_one_that_is_given_up_leaves_what_it_has_read(model):
+def test_a_removed_request_leaves_its_caches_for_others(model):
     prompts = prompts_of(200, 150)
     run = Run(model, SNAPKV)
     gone, stays = run.insert(prompts, 40)

@@ -1,4 +1,4 @@
-"""Files of requests: those that fail on the way, what is said to be taken against the arrays, damaged answers."""
+"""Runs over files of requests: failing requests, damaged answers, and planned memory compared with the arrays."""
 
 import gc
 import json
@@ -18,13 +18,13 @@ from mlx_snapkv.planning.entry_sizes import EntrySizes
 from mlx_snapkv.planning.settings import resolve_compress, resolve_setting
 
 POLICY = resolve_compress(policy="snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4")
-EVIL = 1000  # a token
+EVIL = 1000  # the token id at which the model fails
 
 
 class Failing(type(make_llama())):
-    """Raises when it reads a certain token."""
+    """A model that raises when it reads the token EVIL."""
 
-    __module__ = "mlx_lm.models.llama"  # which its type is told by
+    __module__ = "mlx_lm.models.llama"  # the package finds the model type by this name
 
     def __call__(self, inputs, cache=None):
         if EVIL in inputs.reshape(-1).tolist():
@@ -45,7 +45,7 @@ def ids(custom_id, *more):
 
 
 def answered(loaded, lines, folder, options, **limits):
-    """The records; the most bytes and the most requests at once, seen after every step."""
+    """Return the records, and the most bytes and the most requests at once, measured after every step."""
     path, seen, policy = folder / "a.jsonl", [], options["policy"]
     path.unlink(missing_ok=True)
     answers = AnswersFile(path, {})
@@ -57,8 +57,8 @@ def answered(loaded, lines, folder, options, **limits):
 
 
 @pytest.mark.parametrize("policy, ended", [(POLICY, {"bad"}), (None, {"a", "bad"})])
-def test_a_request_that_fails_ends_alone_or_with_those_beside_it(failing, tmp_path, policy, ended):
-    """Without a policy, nobody knows whose step it was; the run goes on."""
+def test_a_request_fails_alone_or_without_a_policy_with_its_step(failing, tmp_path, policy, ended):
+    """Without a policy mlx-lm decodes all requests in one step, so all of them fail, and the run continues."""
     lines, options = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", 7)], {"policy": policy}
     found, *_ = answered(failing, lines, tmp_path, options, concurrency=2)
     assert {name for name, record in found.items() if record["error"]} == ended
@@ -111,14 +111,14 @@ def needed(loaded, options, n_prompt, max_tokens):
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_one_request_takes_what_is_said(demo_llama, tmp_path, options):
+def test_one_request_takes_the_planned_memory(demo_llama, tmp_path, options):
     request = text("a", 90, max_tokens=40, logit_bias={"2": -100})
     found, held, _ = answered(demo_llama, [request], tmp_path, options)
     n_prompt = found["a"]["response"]["body"]["usage"]["prompt_tokens"]
     assert held <= needed(demo_llama, options, n_prompt, 40).most < 2.2 * held
 
 
-@pytest.mark.parametrize("options", WAYS[:3])  # two stages decode from a cache of the third kind
+@pytest.mark.parametrize("options", WAYS[:3])  # two stages decode from the third kind of cache
 def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, options):
     lines = [
         (chat if n % 3 else text)(f"{n}", 5 + 11 * n % 65, max_tokens=4 + 7 * n % 30)
@@ -135,12 +135,12 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 
 
 @pytest.mark.parametrize("store", ["memory", "4bit", "file"])
-def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, store):
-    """Up to what a step of this model takes beside, about 2 MB, and what is packed within a step."""
+def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama, store):
+    """The tolerance covers a step's other arrays, about 2 MB, and entries that are packed within a step."""
     options = options_of(Sparse(budget=256), store=store) | {"prefill_step_size": 64}
     need = needed(demo_llama, options, 2000, 40)
     gc.collect()
-    gc.freeze()  # what there is, so that each collection is quick
+    gc.freeze()  # makes each collection quick, because older objects are skipped
     before, taken = mx.get_active_memory(), []
     run = batch_helpers.Run(demo_llama[0], **options)
     run.insert(batch_helpers.prompts_of(2000), 40)
@@ -154,8 +154,8 @@ def test_what_recalled_requests_take_is_the_devices_memory(demo_llama, store):
 
 
 @pytest.mark.parametrize("read_top_k", [None, 64])
-def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monkeypatch, read_top_k):
-    """Chunks hold means where they choose by them."""
+def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeypatch, read_top_k):
+    """Caches hold means of pages only if chunks choose pages."""
     exact_up_to(monkeypatch, 1000)
     sparse = Sparse(budget=256, read_top_k=read_top_k)
     options = options_of(sparse, store="file") | {"prefill_step_size": 64}
@@ -166,16 +166,16 @@ def test_the_index_and_means_of_a_recalled_request_are_counted(demo_llama, monke
     means = sum(cache.page_means.nbytes for cache in caches)
     indexed = sum(cache.index.nbytes for cache in caches)
     assert (means > 0) == (read_top_k is not None)
-    # Of a token in three layers: two heads' clusters, and a 256th of a mean key and value.
+    # Per token in three layers: the clusters of two heads, and 1/256 of a mean key and value.
     weighed = 2000 * 3 * (2 * 2 + 512 / 256)
     stays = needed(demo_llama, options, 2000, 40).stays
-    # But for the means' room.
+    # The buffers of means have free room, which the plan counts only in part.
     assert indexed + weighed + 0.8 * means <= stays < 1.1 * (indexed + weighed + means)
     assert needed(demo_llama, options, 900, 40).stays <= weighed + means
 
 
-def test_lines_as_other_servers_take_them(demo_llama, tmp_path):
-    """What can't be honoured is left out with a warning; -1 is no limit."""
+def test_lines_may_have_fields_of_other_servers(demo_llama, tmp_path):
+    """Unknown fields are ignored with a warning, and max_tokens=-1 means no limit."""
     odd = [{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}]
     messages = [{"role": "user", "content": "The key"}, {"role": "tool", "content": odd}]
     lines = [

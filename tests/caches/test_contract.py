@@ -1,4 +1,4 @@
-"""Every kind of cache answers the whole contract, and what is undone has never been there."""
+"""Every kind of cache fulfils the whole contract, and undone updates leave no trace."""
 
 import copy
 import tempfile
@@ -19,7 +19,7 @@ from mlx_snapkv.entries.quantization import arrays
 
 
 def feed_split(cache, n):
-    """The same for as many tokens as one likes, in the pieces that a model is given."""
+    """Feed any number of tokens, in pieces that the cache can take; return the lengths of the pieces."""
     pieces = []
 
     def model(inputs, cache):
@@ -32,7 +32,10 @@ def feed_split(cache, n):
 
 
 def assert_same(cache, other):
-    """Two caches go on the same, and then hold the same: a window gives entries up when more tokens come."""
+    """Assert that two caches give equal outputs for more tokens, and hold equal entries afterwards.
+
+    A window evicts entries when more tokens come, so differences in hidden entries show here, too.
+    """
     for n in (1, 3, 1, 1, 2, 1, 1, 1):
         for c in map(layer_cache, (cache, other)):
             n = int(min(n, c.room if c.room > 0 else c.block))
@@ -63,11 +66,11 @@ def test_entries_are_held_in_order_with_their_positions(kind):
             wanted = np.take_along_axis(np.array(every), positions[..., None], axis=2)
             assert np.allclose(stored, wanted, atol=atol)
     mine, theirs = saved(cache) if kind in EVICTING else copy.deepcopy(cache), other
-    assert_same(mine, theirs)  # to be asked, and saved or copied, changed nothing
+    assert_same(mine, theirs)  # reading, saving and copying have changed nothing
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures(kind):
+def test_sizes_and_flags(kind):
     layer = layer_cache(KINDS[kind]())
     assert layer.is_compressed == layer.stacks == (kind in EVICTING)
     assert layer.observes == (kind in VOTING or "counts" in kind)
@@ -83,7 +86,7 @@ def test_figures(kind):
 
 
 @pytest.mark.parametrize("kind", HOLDING)
-def test_what_one_more_token_leaves_is_known_before(kind):
+def test_n_after_next_is_the_number_of_entries_after_one_more_token(kind):
     cache = HOLDING[kind]()
     for _ in range(10):
         expected = layer_cache(cache).n_after_next
@@ -92,8 +95,8 @@ def test_what_one_more_token_leaves_is_known_before(kind):
 
 
 @pytest.mark.parametrize("kind", [*FULL, *STATES])
-def test_what_is_trimmed_or_restored_has_never_been_there(kind):
-    """Other kinds: `test_whatever_is_done_a_cache_is_as_one_that_was_only_fed`."""
+def test_trimmed_and_restored_updates_leave_no_trace(kind):
+    """Caches that evict are in `test_a_cache_after_any_steps_equals_one_that_was_only_fed`."""
     for n in range(1, 7) if kind in FULL else (6,):
         cache, other = KINDS[kind](), KINDS[kind]()
         for c in (cache, other):
@@ -113,7 +116,7 @@ def test_what_is_trimmed_or_restored_has_never_been_there(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_is_restored_as_often_as_one_likes(kind):
+def test_a_cache_can_be_restored_any_number_of_times(kind):
     cache, other = KINDS[kind](), KINDS[kind]()
     restore = layer_cache(cache).restorer()
     for n in (1, 20, 7):
@@ -123,7 +126,7 @@ def test_a_cache_is_restored_as_often_as_one_likes(kind):
 
 
 def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
-    """Others: `tests/saved/test_files.py`."""
+    """Other problems are in `tests/saved/test_files.py`."""
     keys, values, _ = rows(0, 1)
     like = full_cache(Entries(keys, values))
     cache = EVICTING["block of 8 bits"]()
@@ -143,7 +146,7 @@ def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems()
 
 
 def saved(cache):
-    """What mlx-lm saves and loads of it."""
+    """Return the cache after mlx-lm has saved and loaded it."""
     with tempfile.TemporaryDirectory() as folder:
         save_prompt_cache(f"{folder}/cache.safetensors", [cache])
         (loaded,) = load_prompt_cache(f"{folder}/cache.safetensors")
@@ -164,14 +167,12 @@ STEPS = st.one_of(
     kind=st.sampled_from([kind for kind in EVICTING if kind not in VOTING]),
     steps=st.lists(STEPS, min_size=1, max_size=12),
 )
-def test_whatever_is_done_a_cache_is_as_one_that_was_only_fed(kind, steps):
+def test_a_cache_after_any_steps_equals_one_that_was_only_fed(kind, steps):
     cache, replayed = EVICTING[kind](), EVICTING[kind]()
-    pieces, noted = (
-        [],
-        None,
-    )  # tokens that were fed and not undone; what restores the cache, and those until then
+    # Lengths of the pieces that were fed and not undone; a restorer with the pieces fed before it.
+    pieces, noted = [], None
     for name, n in steps:
-        assert not cache.is_trimmable()  # mlx-lm takes true for any number of tokens
+        assert not cache.is_trimmable()  # True would let mlx-lm trim any number of tokens
         if name == "feed":
             pieces += feed_split(cache, n)
         elif name == "note":
@@ -181,7 +182,7 @@ def test_whatever_is_done_a_cache_is_as_one_that_was_only_fed(kind, steps):
             pieces = list(noted[1])
         elif name == "copy":
             other, cache, noted = cache, copy.deepcopy(cache), None
-            feed_split(other, 7)  # which makes no difference to the copy
+            feed_split(other, 7)  # must not change the copy
         elif name == "save":
             cache, noted = saved(cache), None
     for n in pieces:

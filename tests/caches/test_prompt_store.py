@@ -1,4 +1,4 @@
-"""mlx-lm's store of prompts, which its server keeps, with our caches in it: exact, or a miss, never wrong entries."""
+"""mlx-lm's LRUPromptCache with our caches: a fetch is exact or a miss, and never gives wrong entries."""
 
 import copy
 
@@ -13,7 +13,7 @@ from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = "budget=40,n_sink=4,n_window=16,when=always"
-# The caches of a prompt, and the class of them; the last ones hold every entry.
+# Options of `prefill`, and the class of its caches. The last two kinds hold all entries.
 KINDS = {
     "snapkv": ({"policy": SNAPKV}, SnapKVCache),
     "window": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
@@ -31,7 +31,7 @@ def model():
 
 
 def read(model, tokens, kind):
-    """What was read, and its caches."""
+    """Return the tokens of a prompt and the caches that have read them."""
     how, cls = KINDS[kind]
     said = tokens.tolist()
     bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
@@ -41,7 +41,7 @@ def read(model, tokens, kind):
 
 
 def answer(model, rest, cache, kind):
-    """By mlx-lm itself, and where all entries are kept by our request as well, which votes over them."""
+    """Answer from a cache with mlx-lm, or with our request if the cache holds all entries."""
     rest = mx.array(rest)
     if kind not in HOLDING:
         return plain(model, rest, 12, prompt_cache=cache)
@@ -49,7 +49,7 @@ def answer(model, rest, cache, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_prompt_and_a_longer_one_go_on_exactly(model, tokens, kind):
+def test_an_equal_prompt_and_a_longer_one_are_answered_exactly(model, tokens, kind):
     store, more = LRUPromptCache(), question(30).tolist()
     said, cache = read(model, tokens, kind)
     store.insert_cache("m", said, copy.deepcopy(cache))
@@ -64,7 +64,7 @@ def test_the_same_prompt_and_a_longer_one_go_on_exactly(model, tokens, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 150])
 def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n):
-    """Caches that have dropped entries are no use to either; those that have all of them are cut."""
+    """Caches that have evicted entries are a miss; caches with all entries are trimmed."""
     store = LRUPromptCache()
     said, cache = read(model, tokens, kind)
     store.insert_cache("m", said, cache)
@@ -80,7 +80,7 @@ def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n)
         got = plain(model, mx.array(rest), 12, prompt_cache=found)
         assert [t for t, _ in got] == [t for t, _ in wanted]
         assert all(mx.allclose(a, b, atol=1e-4) for (_, a), (_, b) in zip(got, wanted))
-    # What is in the store is as it was.
+    # The caches in the store are unchanged.
     found, rest = store.fetch_nearest_cache("m", said)
     assert rest == [] and all(c.offset == len(said) for c in found)
     more = question(9).tolist()
@@ -89,7 +89,7 @@ def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n)
 
 
 @pytest.mark.parametrize("kind", ["snapkv", "block"])
-def test_a_shorter_prompt_that_is_there_serves_a_branch_of_a_longer_one(model, tokens, kind):
+def test_a_stored_shorter_prompt_serves_a_branch_of_a_longer_one(model, tokens, kind):
     store, branch = LRUPromptCache(), [63, 62, 61]
     for n in (100, 200):
         said, cache = read(model, tokens[:n], kind)

@@ -32,7 +32,7 @@ BITS = {"kv_bits": 8, "kv_group_size": 32}
 
 @contextlib.contextmanager
 def interrupted(model, monkeypatch, after=0):
-    """Ctrl-C in the model, after so many calls."""
+    """Raise KeyboardInterrupt in the model's call after `after` calls, and expect it."""
     calls, original = [], type(model).__call__
 
     def call(self, *args, **kwargs):
@@ -48,7 +48,7 @@ def interrupted(model, monkeypatch, after=0):
 
 @contextlib.contextmanager
 def interrupted_between_layers(model, monkeypatch):
-    """Ctrl-C in a step, when all layers but the last one have been fed its token."""
+    """Raise KeyboardInterrupt in a step before the last layer, when all others have read its token, and expect it."""
     original = type(model.layers[-1]).__call__
 
     def call(self, *args, **kwargs):
@@ -61,7 +61,7 @@ def interrupted_between_layers(model, monkeypatch):
         yield
 
 
-def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
+def test_without_a_policy_a_conversation_is_a_plain_chat(demo_model, haystack):
     model, tokenizer = demo_model
     document, facts = haystack
     conversation = begun(demo_model, haystack)
@@ -69,7 +69,7 @@ def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
     messages = conversation.messages
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert messages[0]["content"] == f"{document}\n\n{facts[0].question}"
-    # The cache has read exactly what the template makes of the chat so far.
+    # The cache has read exactly the tokens that the template makes of the chat.
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert whole[: len(conversation.read)] == conversation.read
     assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
@@ -78,7 +78,7 @@ def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
     assert any(isinstance(c, QuantizedKVCache) for c in quantised.prompt_cache)
 
 
-def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystack, monkeypatch):
+def test_a_model_that_can_not_be_compressed_can_chat(demo_llama, haystack, monkeypatch):
     def refuse(*args):
         raise UnsupportedModelError("not this one")
 
@@ -87,11 +87,11 @@ def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystac
 
 
 def open_files():
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # closes files that earlier tests have left open
     return len(os.listdir("/dev/fd"))
 
 
-def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_llama, haystack):
+def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llama, haystack):
     _, facts = haystack
     held, in_files, n_open, before = {}, {}, {}, open_files()
     for store in RECALLS:
@@ -105,8 +105,9 @@ def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_
     n_layers = len(attention_layers(demo_llama[0], conversation.prompt_cache))
     full = held["memory"]
     assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"file": full}
-    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"file": 4 * n_layers}  # a file and its map
-    # Of float32: 8 or 4 bits a value, and a scale and a bias for each 64, or for each 32.
+    # Keys and values have a file and a memory map each.
+    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"file": 4 * n_layers}
+    # Compared with float32: 8 or 4 bits a value, with a scale and a bias for 64 or 32 values.
     assert held["file"] == 0
     assert full * 0.27 < held["8bit"] < full * 0.32
     assert full * 0.15 < held["4bit"] < full * 0.20
@@ -114,7 +115,7 @@ def test_stores_answer_every_question_of_a_document_and_hold_what_they_say(demo_
 
 @pytest.mark.parametrize("store", RECALLS)
 def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
-    """It holds the keys of all that was read, also where a turn was undone meanwhile."""
+    """The index holds the keys of all tokens read, even after a turn was undone."""
     made = []
 
     class Counted(KeyIndex):
@@ -138,17 +139,17 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, st
     n = len(conversation.read)
     for cache in conversation.prompt_cache:
         keys, _ = cache.keys_and_values()
-        anew = copy.deepcopy(cache.index)
-        anew.truncate(0)
-        anew.append(keys)
-        assert len(cache.index) == len(anew) == n
+        rebuilt = copy.deepcopy(cache.index)
+        rebuilt.truncate(0)
+        rebuilt.append(keys)
+        assert len(cache.index) == len(rebuilt) == n
         queries = mx.random.normal((1, keys.shape[1], 1, keys.shape[3]), key=mx.random.key(0))
         asked = Queries(queries, range(n, n + 1), 1.0)
-        apart = cache.index.relevance(asked, n) - anew.relevance(asked, n)
-        assert mx.abs(apart).mean() < 1e-3
+        difference = cache.index.relevance(asked, n) - rebuilt.relevance(asked, n)
+        assert mx.abs(difference).mean() < 1e-3
 
 
-def test_a_policy_forgets_and_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
+def test_a_policy_forgets_and_holds_exactly_the_budget_after_every_turn(demo_model, haystack):
     model, right = demo_model[0], []
     conversation = begun(demo_model, haystack, policy=SMALL)
     for fact in haystack[1]:
@@ -159,8 +160,8 @@ def test_a_policy_forgets_and_holds_no_more_than_the_budget_after_every_turn(dem
     assert right[0] and sum(right) < 4
 
 
-def test_a_turn_votes_over_the_entries_held_and_its_own(demo_llama, haystack):
-    """With room for everything, a compressed second turn is the plain second turn."""
+def test_a_turn_votes_over_held_and_new_entries(demo_llama, haystack):
+    """The budget keeps nearly all entries, so a compressed second turn must answer as a plain one."""
     policies = None, "snapkv:budget=95%,n_sink=4,n_window=32"
     one, other = (begun(demo_llama, haystack, 1, policy=policy) for policy in policies)
     for fact in haystack[1][1:]:
@@ -168,9 +169,7 @@ def test_a_turn_votes_over_the_entries_held_and_its_own(demo_llama, haystack):
 
 
 @pytest.mark.parametrize(("policy", "store"), [(SPARSE, "memory"), (KEYDIFF, None)])
-def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
-    demo_model, haystack, policy, store
-):
+def test_a_stopped_answer_is_kept_up_to_its_last_token(demo_model, haystack, policy, store):
     _, facts = haystack
     conversation = begun(demo_model, haystack, policy=policy, store=store)
     answer = conversation.send(facts[0].question)
@@ -182,7 +181,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     assert len(whole) - 2 <= len(conversation.read + conversation.pending_tokens) <= len(whole) + 1
 
 
-def test_answers_that_the_template_changes_later_are_read_as_they_were_given(demo_llama, haystack):
+def test_answers_keep_their_own_tokens_even_if_the_template_would_change_them(demo_llama, haystack):
     model, tokenizer = demo_llama[0], load_tokenizer(MODELS["demo"])
     changed = "{{ ' Then: ' + message['content'] | trim + '<|end|>' }}"
     tokenizer.chat_template = re.sub(r"\{\{ ' ' \+.*?\}\}", changed, tokenizer.chat_template)
@@ -213,7 +212,7 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
     with interrupted(demo_llama[0], monkeypatch, after=0 if turn else 2):
         ask(failing, facts[2].question)
     assert failing.messages == before
-    if turn and policy is not None:  # the turn before it can still be undone
+    if turn and policy is not None:  # the earlier turn can still be undone
         assert plain.undo() == failing.undo() == facts[0].question
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
@@ -221,7 +220,7 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
 def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     demo_model, haystack, monkeypatch
 ):
-    """Some layers have been fed a token that the answer does not have; linear ones are as before the turn, then."""
+    """Some layers have read a token that the answer lacks. Linear layers then return to their state before the turn."""
     model, facts = demo_model[0], haystack[1]
     mine, plain = (begun(demo_model, haystack, 1) for _ in range(2))
     before = list(mine.read)
@@ -238,12 +237,12 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     assert mine.read == plain.read
 
 
-def test_a_window_that_slides_is_then_as_before_the_turn(demo_llama, haystack, monkeypatch):
-    """What it has overwritten is gone: the next turn reads this one again, with what was answered."""
+def test_a_sliding_window_interrupted_in_a_step_is_restored(demo_llama, haystack, monkeypatch):
+    """The window returns to its state before the turn. The next turn reads this turn again, with its answer."""
     mine, plain = (begun(demo_llama, haystack, 1, policy=SMALL) for _ in range(2))
     before = list(mine.read)
     answer = mine.send(haystack[1][1].question)
-    said = "".join(next(answer).text for _ in range(7))  # the cut comes after the fifth
+    said = "".join(next(answer).text for _ in range(7))  # compression follows the fifth token
     with interrupted_between_layers(demo_llama[0], monkeypatch):
         next(answer)
     assert mine.report.compressed and mine.messages[-1]["content"] == said
@@ -260,7 +259,7 @@ def test_a_window_that_slides_is_then_as_before_the_turn(demo_llama, haystack, m
     assert ask(mine, haystack[1][2].question) == ask(plain, haystack[1][2].question)
 
 
-def test_an_interruption_between_tokens_keeps_what_was_answered(demo_model, haystack, monkeypatch):
+def test_an_interruption_between_tokens_keeps_the_answer_so_far(demo_model, haystack, monkeypatch):
     _, facts = haystack
     mine, plain = (
         begun(demo_model, haystack, 1, policy=SPARSE, store=store) for store in ("file", "memory")
@@ -274,7 +273,7 @@ def test_an_interruption_between_tokens_keeps_what_was_answered(demo_model, hays
     assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
 
 
-def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(demo_llama, haystack):
+def test_entries_stay_full_and_unquantised_until_a_turn_is_compressed(demo_llama, haystack):
     document, facts = haystack
     policy = SMALL + ",min_ctx=200"
     conversation = Conversation(*demo_llama, max_tokens=12, policy=policy, **BITS)
@@ -288,9 +287,7 @@ def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(demo_ll
 
 
 @pytest.mark.parametrize("policy", [SMALL, SMALL.replace("slide", "grow"), TWO])
-def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
-    demo_model, haystack, policy
-):
+def test_turns_that_evict_quantise_every_entry_once(demo_model, haystack, policy):
     conversation = begun(demo_model, haystack, 1, policy=policy, **BITS)
     before = packed_keys(conversation)
     ask(conversation, haystack[1][1].question)
@@ -302,7 +299,7 @@ def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
 
 
 def packed_keys(conversation):
-    """By position, the packed keys of a head's entries."""
+    """Return the packed keys of a head's entries, by position."""
     model, caches = conversation.model, conversation.prompt_cache
     held = layer_cache(attention_layers(model, caches)[0].cache_in(caches)).held()
     return dict(zip(held.positions[0, 0].tolist(), held.stored_keys[0][0, 0].tolist()))
@@ -328,12 +325,12 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
         ({"policy": "tova", "sparse": True}, "give only one of them"),
     ],
 )
-def test_a_mistake_is_one_sentence(demo_llama, options, words):
+def test_a_mistake_in_the_options_is_one_sentence(demo_llama, options, words):
     with pytest.raises(SnapKVError, match=words):
         Conversation(*demo_llama, **options)
 
 
-def test_reset_keeps_the_system_prompt_and_nothing_empty_is_said(demo_llama):
+def test_reset_keeps_the_system_prompt_and_empty_texts_are_refused(demo_llama):
     conversation = Conversation(*demo_llama, system="Be brief.", max_tokens=4)
     ask(conversation, "What is the access code of the amber falcon?")
     conversation.reset()

@@ -1,4 +1,4 @@
-"""Token ids of prompts: a conversation's, of which only what is new is tokenised, and of texts that share a start."""
+"""Token ids of prompts: a conversation tokenises only new text, and several prompts may share their beginning."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-# What may stand beside or across the template's own tokens.
+# Texts that touch or overlap the template's own tokens.
 ODD = [*"<|im_end|> <|end|> <end_of_turn> <bos> <| a<|user|> ▁▁ \u0338".split(), "\n\n", "  "]
 TEXTS = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=6).map("".join)
 AWKWARD = {
@@ -40,7 +40,7 @@ def tokenizer(request):
 
 
 def require_equal(tokenizer, chats):
-    """The tokens of chats are those of tokenising all, at every turn."""
+    """Assert that at every turn a chat's tokens equal the tokens of its whole text."""
     render, roles = Rendering(tokenizer), ("user", "assistant")
     for chat in chats:
         for n in range(1, len(chat) + 1):
@@ -51,12 +51,12 @@ def require_equal(tokenizer, chats):
 
 @settings(max_examples=60)
 @given(chats=st.lists(st.lists(TEXTS, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_a_conversations_tokens_are_those_of_its_whole_text(tokenizer, chats):
+def test_a_conversations_tokens_equal_the_tokens_of_its_whole_text(tokenizer, chats):
     require_equal(tokenizer, chats)
 
 
 @pytest.mark.parametrize("how", [*AWKWARD, "lstrip", "rstrip", "single_word"])
-def test_tokens_that_look_at_their_neighbours_are_no_cuts(how):
+def test_text_is_not_split_at_tokens_that_depend_on_their_neighbours(how):
     tokenizer = load(MODELS["demo"])
     tokenizer.chat_template = "{% for m in messages %}. <|user|> {{ m.content }}<|end|>{% endfor %}"
     inner = tokenizer._tokenizer
@@ -95,11 +95,11 @@ def test_a_long_text_is_tokenised_once(tokenizer, monkeypatch):
     ("prompts", "shared"),
     [([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 2), ([[1, 2, 3], [1, 2]], 2), ([[], [2]], 0), ([[5]], 1)],
 )
-def test_prompts_share_what_comes_before_the_first_that_parts(prompts, shared):
+def test_the_common_prefix_ends_before_the_first_difference(prompts, shared):
     assert common_prefix(prompts) == shared
 
 
-def test_a_template_that_refuses_is_told(demo_llama):
+def test_a_template_that_fails_is_one_sentence(demo_llama):
     class Refusing:
         has_chat_template = True
 
@@ -111,13 +111,13 @@ def test_a_template_that_refuses_is_told(demo_llama):
         chat.send("What?")
 
 
-def test_without_a_template_no_second_beginning_is_put_in(demo_llama):
+def test_without_a_template_no_second_bos_is_inserted(demo_llama):
     _, tokenizer = demo_llama
     assert tokenizer.bos_token_id not in mlx_lm_suffix(tokenizer, "Why?", True)
 
 
-def test_nothing_is_said_of_a_text_longer_than_the_tokenizer_was_made_for(demo_llama, caplog):
-    """A command's loader has transformers say nothing; a script has mlx-lm's."""
+def test_transformers_does_not_warn_of_a_text_beyond_the_tokenizers_limit(demo_llama, caplog):
+    """A command's loader silences transformers; mlx-lm's loader, which scripts use, does not."""
     model, loaded = demo_llama
     said = logging.getLogger("transformers.tokenization_utils_base")
     caplog.set_level(logging.WARNING, said.name)

@@ -14,7 +14,7 @@ BITS = {"kv_bits": 8, "kv_group_size": 32}
 WAYS = [
     (None, BITS | {"quantized_kv_start": 0}),
     (SMALL, BITS),
-    (SMALL + ",min_ctx=500", {}),  # compressed later, or never
+    (SMALL + ",min_ctx=500", {}),  # compressed in a later turn, or never
     ("h2o:budget=64,block=32", {}),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", BITS),
 ]
@@ -25,7 +25,7 @@ WAYS = [
     [*(("demo_llama", *way) for way in WAYS), ("demo_qwen", *WAYS[1])],
     indirect=["demo_model"],
 )
-def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, bits, path):
+def test_a_loaded_conversation_continues_as_the_saved_one(demo_model, haystack, policy, bits, path):
     conversation = begun(demo_model, haystack, 1, policy=policy, **bits)
     conversation.save(path)
     loaded = Conversation.load(path, *demo_model, max_tokens=12, **bits)
@@ -34,7 +34,7 @@ def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, bi
     for fact in haystack[1][1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
     assert loaded.messages == conversation.messages
-    if SMALL in str(policy):  # it goes on from a turn, too, that ended before its cut
+    if SMALL in str(policy):  # an answer may also end before its compression
         answer = conversation.send(haystack[1][1].question)
         next(answer), next(answer)
         answer.close()
@@ -43,7 +43,7 @@ def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, bi
         assert ask(loaded, haystack[1][2].question) == ask(conversation, haystack[1][2].question)
 
 
-def test_loaded_entries_get_the_bits_asked_for_with_the_next_turn(demo_llama, haystack, path):
+def test_loaded_entries_get_the_requested_bits_with_the_next_turn(demo_llama, haystack, path):
     begun(demo_llama, haystack, 1, policy=SMALL, **BITS).save(path)
     loaded = Conversation.load(path, *demo_llama, max_tokens=12, kv_bits=4, kv_group_size=32)
     assert {cache.bits for cache in loaded.prompt_cache} == {8}
@@ -51,7 +51,9 @@ def test_loaded_entries_get_the_bits_asked_for_with_the_next_turn(demo_llama, ha
     assert {cache.bits for cache in loaded.prompt_cache} == {4}
 
 
-def test_what_is_no_conversation_is_told(path, tokens, demo_llama):
+def test_an_empty_conversation_is_not_saved_and_another_file_is_not_loaded(
+    path, tokens, demo_llama
+):
     with pytest.raises(SnapKVError, match="nothing to save"):
         Conversation(*demo_llama).save(path)
     assert not path.exists()
@@ -61,7 +63,9 @@ def test_what_is_no_conversation_is_told(path, tokens, demo_llama):
 
 
 @pytest.mark.parametrize("policy", [SMALL, SnapKV.from_keyword(SMALL.partition(":")[2])], ids=type)
-def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, path, policy):
+def test_a_policy_applies_only_to_a_saved_conversation_without_one(
+    demo_llama, haystack, path, policy
+):
     conversation = begun(demo_llama, haystack, 1, system="Be brief.")
     conversation.attach("another text")
     conversation.save(path)
@@ -74,18 +78,18 @@ def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, 
     assert (again.policy, again.store) == (loaded.policy, None)
 
 
-# Of mlx-lm's own cache_prompt.
+# Prompts saved by mlx-lm's own cache_prompt.
 
 
 @pytest.fixture(scope="module")
 def loaded_llama():
-    """As mlx-lm loads it, in float16."""
+    """Return the embedded LLaMA as mlx-lm loads it, in float16."""
     return load(str(MODELS["demo"]))
 
 
 @pytest.fixture(scope="module")
 def read_by_mlx_lm(tmp_path_factory, loaded_llama, haystack):
-    """A file in which mlx-lm has what it read of the document, quantised."""
+    """Return a file with the document's quantised cache, saved by mlx-lm."""
     path = tmp_path_factory.mktemp("mlx_lm") / "prompt.safetensors"
     options = ["--model", str(MODELS["demo"]), "--prompt-cache-file", str(path)]
     options += ["--prompt", haystack[0] + "\n\n", "--kv-bits", "8", "--kv-group-size", "32"]
@@ -96,7 +100,7 @@ def read_by_mlx_lm(tmp_path_factory, loaded_llama, haystack):
 
 
 @pytest.mark.parametrize("policy", [SMALL, None])
-def test_every_turn_goes_on_from_mlx_lms_entries(
+def test_turns_continue_from_entries_saved_by_mlx_lm(
     loaded_llama, read_by_mlx_lm, haystack, policy, path
 ):
     ways = {"policy": policy, "max_tokens": 12}
@@ -121,7 +125,7 @@ def test_a_rotating_cache_has_no_entries_to_choose_among(loaded_llama, path):
     assert ask(Conversation.load(path, *loaded_llama, max_tokens=4), "What is it?")
 
 
-def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, path):
+def test_a_compressed_prompt_saved_without_its_policy_needs_one(loaded_llama, path):
     save_prompt_cache(str(path), prefill(loaded_llama[0], list(range(5, 205)), SMALL)[0])
     with pytest.raises(SnapKVError, match="needs a policy to continue"):
         Conversation.load(path, *loaded_llama)

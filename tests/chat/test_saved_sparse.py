@@ -1,4 +1,4 @@
-"""A conversation that reads sparsely is saved and goes on, in spite of what befalls its files."""
+"""A conversation with sparse attention is saved and continued, and damage to its files is found."""
 
 import random
 
@@ -19,7 +19,7 @@ def haystack(demo_llama):
 
 
 @pytest.mark.parametrize(("name", "store"), [("demo_qwen", "memory"), ("demo_llama", "4bit")])
-def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
+def test_a_loaded_conversation_continues_as_the_saved_one_in_any_store(
     request, haystack, name, store, path
 ):
     demo_model = request.getfixturevalue(name)
@@ -36,13 +36,13 @@ def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
         assert ask(own, fact.question) == wanted
         assert ask(in_file, fact.question) == wanted or store == "4bit"  # new entries are plain
     assert file_bytes(own.prompt_cache) == 0 < file_bytes(in_file.prompt_cache)
-    in_file.save(path)  # over the files that it reads, and goes on reading
+    in_file.save(path)  # replaces the files that `in_file` still reads
     again = Conversation.load(path, *demo_model, max_tokens=12)
     for fact in haystack[1]:
         assert ask(again, fact.question) == ask(in_file, fact.question)
 
 
-def test_a_flipped_bit_is_one_sentence_and_costs_one_turn(demo_llama, haystack, path):
+def test_a_flipped_bit_is_one_sentence_and_fails_only_one_turn(demo_llama, haystack, path):
     begun(demo_llama, haystack, 1, **WAYS).save(path)
     damaged, whole = (Conversation.load(path, *demo_llama, max_tokens=12) for _ in range(2))
     _, file, *_ = sorted(path.parent.glob("*.entries/*.keys"))
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_one_sentence_and_costs_one_turn(demo_llama, haystack, 
 
 
 @pytest.mark.parametrize("store", [None, "8bit", "file"])
-def test_a_full_cache_that_was_saved_is_asked_with_it(demo_llama, haystack, path, store):
+def test_a_saved_full_cache_is_continued_with_sparse_attention(demo_llama, haystack, path, store):
     begun(demo_llama, haystack, 1).save(path)
     loaded = Conversation.load(path, *demo_llama, sparse=SPARSE, store=store, max_tokens=12)
     assert loaded.store == (store or "memory")

@@ -1,4 +1,4 @@
-"""Conversations whose chunks and tokens choose what they read, of entries in memory and in files."""
+"""Conversations with sparse attention, with entries in memory and in files."""
 
 import contextlib
 import random
@@ -20,7 +20,7 @@ SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
 
 
 def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
-    """A conversation with a document attached, and the facts in it."""
+    """Return a conversation with a document attached, and the facts in it."""
     document, facts = make_haystack(tokenizer, random.Random(7), n_facts, n_tokens)
     options = {"sparse": SPARSE, "max_tokens": 12} | options
     conversation = Conversation(model, tokenizer, **options)
@@ -29,14 +29,14 @@ def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
 
 
 def read(last=False):
-    """How many entries a chunk may read, or the last tokens where entries are in files."""
+    """Return the range of entries that a chunk may read; `last` is for a question when entries are in files."""
     reach = Sparse.from_string(SPARSE).reach(2048)
     reach = reach.of_last(in_files=True) if last else reach
     return range(reach.most + 1 - PAGE_SIZE, reach.most + 1)
 
 
-def test_six_questions_one_a_turn(demo_llama):
-    """All entries are in files; chunks choose, and those of the questions four times as many."""
+def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
+    """Chunks choose what they read, and chunks of the questions choose four times as many entries."""
     conversation, facts = about_a_text(*demo_llama, 2048, 6, store="file")
     for fact in facts:
         assert is_answered(conversation, fact)
@@ -45,7 +45,7 @@ def test_six_questions_one_a_turn(demo_llama):
     assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
     caches = books(conversation.prompt_cache)
     assert report.file_bytes and [cache.nbytes for cache in caches] == [0] * len(caches)
-    # Pages' means stay in memory, for later turns.
+    # The means of pages stay in memory for later turns.
     assert 0 < kv_bytes(conversation.prompt_cache) < report.file_bytes / 50
     assert held(conversation) == {len(conversation.read)}
     forgetful, facts = about_a_text(*demo_llama, 2048, 6, sparse=None, policy="snapkv:top_k=92")
@@ -53,7 +53,7 @@ def test_six_questions_one_a_turn(demo_llama):
 
 
 def test_a_turn_with_a_document_chooses_what_its_chunks_read(demo_llama):
-    """In memory questions read everything, and so does a short document."""
+    """With entries in memory, questions and a short document read all entries."""
     conversation, (first, other) = about_a_text(*demo_llama, 700, 2)
     assert is_answered(conversation, first) and conversation.report.read_per_chunk is None
     document, (second,) = make_haystack(demo_llama[1], random.Random(8), 1, 700)
@@ -80,14 +80,14 @@ def full():
 
 @contextlib.contextmanager
 def interrupted():
-    """Ctrl-C when the prompt is read, and the rest is weighed."""
+    """Raise KeyboardInterrupt after the prompt is read, while the residual's factors are computed, and expect it."""
     weighing = mock.patch.object(token_ranking, "best_factors", side_effect=KeyboardInterrupt)
     with weighing, pytest.raises(KeyboardInterrupt):
         yield
 
 
 @pytest.mark.parametrize("failing", [full, interrupted])
-def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_llama, failing):
+def test_a_failed_turn_leaves_the_conversation_as_it_was(demo_llama, failing):
     conversation, (first, second) = about_a_text(*demo_llama, 1024, 2, store="file")
     with failing():
         ask(conversation, first.question)
@@ -100,7 +100,7 @@ def test_what_ends_a_turn_leaves_the_conversation_as_it_was(demo_llama, failing)
     assert is_answered(conversation, second)
 
 
-def test_what_fits_the_budget_is_read_in_full_until_it_does_not(demo_llama):
+def test_a_conversation_is_read_in_full_while_it_fits_the_budget(demo_llama):
     conversation, (first, second) = about_a_text(
         *demo_llama, 400, 2, sparse="budget=500,when=always"
     )
@@ -112,8 +112,8 @@ def test_what_fits_the_budget_is_read_in_full_until_it_does_not(demo_llama):
     assert conversation.report.read_per_token and len(conversation.read) > 700
 
 
-def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model):
-    """Also when a later message was given up while it was read."""
+def test_a_turn_with_its_own_document_can_be_undone(demo_model):
+    """This holds even if a later message was cancelled while it was read."""
     plain, (first, second) = about_a_text(*demo_model, 1024, 2, store="8bit")
     conversation, _ = about_a_text(*demo_model, 1024, 2, store="8bit")
     for each in (plain, conversation):

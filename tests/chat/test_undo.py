@@ -4,7 +4,7 @@ from chat_helpers import SMALL, ask, begun, is_answered
 from mlx_snapkv import Conversation, SnapKVError, Sparse
 from mlx_snapkv.caches.layers import held_tokens, kv_bytes
 
-GATED = SMALL + ",min_ctx=500"  # compressed later, or never
+GATED = SMALL + ",min_ctx=500"  # compressed in a later turn, or never
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
 
 
@@ -26,7 +26,7 @@ SPARSE = Sparse(budget=64, when="always")
     ],
     indirect=["demo_model"],
 )
-def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, store):
+def test_an_undone_turn_leaves_no_trace(demo_model, haystack, policy, store):
     document, facts = haystack
     plain, undone = (begun(demo_model, haystack, 1, policy=policy, store=store) for _ in "ab")
     undone.attach(document[:200])
@@ -41,8 +41,8 @@ def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, 
 
 
 @pytest.mark.parametrize("policy", [SMALL, Sparse(budget=64, when="always")], ids=str)
-def test_all_turns_can_be_taken_back(demo_model, haystack, policy):
-    """Earlier ones to what the messages tell: entries are kept where none were evicted, or read again."""
+def test_all_turns_can_be_undone(demo_model, haystack, policy):
+    """Entries of earlier turns stay if none were evicted; otherwise the messages are read again."""
     document, facts = haystack
     ways = {"policy": policy, "system": "Be brief."}
     conversation = begun(demo_model, haystack, 3, **ways)
@@ -62,7 +62,7 @@ def test_all_turns_can_be_taken_back(demo_model, haystack, policy):
     assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)
 
 
-def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, haystack):
+def test_undo_keeps_no_more_than_the_conversation_does(demo_llama, haystack):
     document, facts = haystack
     conversation = Conversation(*demo_llama, policy=SMALL + ",min_ctx=200", max_tokens=12)
     ask(conversation, document[:500])
@@ -71,7 +71,7 @@ def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, 
     conversation.attach(document)
     ask(conversation, facts[0].question)
     assert conversation.report.compressed and kv_bytes(conversation.prompt_cache) < full
-    assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
+    assert conversation.undo_nbytes == 0  # the turn before had all entries, and can be read again
     ask(conversation, facts[1].question)
     assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
     assert begun(demo_llama, haystack, 2, policy=Sparse(budget=64, when="always")).undo_nbytes == 0

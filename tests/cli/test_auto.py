@@ -16,7 +16,7 @@ AUTO = ["--model", "demo", "--policy", "auto"]
 
 @pytest.fixture
 def few(monkeypatch):
-    """Prompts of 300 tokens are many, and 64 entries are recommended for them."""
+    """Let auto compress from 300 tokens on, and recommend 64 entries."""
     monkeypatch.setattr(auto, "MIN_TOKENS_TO_EVICT", 300)
     monkeypatch.setattr(auto, "SPARSE", SPARSE)
     for task in auto.CANDIDATES:
@@ -24,7 +24,7 @@ def few(monkeypatch):
         monkeypatch.setitem(auto.CANDIDATES, task, (first, BLOCKS))
 
 
-def test_generate_says_what_it_takes(call, story, few):
+def test_generate_prints_the_setting_that_auto_selects_and_why(call, story, few):
     path, facts = story
     asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
     code, out, err = call(*asked)
@@ -46,7 +46,7 @@ def test_a_short_prompt_keeps_the_full_cache(call, more):
     assert report["auto"] == f"auto: the full cache, because {report['reason']}"
 
 
-def test_a_chat_and_a_batch_take_it(call, batch, story, few):
+def test_a_chat_and_a_batch_use_the_setting_that_auto_selects(call, batch, story, few):
     path, facts = story
     code, out, err = call(
         "chat", *AUTO, stdin=f"/file {path}\n{facts[0].question}\n/stats\n".encode()
@@ -59,7 +59,9 @@ def test_a_chat_and_a_batch_take_it(call, batch, story, few):
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
 
 
-def test_where_auto_chooses_nothing(save, ask_saved, refused, story, tmp_path):
+def test_auto_is_ignored_or_refused_where_there_is_nothing_to_select(
+    save, ask_saved, refused, story, tmp_path
+):
     (text, facts), saved = story, tmp_path / "saved.safetensors"
     save(text, saved)
     code, out, err = ask_saved(saved, facts[0].question, *AUTO[2:])

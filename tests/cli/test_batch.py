@@ -17,7 +17,7 @@ def test_requests_of_every_kind_are_answered_together(batch, demo_llama, policy)
     ]
     user = {"role": "user", "content": parts}
     xtc = {"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0, "seed": -1}
-    asked = [  # with what is answered
+    asked = [  # requests with their answers
         *((chat(f"chat {n}", 7 * n, max_tokens=6, metadata={"x": 1}), "482913") for n in range(4)),
         *((text(f"text {n}", 9 * n, max_completion_tokens=4, max_tokens=1), " 4829") for n in range(3)),
         (line("ids", COMPLETIONS, prompt=ids, max_tokens=6, model="gpt-5"), " 482913"),
@@ -34,7 +34,7 @@ def test_requests_of_every_kind_are_answered_together(batch, demo_llama, policy)
     answers = {name: answer(record) for name, record in found.items()}
     assert answers.pop("xtc") != " 482913"  # the likely tokens are excluded
     assert answers == {request["custom_id"]: expected for request, expected in asked}
-    # OpenAI's form
+    # The records have OpenAI's fields.
     record, response = found["chat 3"], found["chat 3"]["response"]
     assert set(record) == {"id", "custom_id", "response", "error"} and record["error"] is None
     assert set(response) == {"status_code", "request_id", "body"} and response["status_code"] == 200
@@ -48,7 +48,7 @@ def test_requests_of_every_kind_are_answered_together(batch, demo_llama, policy)
 
 
 @pytest.mark.parametrize("policy", ["none", SNAPKV])
-def test_each_request_has_its_own_form(batch, policy):
+def test_each_request_has_its_own_response_format(batch, policy):
     kinds = {"integer": int, "boolean": bool, "array": list, "object": dict, "string": str}
     requests = [
         chat(kind, 9 * n, max_tokens=30, response_format=as_schema({"type": kind}))
@@ -67,7 +67,7 @@ def as_schema(schema):
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
-def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
+def test_flags_are_the_defaults_of_requests_and_a_seed_makes_runs_reproducible(batch, tmp_path):
     requests = [text(f"{n}", 3) for n in range(3)] + [text("own", 3, temperature=0, max_tokens=3)]
     options = ["-m", "9", "--temp", "3", "--top-k", "40", "--seed", "5"]
     _, found, _ = batch(requests, *options)
@@ -89,13 +89,13 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
         (["--sparse", "top_k=24"], {"store": "memory"}),
     ],
 )
-def test_bits_and_memories_are_the_runs(batch, options, words):
+def test_bits_and_store_of_the_command_apply_to_all_requests(batch, options, words):
     _, found, _ = batch([chat("a", 24, max_tokens=8)], *options)
     ours = found["a"]["response"]["body"]["mlx_snapkv"]
     assert answer(found["a"]) == "482913" and words.items() <= ours.items()
 
 
-# Of the file's lines; what is wrong with bodies: tests/completions, tests/server.
+# Mistakes in the lines of the file. Mistakes in bodies are in tests/completions and tests/server.
 BAD = [
     ("not JSON", "is not JSON"),
     (b'{"custom_id": "\xff"}', "is not UTF-8"),
@@ -136,7 +136,7 @@ def test_progress_on_a_terminal(terminal, tmp_path):
     assert "answering" in said and "5/5" in said and "prompts " in said
 
 
-def test_kv_memory_has_a_limit_and_a_policy_that_gains_nothing_is_told_at_the_end(batch):
+def test_kv_memory_is_limited_and_a_useless_policy_is_reported_at_the_end(batch):
     requests = [text(name, n, max_tokens=4) for name, n in (("small", 5), ("large", 300), ("b", 6))]
     options = ["--policy", "keydiff:budget=95%,block=64", "--max-kv-bytes", "2.5MB"]
     code, found, err = batch(requests, *options)

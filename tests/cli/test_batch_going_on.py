@@ -9,7 +9,7 @@ from command_lines import MODULE
 DEMO = ["--model", "demo"]
 
 
-def test_stdin_goes_on_by_custom_id(batch, tmp_path):
+def test_a_run_from_stdin_skips_the_custom_ids_it_has_answered(batch, tmp_path):
     lines = [chat(f"{n}", n, max_tokens=7) for n in range(6)]
     data = [write(tmp_path / "r.jsonl", part).read_bytes() for part in (lines[:3], lines)]
     assert len(batch(None, stdin=b"\xef\xbb\xbf" + data[0].rstrip())[1]) == 3
@@ -28,13 +28,13 @@ def started(file, output, *options):
 
 
 def wait_for(process, output, n):
-    """Wait for the first `n` lines."""
+    """Wait until the output has `n` lines."""
     while not (output.exists() and output.read_bytes().count(b"\n") >= n):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path):
+def test_a_killed_run_continues(tmp_path):
     file = write(tmp_path / "r.jsonl", MANY)
     unbroken, output = tmp_path / "unbroken.jsonl", tmp_path / "a.jsonl"
     process = started(file, unbroken)
@@ -57,7 +57,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     assert len(found) == len(MANY)
 
 
-def test_two_runs_do_not_write_one_file_and_ctrl_c_says_how_to_go_on(batch, tmp_path):
+def test_a_second_run_on_one_file_is_refused_and_ctrl_c_says_how_to_continue(batch, tmp_path):
     file, output = write(tmp_path / "r.jsonl", MANY), tmp_path / "a.jsonl"
     process = started(file, output, "--concurrency", "2")
     wait_for(process, output, 1)

@@ -3,8 +3,8 @@ import json
 SMALL = ["--model", "demo", "--context", "1024", "-p", "1024,3000", "-n", "1", "--steps", "1"]
 
 
-def test_a_table_and_files(call, tmp_path):
-    """Of the policies given, and no others."""
+def test_bench_prints_tables_and_writes_files(call, tmp_path):
+    """Only the given policies are measured."""
     base, given = tmp_path / "result", ["--policy", "snapkv:top_k=40,n_window=20"]
     given += ["--policy", "keydiff:budget=2000", "--output", str(base)]
     code, out, err = call("bench", *SMALL, *given)

@@ -19,7 +19,7 @@ SPARSE = ["--sparse", "budget=25%"]
 
 @pytest.fixture(scope="module")
 def book(text_file, tmp_path_factory):
-    """A folder with a text of 600 tokens, one question about it, and the answer."""
+    """Return a folder with a text of 600 tokens, one question about it, and the answer."""
     folder = tmp_path_factory.mktemp("book")
     path, facts = text_file(folder / "book.txt", 600, seed=1, n_facts=4)
     path.write_text(path.read_text() + "\n")
@@ -28,7 +28,7 @@ def book(text_file, tmp_path_factory):
 
 @pytest.fixture
 def cache(book, save):
-    """cache(name, *options) -> the file that cache-prompt wrote, and what it said."""
+    """Return a function that saves the text under a name; it returns the file and the command's stderr."""
 
     def make(name, *options, model="demo"):
         file = str(book[0] / name)
@@ -39,13 +39,13 @@ def cache(book, save):
 
 @pytest.fixture(scope="module")
 def files():
-    """By the options of cache-prompt, the file that it has written."""
+    """Return a dict for the saved files, by the options of cache-prompt."""
     return {}
 
 
 @pytest.fixture
 def saved_once(cache, files):
-    """saved_once(*options) -> the file that cache-prompt wrote with them, for those who only read it."""
+    """Return a function of options that returns a saved file. Tests share it, so they must only read it."""
 
     def make(*options):
         if options not in files:
@@ -61,7 +61,7 @@ def ask(ask_saved, book):
 
 
 def kv_memory(told):
-    """Kilobytes of KV memory, of a closing line."""
+    """Return the kilobytes of KV memory in a closing line."""
     number, unit = re.search(r"KV memory ([\d.]+) (kB|MB)", told).groups()
     return float(number) * {"kB": 1, "MB": 1000}[unit]
 
@@ -96,7 +96,7 @@ def test_a_prompt_is_compressed_and_quantised_when_saved_or_when_loaded(cache, a
 
 
 def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, monkeypatch):
-    """Asked with a policy, it reports that."""
+    """With a policy, the report is about the policy."""
     full, plain = cache("full.safetensors")
     result = json.loads(ask(full, *HALF, "--json")[1])
     assert result["compression"]["entries_kept"] == [300, 300, 300]
@@ -113,8 +113,8 @@ def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, mon
     assert code == 2 and "is already quantised" in err
 
 
-def test_a_prompt_saved_by_mlx_lm_goes_on(ask, book, monkeypatch, capsys, tmp_path):
-    """In the dtype that the command computes in."""
+def test_a_prompt_saved_by_mlx_lm_is_continued(ask, book, monkeypatch, capsys, tmp_path):
+    """mlx-lm saves it in the dtype in which the command computes."""
     model, file = str(wide_demo(tmp_path / "wide")), str(book[0] / "theirs.safetensors")
     text = (book[0] / "book.txt").read_text() + " "
     options = ["--model", model, "--prompt-cache-file", file, "--prompt", text]
@@ -126,8 +126,8 @@ def test_a_prompt_saved_by_mlx_lm_goes_on(ask, book, monkeypatch, capsys, tmp_pa
         assert (code, out.strip()) == (0, book[2]), err
 
 
-def test_a_template_that_tells_the_date_gives_the_day_of_saving(cache, ask, tmp_path):
-    """And one that has changed since is told."""
+def test_a_template_with_a_date_keeps_the_time_of_saving(cache, ask, tmp_path):
+    """A template that has changed since then is refused."""
     model = demo_with(tmp_path / "model")
     config = model / "tokenizer_config.json"
     original = config.read_text()
@@ -162,7 +162,7 @@ def test_a_full_cache_that_is_too_short_to_be_quantised_is_noted(cache, ask, sta
     assert code == 0 and (note in err) == waits
 
 
-def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
+def test_the_announcement_for_a_saved_text_counts_no_answer_tokens(cache):
     _, said = cache("window.safetensors", "--policy", "streaming_llm:budget=50%,schedule=once")
     assert re.match(r"300 of 6\d\d entries will be kept: KV memory", said)
 
@@ -186,24 +186,26 @@ def test_what_is_foretold_of_a_text_is_of_no_answer(cache):
         (HALF, ["--snapkv", "top_k=9"], "is already compressed, and the evicted entries are gone: drop --snapkv"),
     ],
 )  # fmt: skip
-def test_what_a_saved_prompt_can_not_be_asked_with(saved_once, refused, saved, options, message):
+def test_options_that_a_saved_prompt_can_not_have_are_refused(
+    saved_once, refused, saved, options, message
+):
     file = saved_once(*saved)
     asked = ["--model", "demo", "--prompt-cache-file", file, "--prompt", "Who?"]
     assert message in refused("generate", *asked, *options)
 
 
-def test_files_of_others(refused, demo_llama, tmp_path):
-    """A conversation is for chat; mlx-lm notes the model's name alone; others are no prompts."""
+def test_other_files_are_refused_as_saved_prompts(refused, demo_llama, tmp_path):
+    """A conversation belongs to chat, mlx-lm's file names another model, and the others are no saved prompts."""
     model, tokenizer = demo_llama
     talk, theirs, notes = (tmp_path / f"{name}.safetensors" for name in ("talk", "theirs", "notes"))
     chat = Conversation(model, tokenizer, max_tokens=1)
     list(chat.send("hello"))
     chat.save(talk)
-    save_prompt_cache(str(theirs), chat.prompt_cache, {"model": "somebody/else"})
+    save_prompt_cache(str(theirs), chat.prompt_cache, {"model": "other/model"})
     notes.write_bytes(b"hello")
     for file, message in (
         (talk, "to continue a saved chat, use /load in mlx-snapkv chat"),
-        (theirs, "was made with --model somebody/else, not demo"),
+        (theirs, "was made with --model other/model, not demo"),
         (notes, "is not a saved prompt cache"),
         (tmp_path / "book.txt", "must end in .safetensors"),
     ):

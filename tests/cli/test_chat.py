@@ -8,7 +8,7 @@ SPARSE = ["--sparse", "budget=100,n_window=32,when=always"]
 
 @pytest.fixture
 def script(call):
-    """script(lines, *options) -> (exit code, lines of stdout, stderr)."""
+    """Return a function that runs a chat with these lines as stdin: (exit code, lines of stdout, stderr)."""
 
     def run(lines, *options):
         stdin = "\n".join(lines).encode()
@@ -18,7 +18,7 @@ def script(call):
     return run
 
 
-def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document):
+def test_a_script_gets_answers_on_stdout_and_everything_else_on_stderr(script, document):
     path, facts = document
     questions = (fact.question for fact in facts)
     lines = [f'/file "{path}"', *questions, "/stats", "/help"]
@@ -30,7 +30,7 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(script, document
     assert all(f"\n{command} " in err for command in ("/reset", "/policy", "/quit"))
 
 
-def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(script, document):
+def test_a_quiet_chat_prints_only_the_output_of_commands_on_stderr(script, document):
     path, facts = document
     lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
     ways = [*SPARSE, "--store", "file", "-q"]
@@ -42,7 +42,7 @@ def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(scri
     assert re.fullmatch(r"held between turns: [\d.]+ k?B in memory, [\d.]+ [kM]B in files", held)
 
 
-def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch):
+def test_a_policy_that_gains_nothing_is_reported_once(script, document, monkeypatch):
     from mlx_snapkv.engine.report import CompressionReport
 
     monkeypatch.setattr(CompressionReport, "warnings", ["slower than the full cache"])
@@ -55,8 +55,8 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
     assert "warning" not in script(questions, *SPARSE, "-q")[2]
 
 
-def test_reset_policy_and_system_start_again(script, document):
-    """A document that waits is for the next message, whatever answers it; /reset forgets it."""
+def test_reset_policy_and_system_start_a_new_conversation(script, document):
+    """An attached document stays for the next message, except after /reset."""
     path, facts = document
     file = f"/file {path}"
     lines = [file, facts[0].question, "/reset", "/stats", file, "/policy none", "/policy"]
@@ -69,7 +69,7 @@ def test_reset_policy_and_system_start_again(script, document):
     assert err.count("started a new conversation\n") == err.count("policy: none") == 2
 
 
-def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation(script, story):
+def test_stats_name_the_block_and_policy_auto_selects_for_a_conversation(script, story):
     path, facts = story
     file, question = f"/file {path}", facts[0].question
     lines = [file, question, "/stats", "/policy auto", "/policy", file, question, "/stats"]
@@ -80,8 +80,8 @@ def test_a_policy_of_blocks_names_the_block_and_auto_is_taken_for_a_conversation
     assert "\npolicy: none\n" in err and "no policy was given" in err
 
 
-def test_a_files_own_settings_end_with_it(script, document, tmp_path):
-    """What the command line asked for is what the next full cache, and a new start, get."""
+def test_the_settings_of_a_loaded_file_end_with_its_conversation(script, document, tmp_path):
+    """The next full cache, and a new conversation, get the options of the command line."""
     path, facts = document
     own, full = tmp_path / "own of today.safetensors", tmp_path / "full.safetensors"
     asked = [f"/file {path}", facts[0].question]
@@ -95,7 +95,7 @@ def test_a_files_own_settings_end_with_it(script, document, tmp_path):
     assert "store memory\n" in err and "100 entries" in err
 
 
-def test_turns_are_taken_back_and_answered_again(script, document):
+def test_undo_takes_turns_back_and_retry_answers_again(script, document):
     path, facts = document
     first, second = (fact.question for fact in facts[:2])
     lines = [f"/file {path}", first, "/retry", second, "/retry", "/stats", "/undo", "/undo"]
@@ -119,14 +119,14 @@ def test_files_are_listed_and_detached(script, document):
         assert words in err
 
 
-def test_sampling_is_changed_on_the_way(script, document):
+def test_set_changes_sampling_between_turns(script, document):
     path, facts = document
     lines = ["/set", "/set temp 0.7", "/set --max-tokens 3", f"/file {path}", facts[0].question]
     code, out, err = script([*lines, "/set temp 0", "/reset", f"/file {path}", facts[0].question])
     others = "top_p 1, min_p 0, top_k 0, min_tokens_to_keep 1, xtc_probability 0, xtc_threshold 0.1"
     assert code == 0 and f"temp 0, {others}, max_tokens 24" in err
     assert f"temp 0.7, {others}, max_tokens 3" in err
-    # a start again keeps the settings
+    # A new conversation keeps the settings.
     assert facts[0].value.startswith(out[-1]) and out[-1] != facts[0].value
 
 

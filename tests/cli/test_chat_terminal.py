@@ -7,7 +7,7 @@ from command_lines import MODULE
 SNAPKV = "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"
 CHAT = ["chat", "--model", "demo", "-m", "24"]
 POLICY = [*CHAT, "--snapkv", SNAPKV]
-PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
+PROMPT = "\x1b[?2004h"  # prompt_toolkit switches bracketed paste on when it starts to read
 
 
 def test_a_closed_standard_input_is_one_line():
@@ -17,7 +17,7 @@ def test_a_closed_standard_input_is_one_line():
     assert closed.stderr.startswith("mlx-snapkv: standard input is closed")
 
 
-def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
+def test_in_a_terminal_a_mistake_does_not_end_the_chat_and_ctrl_d_does(terminal, document):
     path, facts = document
     chat = terminal(*POLICY)
     for said in ("demo, policy snapkv:", "/help lists commands", PROMPT):
@@ -37,7 +37,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
     path, _ = document
     chat = terminal(*POLICY, "-m", "100000")
     chat.wait_for(PROMPT)
-    chat.drive(("once upon a time\r", "reading the prompt"))  # the model babbles without end
+    chat.drive(("once upon a time\r", "reading the prompt"))  # the model's answer never ends
     chat.drive(("", "\x1b[?25h"), ("", ". "))  # the bar is gone, and the cursor is back
     chat.process.send_signal(signal.SIGINT)
     chat.drive(("", "the conversation continues"), ("/stats\r", "tokens/s"))
@@ -59,7 +59,7 @@ def test_tab_completes_commands_and_file_names(terminal, document):
 def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, document, tmp_path):
     path, facts = document
     (tmp_path / "mine.md").write_text("mine")
-    # A question with a whole path would be broken where the terminal's line ends.
+    # The working directory keeps paths short: a long question would be broken at the end of a line.
     chat = terminal(*POLICY, "--system-prompt", "Be kind.", cwd=tmp_path)
     question, kept = (
         "This conversation is not saved: replace it? [y/N]",
@@ -67,7 +67,7 @@ def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, do
     )
     chat.drive(
         ("", PROMPT),
-        ("/system Be brief.\r", "with that system prompt"),  # nothing is lost by it
+        ("/system Be brief.\r", "with that system prompt"),  # nothing is lost, so no question
         (f"/file {path}\r", "will be read"),
         (f"{facts[0].question}\r", facts[0].value),
         *(("/reset\r", question), ("\x03", kept)),
@@ -94,7 +94,7 @@ def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
     os.write(chat.fd, b"\x03")
     try:
         chat.wait_for(leaves, seconds=2)
-    except AssertionError:  # a signal before it reads is noticed with the next one
+    except AssertionError:  # a signal before the chat reads is noticed with the next signal
         chat.drive(("\x03", leaves))
     chat.drive(
         (f"/file {path}\n", "will be read"),

@@ -10,7 +10,7 @@ from mlx_snapkv.cli.command import in_flags
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.errors import Option, OptionError, SnapKVError
 
-# Where a flag means something of a command's own.
+# Flags that mean something else in one command.
 OWN = {
     "--output",
     "--store of plan",
@@ -24,7 +24,7 @@ OWN = {
 COMMANDS = ("generate", "chat", "batch", "serve", "cache-prompt", "inspect", "plan")
 
 
-def test_a_flag_is_the_same_in_every_command():
+def test_a_flag_means_one_thing_in_every_command():
     meanings = defaultdict(set)
     for (name, *_), command in commands_of(typer.main.get_command(program)):
         for each in command.params if name in COMMANDS else ():
@@ -35,18 +35,18 @@ def test_a_flag_is_the_same_in_every_command():
     assert {flag for flag, found in meanings.items() if len(found) > 1} == set()
 
 
-def test_a_chat_may_need_it_later(call):
+def test_a_chat_takes_store_dir_without_a_store_because_a_later_policy_may_use_it(call):
     assert call("chat", "--model", "demo", "--store-dir", ".", stdin=b"/quit\n")[0] == 0
 
 
-def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):
+def test_the_list_of_commands_is_not_cut_on_a_narrow_terminal(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for args in (["--help"], ["eval", "--help"]):
         listed = " ".join(call(*args)[1].partition("Commands:")[2].split())
         assert listed.endswith(".") and "..." not in listed
 
 
-def test_options_are_written_as_their_reader_writes_them():
+def test_errors_write_options_as_their_reader_types_them():
     options = Option("store", "memory"), Option("kv_bits")
     error = SnapKVError("{} needs {} and {}", "a/store=memory.txt", *options)
     assert str(error) == "a/store=memory.txt needs store=memory and kv_bits"
@@ -56,7 +56,7 @@ def test_options_are_written_as_their_reader_writes_them():
     assert in_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
 
 
-def test_what_errors_name_as_an_option_is_a_flag():
+def test_every_option_that_an_error_names_is_a_flag():
     commands = [command for _, command in commands_of(typer.main.get_command(program))]
     flags = {each.name for command in commands for each in command.params}
     package = Path(mlx_snapkv.__file__).parent

@@ -24,7 +24,10 @@ setting = ["text", "later"]
 
 @pytest.fixture
 def run(call, tmp_path, monkeypatch):
-    """run(file's text, *arguments, **variables) -> (exit code, stdout, stderr)."""
+    """Return a function that writes the config file and runs a command: (exit code, stdout, stderr).
+
+    In stderr the path of the file is replaced by FILE.
+    """
     path = tmp_path / "mlx-snapkv" / "config.toml"
 
     def command(text, *args, **variables):
@@ -39,7 +42,7 @@ def run(call, tmp_path, monkeypatch):
     return command
 
 
-def test_flags_go_before_variables_and_variables_before_the_file(run):
+def test_flags_override_variables_and_variables_override_the_file(run):
     def asked(*args, **variables):
         code, out, _ = run(FILE, *ASK, *args, **variables)
         found = json.loads(out)
@@ -59,7 +62,7 @@ def test_a_variable_alone_names_the_model(run):
     assert run("", "config", XDG_CONFIG_HOME="/dev/null")[0] == 0
 
 
-def test_what_several_commands_name_is_taken_where_it_can_be(run):
+def test_a_key_of_several_commands_is_used_by_the_commands_that_accept_its_value(run):
     code, out, _ = run("policy = 'auto'\n", "config")
     assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
     asked = ["compare", "--model", "demo", "--prompt", LEAD, "-m", "2", "--json", "-q"]
@@ -67,7 +70,7 @@ def test_what_several_commands_name_is_taken_where_it_can_be(run):
     assert code == 0 and [x["name"] for x in json.loads(out)["methods"]][1] != "keydiff"
 
 
-def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
+def test_keys_that_a_saved_prompt_overrides_are_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
     text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "4bit"\n'
     assert run(text, "cache-prompt", "--prompt", LEAD * 4, "-o", saved)[0] == 0
@@ -78,7 +81,7 @@ def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
     assert code == 0 and f"note: {saved} already holds this text" in err.replace("\n", " ")
 
 
-def test_config_tells_what_applies_and_where_it_is_from(run):
+def test_config_prints_each_setting_with_its_source_and_its_commands(run):
     code, out, err = run(FILE, "config", MLX_SNAPKV_STORE="memory", MLX_SNAPKV_MODEL="other")
     assert (code, err) == (0, "") and "secret" not in out
     said = dict(line.split(", from ") for line in out.splitlines())
@@ -109,7 +112,7 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
     assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
-def test_what_a_policy_would_need_waits_in_the_file_for_one(run):
+def test_a_store_in_the_file_is_ignored_without_sparse_attention_and_a_flag_is_not(run):
     text = 'model = "demo"\nstore = "4bit"\n'
     assert run(text, *ASK, "-m", "2")[0] == 0
     code, _, err = run(text, *ASK, "-m", "2", "--policy", "tova")

@@ -4,7 +4,7 @@ import shlex
 SMALL = ["demo", "--tokens", "1024", "--questions"]
 
 
-def test_the_demo_shows_what_is_kept_what_is_gone_and_the_speed(call, monkeypatch, tmp_path):
+def test_the_demo_shows_kept_and_evicted_facts_and_the_speed(call, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
     save = ["--save-document", "a story.txt"]

@@ -1,4 +1,4 @@
-"""What `doctor` tells of this machine is what MLX, the system and the installed packages say."""
+"""`doctor` prints figures that agree with MLX, the system and the installed packages."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from mlx_snapkv.planning.machine import this_machine
 from mlx_snapkv.planning.units import format_bytes
 
 
-def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):
+def test_the_figures_are_of_this_machine(call, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = call("doctor", "--json")
     found = json.loads(out)
@@ -36,7 +36,7 @@ def test_a_bug_reports_figures_are_this_machines(call, tmp_path, monkeypatch):
         assert found["GPU kernels"] == "pass their self-test"
 
 
-def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
+def test_the_table_gets_a_row_for_a_models_attention(call, refused):
     out = call("doctor")[1]
     assert "For a bug report" in out and "wired limit" in out and "attention of" not in out
     assert "attention of demo" in call("doctor", "--model", "demo")[1]
@@ -46,6 +46,6 @@ def test_it_is_a_table_which_a_models_attention_is_added_to(call, refused):
 @pytest.mark.parametrize(
     "size, words", [(64, "heads of 64, fused"), (48, "not fused for a prompt's chunks with 48")]
 )
-def test_heads_without_a_kernel_of_metals_are_named(monkeypatch, size, words):
+def test_head_sizes_without_a_fused_metal_kernel_are_named(monkeypatch, size, words):
     monkeypatch.setattr(scores, "on_gpu", lambda: True)
     assert words in environment.kernels(make_llama(head_dim=size))

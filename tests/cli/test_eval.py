@@ -4,8 +4,8 @@ import re
 from mlx_snapkv.cli.progress import StepBars
 
 
-def test_it_says_how_long_it_will_take(capsys, monkeypatch):
-    """Off a terminal, now and then; documents answered before are not told of."""
+def test_progress_says_how_long_the_rest_will_take(capsys, monkeypatch):
+    """Without a terminal, a line comes now and then. Documents of earlier runs print nothing."""
     now = 0.0
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     with StepBars() as bars:
@@ -20,8 +20,10 @@ def test_it_says_how_long_it_will_take(capsys, monkeypatch):
     ]
 
 
-def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, text_file, tmp_path):
-    """Of two texts of two pieces each, and a picture."""
+def test_fidelity_prints_a_table_for_each_setting_and_more_pieces_continue_a_run(
+    call, refused, text_file, tmp_path
+):
+    """Two texts have two pieces each; a picture in their folder is skipped."""
     base, folder = tmp_path / "r", tmp_path / "texts"
     folder.mkdir()
     for name in "ab":
@@ -48,7 +50,7 @@ def test_fidelity_has_a_table_a_setting_and_more_pieces_go_on(call, refused, tex
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["records"]) == 2 * 2 * 3 == len(after.splitlines()) - 1
     asked = [r["question"] for r in result["records"] if r["setting"] == "later"]
-    assert asked == ["Who?"] * 3 + ["Where?"] * 3  # of a piece each
+    assert asked == ["Who?"] * 3 + ["Where?"] * 3  # each piece has its own question
     assert (tmp_path / "r.md").read_text().count("\n## ") == 2
     (folder / "picture.png").rename(folder / "now.txt").write_text("It is text now.")
     assert "belongs to another run, with texts" in refused(*args)

@@ -1,4 +1,4 @@
-"""Without a GPU, half-precision models are computed in float32, where the machine's memory allows."""
+"""Without a GPU, half-precision models are computed in float32 if the machine's memory allows it."""
 
 import mlx.core as mx
 import pytest
@@ -15,7 +15,7 @@ def dtypes(model):
     return {x.dtype for _, x in tree_flatten(model.parameters())}
 
 
-def test_a_model_of_the_users_is_computed_in_float32_and_a_line_says_so(call, tmp_path):
+def test_a_users_model_is_computed_in_float32_and_a_line_says_so(call, tmp_path):
     half = str(demo_with(tmp_path / "half"))
     code, _, err = call("generate", "--model", half, *ASK)
     said = [line for line in err.splitlines() if "float32" in line]
@@ -27,13 +27,13 @@ def test_a_model_of_the_users_is_computed_in_float32_and_a_line_says_so(call, tm
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_nothing_is_said_of_float32_or_of_embedded_models(call, tmp_path, wide):
+def test_float32_models_and_embedded_models_get_no_line(call, tmp_path, wide):
     model = str(wide_demo(tmp_path / "wide")) if wide else "demo"
     code, _, err = call("generate", "--model", model, *ASK)
     assert code == 0 and "float32" not in err
 
 
-def test_where_it_would_take_more_than_half_of_the_memory_it_stays_and_a_line_says_so():
+def test_a_model_that_would_take_more_than_half_of_the_memory_keeps_its_dtype():
     model = make_llama()
     model.set_dtype(mx.bfloat16)
     needed = 2 * sum(x.nbytes for _, x in tree_flatten(model.parameters()))
@@ -44,7 +44,7 @@ def test_where_it_would_take_more_than_half_of_the_memory_it_stays_and_a_line_sa
     assert dtypes(model) == {mx.float32}
 
 
-def test_quantised_weights_stay_and_what_scales_them_gets_wider():
+def test_quantised_weights_stay_and_their_scales_become_float32():
     model = make_llama(hidden_size=64, intermediate_size=64)
     model.set_dtype(mx.float16)
     from mlx.nn import quantize

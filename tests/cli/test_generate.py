@@ -20,7 +20,7 @@ LEFT_OUT = {
     "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere
 }
 FEW = "top_k=20,n_sink=4,n_window=24"
-# What is about one prompt and its answer, and no conversation.
+# Options that make sense for one prompt and not for a conversation.
 ONE_PROMPT = {
     "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
     "--ignore-chat-template", "--draft-model", "--num-draft-tokens", "--verbose", "--json",
@@ -29,7 +29,7 @@ ONE_PROMPT = {
 
 
 def test_the_answer_goes_to_stdout_and_the_figures_to_stderr():
-    """As the installed command; `python -m mlx_snapkv` is what test_streams.py starts."""
+    """The installed command runs here; test_streams.py starts `python -m mlx_snapkv`."""
     command = INSTALLED if Path(INSTALLED[0]).exists() else MODULE
     done = subprocess.run([*command, *PLAIN], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "482913\n")
@@ -78,8 +78,8 @@ def test_stdin_and_file_make_one_prompt(call, tmp_path):
     assert call(*RAW, "-q", "--prompt-file", "-", "-p", rest, stdin=first.encode()) == expected
 
 
-def test_a_rotating_cache(call, tmp_path):
-    """Of a model of a type that leaves its caches to mlx-lm."""
+def test_max_kv_size_makes_a_rotating_cache(call, tmp_path):
+    """Only model types that leave their caches to mlx-lm accept --max-kv-size."""
     model = demo_with(tmp_path / "model", model_type="seed_oss", attention_out_bias=False)
     file = tmp_path / "document.txt"
     file.write_text(("It was cold at the market. " * 200) + LEAD)
@@ -89,7 +89,7 @@ def test_a_rotating_cache(call, tmp_path):
     assert "mlx-lm's rotating cache of 128 entries (no policy" in err and "full cache" not in err
 
 
-def test_help_version_and_no_command(call):
+def test_version_help_and_the_command_alone(call):
     assert call("--version") == (0, "0.1.0\n", "")
     code, out, _ = call()
     assert code == 0 and "generate" in out and "demo" in out
@@ -98,7 +98,7 @@ def test_help_version_and_no_command(call):
     assert call("generate", "-h") == (code, out, "") and call("eval", "-h") == call("eval")
 
 
-def test_the_share_of_drafted_tokens_is_told(call):
+def test_the_closing_line_has_the_share_of_drafted_tokens(call):
     args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1"]
     code, out, err = call(*args, "--draft-model", "demo", "--num-draft-tokens", "2")
     assert (code, out) == call(*args)[:2]
@@ -110,7 +110,7 @@ def ours(name):
     return {flag for option in command.params for flag in option.opts} | {"-h", "--help"}
 
 
-def test_generate_and_chat_have_mlx_lms_flags_and_the_same():
+def test_generate_and_chat_have_all_flags_of_mlx_lm_and_the_same_flags():
     for name, module in (("generate", mlx_generate), ("chat", mlx_chat)):
         theirs = set(module.setup_arg_parser()._option_string_actions)
         assert theirs - LEFT_OUT <= ours(name), name
@@ -135,7 +135,9 @@ def test_flags_that_change_the_answer(call, demo_llama):
     *_, last = demo_llama[1].encode(f" {plain.strip()}", add_special_tokens=False)
     assert call(*ASKED, "--extra-eos-token", str(last)) == (0, plain.replace(".", ""), "")
     assert call(*ASKED, "--prefill-response", "It was cold at the")[1].startswith("square.")
-    assert call(*ASKED, "--temp", "3", "--top-k", "1", "--seed", "1")[1] == plain  # of one token
+    assert (
+        call(*ASKED, "--temp", "3", "--top-k", "1", "--seed", "1")[1] == plain
+    )  # one possible token
     bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
     assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
     sampled = [*ASKED, "--temp", "3", "--seed"]

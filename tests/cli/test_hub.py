@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub: planned from few bytes, and refused with the reason."""
+"""Repositories on the Hugging Face hub are planned from few bytes, or refused with the reason."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import pytest
 
 from mlx_snapkv.demo import MODELS
 
-UNSAFE = "somebody/unsafe"  # a repository without safetensors
+UNSAFE = "somebody/unsafe"  # this repository has no safetensors
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The files of the server's `files`, as the real hub sends them, or its refusals, by repository."""
+    """A hub that sends the server's `files` as the real hub does, or refuses repositories in its `refusals`."""
 
     def do_GET(self):
         hub, name = self.server, self.path.rpartition("/resolve/main/")[2]
@@ -46,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """A hub of the embedded model's configuration and headers, and weights of zeros, under any name."""
+    """Yield a hub with the embedded model's configuration and headers, and weights of zeros, under any name."""
     folder = MODELS["demo"]
     weights = (folder / "model.safetensors").read_bytes()
     header = weights[: 8 + int.from_bytes(weights[:8], "little")]
@@ -61,7 +61,7 @@ def hub():
         server.shutdown()
 
 
-# Several command lines in one process: to import the package takes longer than all of them.
+# Several command lines run in one process, because importing the package takes longer than all of them.
 EACH = """
 import contextlib, io, json, sys
 from mlx_snapkv.cli.app import main
@@ -78,7 +78,7 @@ print(json.dumps(found))
 
 
 def run(commands, cache, endpoint=None, offline="0"):
-    """The commands in a process that alone reads these variables: (exit code, stdout, stderr) of each."""
+    """Run commands in a process with its own environment variables; return (exit code, stdout, stderr) of each."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{endpoint.server_port if endpoint else 9}",
@@ -94,14 +94,14 @@ def run(commands, cache, endpoint=None, offline="0"):
 
 
 def refused(cache, *names, **how):
-    """What is said on stderr of each model."""
+    """Assert that every model is refused in one line; return the lines."""
     found = run([f"generate -p x --model {name}" for name in names], cache, **how)
     assert [(code, out, err.count("\n")) for code, out, err in found] == [(2, "", 1)] * len(names)
     return [err for _, _, err in found]
 
 
 def cached(cache, name, config):
-    """A repository in the local cache, of a configuration only."""
+    """Write a repository with only a configuration into the local cache."""
     snapshot = cache / f"models--somebody--{name}" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(config))
@@ -109,7 +109,7 @@ def cached(cache, name, config):
     (refs / "main").write_text(snapshot.name)
 
 
-def test_without_a_network_the_local_cache_is_all_there_is(tmp_path):
+def test_without_a_network_only_the_local_cache_is_used(tmp_path):
     config = {"model_type": "glm", "rope_parameters": {"partial_rotary_factor": 0.5}}
     cached(tmp_path, "small", {})
     cached(tmp_path, "rotated", config)
@@ -117,12 +117,12 @@ def test_without_a_network_the_local_cache_is_all_there_is(tmp_path):
         tmp_path, "nobody/nothing", "somebody/small", "somebody/rotated"
     )
     assert "the Hugging Face hub can't be reached, and the local cache does not hold it" in nothing
-    assert "has no weights" in small  # what is cached is used
+    assert "has no weights" in small  # the cached configuration is used
     assert "has no partial_rotary_factor" in rotated
     assert "HF_HUB_OFFLINE" in refused(tmp_path, "nobody/nothing", offline="1")[0]
 
 
-def test_what_the_hub_refuses(hub, tmp_path):
+def test_a_refusal_of_the_hub_is_one_line_with_the_reason(hub, tmp_path):
     hub.refusals = {"nobody/nothing": (404, "RepoNotFound"), "nobody/gated": (403, "GatedRepo")}
     nothing, gated = refused(tmp_path, *hub.refusals, endpoint=hub)
     assert "the Hugging Face hub has no such repository" in nothing

@@ -12,14 +12,14 @@ SNAPKV = "budget=6%,n_sink=4,n_window=32"
 
 @pytest.fixture
 def fact(story):
-    """The fact that the story tells first."""
+    """Return the first fact in the story."""
     path, facts = story
     return min(facts, key=lambda fact: path.read_text().index(fact.value))
 
 
 @pytest.fixture
 def ask(call, story, fact):
-    """ask(command, *options, model="demo") -> (exit code, stdout, stderr), about that fact."""
+    """Return a function that runs a command with a question about the first fact: (exit code, stdout, stderr)."""
 
     def run(command, *options, model="demo"):
         question = ("--prompt-file", str(story[0]), "--prompt", fact.question)
@@ -28,7 +28,7 @@ def ask(call, story, fact):
     return run
 
 
-def test_what_is_kept_is_drawn(ask, fact, tmp_path):
+def test_inspect_draws_the_kept_entries(ask, fact, tmp_path):
     path = tmp_path / "kept.html"
     policies = ("--snapkv", SNAPKV, "--policy", "streaming_llm:budget=6%")
     code, out, err = ask("inspect", *policies, "-o", str(path))
@@ -43,7 +43,7 @@ def test_what_is_kept_is_drawn(ask, fact, tmp_path):
     assert path.read_text(encoding="utf-8").count("streaming_llm:budget=6%") == 1 and is_ours(path)
 
 
-def test_a_script_is_told_everything(ask, fact, tmp_path):
+def test_json_output_has_positions_weights_and_sentences(ask, fact, tmp_path):
     path = tmp_path / "kept.png"
     options = ["--snapkv", SNAPKV, "--json", "-q", "-o", str(path)]
     code, out, err = ask("inspect", *options, model="demo-qwen3-next")
@@ -69,7 +69,7 @@ def test_a_prompt_below_the_gate_says_so(ask):
 SMALL = "streaming_llm:budget=5%"
 
 
-def test_answers_a_table_and_a_page(ask, fact, tmp_path):
+def test_compare_prints_answers_and_a_table_and_writes_a_page(ask, fact, tmp_path):
     page = tmp_path / "compared.html"
     code, out, err = ask("compare", "--policy", SMALL, "-o", str(page))
     assert code == 0 and f"wrote {page}" in err
@@ -83,7 +83,7 @@ def test_answers_a_table_and_a_page(ask, fact, tmp_path):
     assert 'class="t4"' in html and 'class="t0"' in html and "script" not in html
 
 
-def test_rounding_leaves_no_negative_divergence():
+def test_rounding_errors_make_no_negative_divergence():
     same = Compared("snapkv", "yes", [1], 9, 99, 0.1, None, kl=-1e-9)
     assert "0.000" in _table([same], 9).rows[0]
 
@@ -100,13 +100,13 @@ def test_an_answer_that_is_not_compressed_yet_has_no_figures(ask):
     )
 
 
-def test_same_tokens_count_from_the_compression():
+def test_equal_tokens_are_counted_from_the_compression():
     full = Compared("full cache", "yes", [1], 9, 99, 0.1, None)
     differs = Compared("snapkv", "no", [1], 9, 99, 0.1, None, 0.5, 3, differs=(10, "", "", ""))
     assert [row[-1] for row in _table([full, differs], 9).rows] == ["all", "first 7"]
 
 
-def test_two_policies_and_sparse_attention_that_suit_the_length(ask):
+def test_without_options_compare_selects_two_policies_and_sparse_attention_for_the_length(ask):
     code, out, err = ask("compare", "--json", "-q")
     found = json.loads(out)
     full, *others = found["methods"]

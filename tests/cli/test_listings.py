@@ -1,4 +1,4 @@
-"""What `policies` and `models` list; every command of `policies --choose` is tried."""
+"""The lists of `policies` and `models`; every command of `policies --choose` is run."""
 
 import json
 import re
@@ -46,13 +46,13 @@ ASKED = [choice for choice in CHOICES if choice.command.split()[1] in ("generate
 
 
 def words(choice, model, text, question="What?"):
-    """What is typed for a choice, after `mlx-snapkv`."""
+    """Return the words to type for a choice, after `mlx-snapkv`."""
     filled = choice.command.replace("MODEL", model).replace("TEXT", str(text))
     return [question if word == "QUESTION" else word for word in shlex.split(filled)[1:]]
 
 
 @pytest.mark.parametrize("choice", ASKED, ids=lambda choice: choice.when)
-def test_every_one_that_answers_does(call, story, choice):
+def test_every_listed_command_that_answers_is_right(call, story, choice):
     path, facts = story
     name, *given = words(choice, "demo", path, facts[0].question)
     typed = f"/file {path}\n{facts[0].question}\n".encode()
@@ -61,7 +61,7 @@ def test_every_one_that_answers_does(call, story, choice):
     assert out.splitlines()[-1].strip() == facts[0].value
 
 
-def test_what_is_saved_can_be_asked(call, ask_saved, story, tmp_path):
+def test_the_listed_cache_prompt_command_saves_a_usable_prompt(call, ask_saved, story, tmp_path):
     path, facts = story
     (choice,) = (choice for choice in CHOICES if "cache-prompt" in choice.command)
     copy = tmp_path / "story"

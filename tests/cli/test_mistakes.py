@@ -13,7 +13,7 @@ from model_folders import change, demo_with
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.cli.cache_options import MLXCacheOptions
 
-# A command line, and what its one line says. {} is a folder with `text`, a few words, and `requests`.
+# A command line | words of its one line. {} is a folder with the files `text`, `blank` and `requests`.
 MISTAKES = r"""
 nonsense                                                 | No such command 'nonsense'.
 generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
@@ -130,7 +130,7 @@ MODELS = [
 
 @pytest.mark.parametrize("name, how, message", MODELS)
 def test_models_that_cannot_be_loaded(refused, tmp_path, name, how, message):
-    """A file of theirs is gone, cut short, changed, or something else."""
+    """A file of the model is missing, cut short, changed or replaced."""
     folder = demo_with(tmp_path / "model")
     file = folder / name
     if isinstance(how, dict):
@@ -143,7 +143,7 @@ def test_models_that_cannot_be_loaded(refused, tmp_path, name, how, message):
     assert re.search(message, refused("generate", "--model", str(folder), "--prompt", "x"))
 
 
-def test_a_draft_model_of_another_tokenizer(refused, tmp_path):
+def test_a_draft_model_with_another_tokenizer_is_refused(refused, tmp_path):
     folder = demo_with(tmp_path / "draft")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokenizer["vocab"]["another word"] = 100_000
@@ -152,7 +152,7 @@ def test_a_draft_model_of_another_tokenizer(refused, tmp_path):
     assert "a draft model needs the model's own tokenizer" in refused(*asked)
 
 
-def test_what_a_rotating_cache_does_not_go_with():
+def test_a_rotating_cache_excludes_kv_bits_and_a_draft_model():
     model = make_model("seed_oss", {"head_dim": 32})
     for bits, draft, words in ((8, None, "with --kv-bits"), (None, "x", "with --draft-model")):
         options = MLXCacheOptions(kv_bits=bits, kv_group_size=32, max_kv_size=9)
@@ -161,7 +161,7 @@ def test_what_a_rotating_cache_does_not_go_with():
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0"])
-def test_names_that_no_file_can_have(refused, name):
+def test_names_that_no_file_can_have_are_refused(refused, name):
     for args in (["--model", name, "--prompt", "x"], ["--model", "demo", "--prompt-file", name]):
         assert refused("generate", *args)
 
@@ -175,10 +175,10 @@ DISKS = [
 
 
 @pytest.mark.parametrize("command, name, most", DISKS)
-def test_a_full_disk_is_named_and_leaves_files_as_they_were(
+def test_a_full_disk_is_reported_with_the_file_and_changes_no_file(
     call, folder, tmp_path, monkeypatch, command, name, most
 ):
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # whose index could not be written
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))  # git would write its index
     file, before = tmp_path / name, {}
     if name == "r.html":
         before = {file: '<meta name="generator" content="mlx-snapkv">'}

@@ -11,7 +11,7 @@ from mlx_snapkv.planning.machine import Machine
 PLAN = ["plan", "--model", "demo"]
 
 
-def test_a_table_of_one_context(call):
+def test_plan_prints_a_table_for_one_context(call):
     code, out, _ = call(*PLAN, "--context", "16k", "--memory", "450MB")
     lines = out.splitlines()
     assert code == 0 and lines[0] == "The trained length of demo is 16,384 tokens."
@@ -37,13 +37,13 @@ def test_a_table_of_one_context(call):
         ("--context 32k --policy snapkv:top_k=64", "tokens are more than the model's trained length of 16384"),
     ],
 )  # fmt: skip
-def test_what_is_recommended_and_why(call, options, said):
+def test_plan_says_what_it_recommends_and_why(call, options, said):
     code, out, _ = call(*PLAN, *options.split())
     assert code == 0 and said in " ".join(out.split())
 
 
-def test_the_policy_asked_for_is_taken_where_it_fits(call):
-    # where the full cache would fit as well, and where the policy does not
+def test_a_named_policy_is_recommended_if_it_fits(call):
+    # The full cache would fit, too; then a machine on which the policy does not fit.
     for policy, memory, taken in (
         ("tova:budget=512", "10GB", "tova:budget=512"),
         ("snapkv", "100MB", "keydiff:budget=2048 then snapkv:top_k=512"),
@@ -56,11 +56,11 @@ def test_the_policy_asked_for_is_taken_where_it_fits(call):
 
 @pytest.mark.parametrize("usable", [10**9, 100 * 10**6, 30 * 10**6])
 @pytest.mark.parametrize("n", [9000, 16_000, 20_000])
-def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable):
-    """Of the same machine, for a question: for all there is of it, and where little fits."""
+def test_auto_selects_the_recommended_setting(call, demo_llama, monkeypatch, n, usable):
+    """Plan and auto see one machine and plan for a question, with much memory and with little."""
     monkeypatch.setattr(auto, "this_machine", lambda: Machine(usable, usable))
     _, _, taken = auto.resolve(demo_llama[0], n, auto.QUESTION, {}, policy="auto")
-    of_mac = f"{usable * 3 // 2 // 1000}kB"  # its GPU may use two thirds
+    of_mac = f"{usable * 3 // 2 // 1000}kB"  # a Mac's GPU may use two thirds
     out = call(*PLAN, "--context", str(n), "--memory", of_mac, "--json")[1]
     (found,) = json.loads(out)["taken"]
     assert found["fits"] == taken.fits
@@ -70,8 +70,8 @@ def test_auto_takes_what_is_recommended(call, demo_llama, monkeypatch, n, usable
         assert (taken.config.flags or "QUESTION") in found["command"]
 
 
-def test_all_contexts_up_to_the_trained_length(call):
-    """A policy is shown from where it changes something."""
+def test_plan_lists_contexts_up_to_the_trained_length(call):
+    """A policy is listed only for contexts in which it evicts something."""
     code, out, _ = call(*PLAN)
     rows = [line.split() for line in out.splitlines()]
     contexts = [row[0] for row in rows if row[1:3] == ["full", "cache"]]

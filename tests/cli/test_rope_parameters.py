@@ -1,4 +1,4 @@
-"""Folders whose config.json is as transformers 5 writes it."""
+"""Model folders with a config.json in the format of transformers 5."""
 
 import json
 
@@ -16,7 +16,7 @@ NOTICE = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(rope_parameters) -> the embedded model's, with these and no rope_theta."""
+    """Return a function that makes the embedded model's folder with these rope_parameters and no rope_theta."""
 
     def make(values):
         made = demo_with(tmp_path / "model", rope_parameters=values)
@@ -28,7 +28,7 @@ def folder(tmp_path):
     return make
 
 
-def test_the_answer_is_that_of_the_same_model_with_rope_theta(call, folder, text_file, tmp_path):
+def test_the_answer_equals_the_models_answer_with_rope_theta(call, folder, text_file, tmp_path):
     text, facts = text_file(tmp_path / "text.txt", 700)
     asked = ["--prompt-file", str(text), "--prompt", facts[0].question, "-m", "12", "--model"]
     name = folder(ROPE)
@@ -39,7 +39,7 @@ def test_the_answer_is_that_of_the_same_model_with_rope_theta(call, folder, text
     assert found.strip() == facts[0].value and f"--draft-model {name}: {NOTICE}" in err
 
 
-def test_what_cannot_be_read_is_refused_by_name(refused, folder):
+def test_rope_parameters_that_mlx_lm_does_not_know_are_refused_by_name(refused, folder):
     name = folder(ROPE | {"partial_rotary_factor": 0.5})
     for words in (["generate", "-p", "x"], ["serve"], ["plan", "--context", "1k"]):
         said = refused(*words, "--model", name)
@@ -56,7 +56,7 @@ def test_several_macs_need_a_plain_configuration(folder, monkeypatch):
         loading.load_model(folder(ROPE), pipeline=False)
 
 
-def test_what_is_planned_is_what_is_loaded(call, folder):
+def test_plan_reads_rope_parameters_as_loading_does(call, folder):
     scaled = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16384}
     code, out, err = call("plan", "--model", folder(scaled), "--context", "4k", "--json")
     assert (code, err) == (0, "") and json.loads(out)["trained_length"] == 65_536

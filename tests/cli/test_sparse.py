@@ -1,4 +1,4 @@
-"""Sparse attention in commands: where all entries stay, what is said, saved prompts that go on, and chats."""
+"""Sparse attention in commands: where all entries are stored, what is printed, saved prompts and chats."""
 
 import json
 import re
@@ -23,7 +23,9 @@ def cost(err):
 
 
 @pytest.mark.parametrize("store", ["4bit", "file"])
-def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_path, store):
+def test_the_first_line_says_what_will_be_read_and_the_last_line_what_was(
+    call, story, tmp_path, store
+):
     in_files = ["--store-dir", str(tmp_path)] if "file" in store else []
     code, out, err = asked(call, story, *SPARSE, "--store", store, *in_files)
     first, *_, last = err.splitlines()
@@ -40,8 +42,8 @@ def test_what_is_read_is_said_first_and_what_was_at_the_end(call, story, tmp_pat
     assert not [*tmp_path.iterdir()]
 
 
-def test_no_options_are_the_defaults(call, story):
-    """A short answer is the full cache's; one that chooses from the start reads 1/16, or 1,024 entries."""
+def test_empty_options_are_the_defaults(call, story):
+    """A short answer reads the full cache; with when=always it reads 1/16 or 1,024 entries from the start."""
     code, out, _ = asked(call, story, "--sparse", "", "--json")
     report = json.loads(out)["compression"]
     assert code == 0 and report["policy"] == "sparse" and report["read_all"] == [[1, None]]
@@ -65,7 +67,7 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     fact = story[1][0]
     code, out, err = ask_saved(path, fact.question)
     assert (code, out) == (0, fact.value + "\n")
-    # In files the question chooses, too.
+    # If entries are in files, the question chooses, too.
     chunk = r", at most \d+ by a chunk" if store else ""
     assert re.search(rf"prompt tokens, {READ}{chunk}, KV memory", err.splitlines()[-1])
     assert ("of files" in err) == bool(store)
@@ -73,7 +75,7 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
 
 
-def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
+def test_a_saved_full_cache_is_asked_with_sparse_attention(ask_saved, save, story, path):
     save(story[0], path)
     fact = story[1][1]
     code, out, err = ask_saved(path, fact.question, *SPARSE)
@@ -81,7 +83,7 @@ def test_a_saved_full_cache_is_asked_with_it(ask_saved, save, story, path):
     assert re.search(READ, err.splitlines()[-1])
 
 
-def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story, path):
+def test_a_chat_continues_from_a_saved_sparse_prompt(call, save, story, path):
     save(story[0], path, *SPARSE, "--store", "file")
     text, facts = story
     first, second, *others = (fact.question for fact in facts)
@@ -93,15 +95,15 @@ def test_a_chat_goes_on_from_it_and_says_what_long_turns_write(call, save, story
     assert err.count(f"tokens loaded, policy {NAME}, store file, as it was") == 2
 
 
-def test_a_short_text_is_saved_in_full_and_goes_on(ask_saved, save, story, path):
+def test_a_short_text_is_saved_as_a_full_cache_and_continued(ask_saved, save, story, path):
     said = save(story[0], path, "--sparse", "budget=4000", "--store", "file")
     assert "full cache: the prompt's" in said and "fit the budget of 4000" in said
     _, out, err = ask_saved(path, story[1][0].question)
     assert out == story[1][0].value + "\n" and "full cache: " in err
 
 
-def test_a_chat_starts_again_with_it(call, document):
-    """With a memory of its own, which ends with it."""
+def test_policy_in_a_chat_starts_a_conversation_with_sparse_attention(call, document):
+    """The conversation has its own store, which ends with the conversation."""
     path, facts = document
     lines = [
         "/policy sparse:top_k=60,when=always",
@@ -133,7 +135,7 @@ def test_a_chat_compares_with_the_answer_from_all_entries(call, story):
     assert "\npolicy: sparse:" in err
 
 
-def test_nothing_is_compared_where_entries_are_gone(call, document):
+def test_compare_in_a_chat_is_refused_after_entries_were_evicted(call, document):
     path, facts = document
     lines = f"/file {path}\n{facts[0].question}\n/compare\n".encode()
     chat = "chat", "--model", "demo", "-q", "-m", "1", "--snapkv", "top_k=60,lookahead=0"
@@ -141,11 +143,11 @@ def test_nothing_is_compared_where_entries_are_gone(call, document):
     assert code == 2 and "the evicted entries are gone: chat with --sparse" in err
 
 
-def test_plans_count_it(call):
+def test_plans_count_the_memory_and_time_of_sparse_attention(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
     assert sparse["policy"] == "sparse:top_k=512" and sparse["store"] == "memory"
     assert sparse["reading"] < full["reading"] / 2 and sparse["kv"] > full["kv"]
-    # What --kv-bits says is for a policy's entries.
+    # --kv-bits is for a policy's entries, so sparse attention is not listed.
     plans = json.loads(call(*asked, "--kv-bits", "8")[1])["plans"]
     assert not any((plan["policy"] or "").startswith("sparse") for plan in plans)

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
+"""The command when its standard streams are closed, full or not read, and when Ctrl-C is pressed."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 
 
 def shell(redirected, *args):
-    """The command with its streams redirected by the shell: (exit code, stdout, stderr)."""
+    """Run the command with streams redirected by the shell; return (exit code, stdout, stderr)."""
     command = ["sh", "-c", f'exec "$@" {redirected}', "sh", *MODULE, *args]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", "<&- 2>&-"])
-def test_an_answer_needs_no_other_stream(redirected):
+def test_an_answer_needs_neither_stderr_nor_stdin(redirected):
     code, out, err = shell(redirected, *PLAIN)
     assert (code, out) == (0, "482913\n") and "Traceback" not in err
 
 
-def test_an_answer_that_has_nowhere_to_go_or_cannot_be_written_is_one_line():
+def test_a_closed_or_full_stdout_is_one_line():
     closed = "mlx-snapkv: standard output is closed, so the answer can't be written\n"
     assert shell(">&-", *PLAIN) == (1, "", closed)
     for args in ([*PLAIN, "-q"], ["--help"]):
@@ -34,7 +34,7 @@ def test_an_answer_that_has_nowhere_to_go_or_cannot_be_written_is_one_line():
 
 
 @pytest.mark.parametrize("args", [[*PLAIN, "-q"], ["models"]], ids=lambda args: args[0])
-def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
+def test_a_closed_pipe_is_exit_code_1_without_a_message(args):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([*MODULE, *args], stdout=write, stderr=subprocess.PIPE, text=True)
@@ -42,7 +42,7 @@ def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path):
+def test_tokenising_a_long_text_is_announced_and_stops_at_ctrl_c(tmp_path):
     file = tmp_path / "long.txt"
     file.write_text("It was cold at the market. " * 100_000)
 
@@ -53,7 +53,7 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
 
 
 def interrupted(ready, *args):
-    """The command, sent Ctrl-C as soon as `ready(process)`: (exit code, stdout, stderr)."""
+    """Send the command Ctrl-C as soon as `ready(process)`; return (exit code, stdout, stderr)."""
     process = subprocess.Popen(
         [*MODULE, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

@@ -1,4 +1,4 @@
-"""A prompt that is longer than its model was trained to read is told in one line."""
+"""A prompt longer than the model's trained length causes one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""No command replaces a file that is not this package's own, and replacing one of its own is said."""
+"""Commands never replace a file that this package did not write, and say when they replace one that it did."""
 
 import shutil
 

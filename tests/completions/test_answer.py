@@ -1,4 +1,4 @@
-"""Answers token by token: stop texts, thoughts, calls of tools."""
+"""Answers assembled token by token: stop texts, thoughts, tool calls."""
 
 import json
 
@@ -21,7 +21,7 @@ TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for
 
 @pytest.fixture(scope="module")
 def thinking():
-    """The embedded tokenizer, as one of a model that thinks and calls tools."""
+    """Return the embedded tokenizer, extended as for a model that thinks and calls tools."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = TEMPLATE
@@ -34,7 +34,7 @@ def thinking():
 
 
 def said(tokenizer, text, ends="stop", url=CHAT, **body):
-    """The choice that comes of an answer, and how many of its tokens were needed for it."""
+    """Return the choice made of an answer's text, and the number of tokens that were used minus the number given."""
     asked = {"messages": [{"role": "user", "content": "open the door"}]}
     body = parse(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
     answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)
@@ -61,12 +61,12 @@ def test_a_stop_text_ends_the_answer_wherever_tokens_begin(demo_llama, stop):
 
 
 @pytest.mark.parametrize("ends", ["stop", "length"])
-def test_the_beginning_of_a_stop_text_is_text_in_the_end(demo_llama, ends):
+def test_an_unfinished_stop_text_at_the_end_is_text(demo_llama, ends):
     choice, left = said(demo_llama[1], TEXT, ends, stop=["cold. And", "no"])
     assert (choice["message"]["content"], choice["finish_reason"], left) == (TEXT, ends, 0)
 
 
-def test_thoughts_are_apart(thinking):
+def test_thoughts_are_separate_from_the_text(thinking):
     thoughts = dict.fromkeys(("reasoning", "reasoning_content"), "Is it green?")
     choice, _ = said(thinking, "<think>Is it green?</think>It is.")
     assert choice["message"] == {"role": "assistant", "content": "It is.", **thoughts}
@@ -77,14 +77,14 @@ def test_thoughts_are_apart(thinking):
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"
 
 
-def test_a_text_that_is_continued_stays_as_it_is(thinking):
+def test_text_completions_keep_thoughts_and_calls_as_text(thinking):
     text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
     assert said(thinking, text, "length", COMPLETIONS)[0]["text"] == text
 
 
-def test_what_follows_a_prefill_begins_with_its_space(thinking, demo_llama):
+def test_a_continued_answer_keeps_its_leading_space(thinking, demo_llama):
     messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "So"}]
-    for tokenizer in (thinking, demo_llama[1]):  # with two of mlx-lm's detokenizers
+    for tokenizer in (thinking, demo_llama[1]):  # they have different detokenizers
         for text in (" it is.", "it is.", "  it is.", "\nit is.", ""):
             choice, _ = said(tokenizer, text, messages=messages)
             assert choice["message"]["content"] == text
@@ -108,7 +108,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
-    "url, body, words",  # of a line of a file; what a server refuses as well is tried there
+    "url, body, words",  # mistakes in files only; tests/server has mistakes that servers refuse, too
     [
         (CHAT, MESSAGES | {"n": 2}, "n is not supported in a file of requests"),
         (CHAT, MESSAGES | {"logprobs": True}, "logprobs is not supported"),

@@ -1,4 +1,4 @@
-"""A tokenizer with more tokens than its model: those beyond are refused before they are looked up anywhere."""
+"""A tokenizer may have more tokens than its model. Tokens beyond the model's vocabulary are refused before any use."""
 
 import mlx.core as mx
 import pytest
@@ -19,7 +19,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("url, body, field", ODD)
-def test_a_body_is_within_what_the_model_knows(demo_llama, url, body, field):
+def test_token_ids_of_a_body_must_be_in_the_models_vocabulary(demo_llama, url, body, field):
     model, tokenizer = demo_llama
     assert vocabulary(model) == len(tokenizer) == 1536
     parsed = parse(url, body)
@@ -30,7 +30,7 @@ def test_a_body_is_within_what_the_model_knows(demo_llama, url, body, field):
         completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=1500))
 
 
-def test_no_token_beyond_is_exempt_from_a_sampler_or_among_its_best(demo_llama):
+def test_samplers_use_no_token_beyond_the_vocabulary(demo_llama):
     """mlx-lm would write to the logits of tokens that have none."""
     tokenizer = TokenizerWrapper(demo_llama[1]._tokenizer, eos_token_ids=[1, 1700])
     few = Bounds(vocabulary_size=1536)
@@ -43,7 +43,7 @@ def test_no_token_beyond_is_exempt_from_a_sampler_or_among_its_best(demo_llama):
 
 
 @pytest.mark.parametrize("token", [1536, -1])
-def test_a_prompts_tokens_are_the_models(demo_llama, token):
+def test_a_prompts_tokens_must_be_in_the_models_vocabulary(demo_llama, token):
     model, tokenizer = demo_llama
     prompt = mx.array([5, token, 7])
     calls = [

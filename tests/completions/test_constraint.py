@@ -1,4 +1,4 @@
-"""Answers that obey a JSON schema, or are the call that was asked for, whatever the model would rather say."""
+"""Constrained answers: they obey a JSON schema or make a forced call, whatever the model prefers."""
 
 import json
 
@@ -24,7 +24,7 @@ TREE = {
     "$ref": "#/$defs/tree",
     "type": "object",
 }
-# A schema, and what tells that a value obeys it.
+# Schemas, each with a function that tells whether a value obeys.
 SCHEMAS = {
     "anything": (True, lambda value: True),
     "an object": ({"type": "object"}, lambda value: isinstance(value, dict)),
@@ -75,7 +75,7 @@ SCHEMAS = {
 
 
 def answer(loaded, schema, max_tokens, prompt="The key of", **options):
-    """The text of an answer, its number of tokens, and its constraint."""
+    """Return the text of an answer, its number of tokens, and its constraint."""
     model, tokenizer = loaded
     constraint = Constraint(
         tokenizer, json_format(schema, tokenizer, None, "the schema"), max_tokens
@@ -96,7 +96,7 @@ def test_an_answer_obeys_the_schema(demo_llama, name):
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "array", "minItems": 1},  # this model opens lists for ever
+        {"type": "array", "minItems": 1},  # this model never stops opening lists
         {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 1},
         {"type": "object", "additionalProperties": DOOR, "minProperties": 1},
     ],
@@ -110,7 +110,7 @@ def test_json_that_reaches_the_limit_is_closed(demo_llama, schema, max_tokens):
 def test_an_answer_that_is_cut_has_the_reason_length(demo_llama):
     for schema, reason in ((True, "length"), (DOOR, "stop")):
         body = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-        # "[" is what the model is made to like
+        # A bias makes the model prefer "[", so that it never stops opening lists.
         likes = (
             {str(demo_llama[1].encode("[", add_special_tokens=False)[0]): 100}
             if schema is True
@@ -121,7 +121,7 @@ def test_an_answer_that_is_cut_has_the_reason_length(demo_llama):
 
 
 def answers(loaded, n=1, **body):
-    """The completions of chats' bodies, from mlx-lm's own loop."""
+    """Yield the completions of a chat request, decoded by mlx-lm's own loop."""
     model, tokenizer = loaded
     body |= {"messages": [{"role": "user", "content": "open the door"}]}
     for _ in range(n):
@@ -134,7 +134,7 @@ def answers(loaded, n=1, **body):
 
 
 TEMPLATE = "{% for t in tools or [] %}{{ t.function.name if t.function }} {% endfor %}{{ messages[0].content }}\n"
-# By format: the parser, the words around a call, what the template has, and what is said.
+# For each format: the parser, an addition to the template, and the beginning of a forced call.
 CALLS = {
     "json": (json_tools, "", '<tool_call>{"name": "open", "arguments": '),
     "mistral": (mistral, "", '[TOOL_CALLS][{"name": "open", "arguments": '),
@@ -144,7 +144,7 @@ CALLS = {
 
 
 def calling(parser, template=TEMPLATE):
-    """The embedded tokenizer, as one of a model whose calls this parser reads."""
+    """Return the embedded tokenizer, set up for a model whose calls `parser` reads."""
     tokenizer = load(EMBEDDED["demo"])
     tokenizer.chat_template = template
     tokenizer._tool_parser = parser.parse_tool_call
@@ -165,17 +165,17 @@ ODD_PARAMETERS = [
 
 
 @pytest.mark.parametrize("parameters", ODD_PARAMETERS)
-def test_parameters_as_other_languages_write_them(demo_llama, parameters):
+def test_parameters_of_a_tool_may_have_nulls_and_missing_properties(demo_llama, parameters):
     tokenizer = calling(json_tools)
     tools = [tool("\u6253\u5f00", parameters)]
     (found,) = answers(
         (demo_llama[0], tokenizer), tools=tools, tool_choice="required", max_tokens=30
     )
-    assert '{"name": "\u6253\u5f00"' in found.reply.text  # cut
+    assert '{"name": "\u6253\u5f00"' in found.reply.text  # max_tokens cuts the call
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
+def test_a_forced_call_can_be_parsed_in_every_format(demo_llama, name):
     parser, template, start = CALLS[name]
     loaded = demo_llama[0], calling(parser, TEMPLATE + template)
     tools = [tool("shut"), tool("open", DOOR)]
@@ -187,7 +187,7 @@ def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
     assert found.reply.text.strip() == ""
     (found,) = answers(loaded, tools=tools, tool_choice="required")
     assert [c["function"]["name"] for c in found.reply.calls] in (["open"], ["shut"])
-    # Cut off, it is text: nobody shall carry out half a call.
+    # A call that is cut off is text, so that no client runs half a call.
     (found,) = answers(loaded, tools=tools, tool_choice=chosen, max_tokens=25)
     assert found.reply.calls == [] and found.finish_reason == "length"
     assert (parser.tool_call_start + found.reply.text).endswith(start[-8:]) or found.reply.text
@@ -195,8 +195,8 @@ def test_a_forced_call_is_one_that_is_parsed(demo_llama, name):
 
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("begun", ["", "<think>"])
-def test_thoughts_are_free(begun, is_special):
-    """Begun by the template or by the model; their marks are tokens of their own, as of real models, or text."""
+def test_thoughts_are_not_constrained(begun, is_special):
+    """The template or the model begins them; their marks are single tokens, as in real models, or plain text."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["demo"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
     tokenizer.chat_template = TEMPLATE + begun
@@ -219,14 +219,14 @@ def test_thoughts_are_free(begun, is_special):
     assert found.finish_reason == "stop"
 
 
-def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
+def test_constrained_json_may_contain_the_marks_of_calls(demo_llama):
     tokenizer = calling(json_tools)
     said = '{"a": "<tool_call>{}</tool_call>"}'
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "response_format": {"type": "json_object"},
     }
-    # However much of it comes at once.
+    # The whole text may also come at once.
     parser = AnswerParser(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
     assert "".join(part.text for part in parser.parse(said, is_last=True)) == said
     for asked, text in ((body, said), ({**body, "response_format": None}, '{"a": ""}')):
@@ -237,22 +237,22 @@ def test_json_keeps_what_marks_thoughts_and_calls_elsewhere(demo_llama):
         assert (found.reply.text == said) is (text == said)
 
 
-def test_drafts_are_constrained_too(demo_llama):
+def test_drafted_tokens_are_constrained(demo_llama):
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 6}
     whole = answer(demo_llama, schema, 40)[0]
     drafted = answer(demo_llama, schema, 40, draft_model=demo_llama[0], num_draft_tokens=3)[0]
     assert drafted == whole and 3 <= len(json.loads(whole)) <= 6
 
 
-def test_a_compressed_answer_obeys(demo_llama):
+def test_an_answer_from_compressed_entries_obeys_the_schema(demo_llama):
     prompt = "It was cold at the market. " * 60 + "The key of"
     text, _, _ = answer(demo_llama, DOOR, 40, prompt, snapkv="top_k=24,n_sink=4,n_window=8")
     assert json.loads(text)["door"] in ("green", "red")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_kinds_of_tokenizers(name):
-    """A text that obeys is allowed token by token, as the tokenizer has it; then nothing but the end."""
+def test_tokens_of_real_tokenizers_are_constrained(name):
+    """An obeying text is allowed token by token, as the tokenizer splits it; then only the end is allowed."""
     tokenizer = load(real_folder(name))
     schema = {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]}
     answer_format = json_format(
@@ -291,7 +291,7 @@ def test_a_schema_that_cant_be_enforced_is_one_sentence(demo_llama, schema, word
         list(answers((demo_llama[0], tokenizer), tools=tools, tool_choice="required"))
 
 
-def test_forced_calls_that_nobody_can_make(demo_llama):
+def test_impossible_forced_calls_are_refused(demo_llama):
     loaded = demo_llama[0], calling(json_tools)
     odd = [tool("open", {"properties": {"x": {}}, "required": [{"x": 1}]})]
     with pytest.raises(SnapKVError, match=r"^the parameters of the tool 'open' can't be enforced"):
@@ -306,12 +306,12 @@ def test_forced_calls_that_nobody_can_make(demo_llama):
 
 
 def obj(n, name="p", **more):
-    """An object of so many properties, which are optional unless `more` says otherwise."""
+    """Return the schema of an object with `n` properties, optional unless `more` makes them required."""
     properties = {f"{name}{i}": {"type": "boolean"} for i in range(n)}
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 
 
-def test_how_many_optional_properties_are_enforced(demo_llama):
+def test_the_number_of_optional_properties_is_limited(demo_llama):
     names = list(obj(3000)["properties"])
     text, _, _ = answer(demo_llama, obj(1000), 40)
     assert json.loads(text).keys() <= set(names[:1000])
@@ -319,7 +319,7 @@ def test_how_many_optional_properties_are_enforced(demo_llama):
     deep = {"type": "array", "items": {"anyOf": [{"type": "null"}, obj(1001)]}}
     with pytest.raises(SnapKVError, match=r"^the schema can't be enforced: an object has 1001 opt"):
         json_format(deep, demo_llama[1], None, "the schema")
-    # Objects that may each come take as much together: known only as the answer comes to them.
+    # Two alternatives together are too large, which is known only when the answer reaches them.
     together = {"anyOf": [obj(900), obj(900, "q")]}
     with pytest.raises(SnapKVError, match=r"^the answer's schema is too complex .* max is 5000$"):
         answer(demo_llama, together, 12)
@@ -332,4 +332,4 @@ def test_tools_too_large_to_be_enforced_together_are_called_by_their_names(demo_
     assert found.request.warnings == [
         "the tools' parameters are left out: together they are too large to be enforced"
     ]
-    assert found.reply.text.lstrip().startswith('{"name": "open_')  # cut
+    assert found.reply.text.lstrip().startswith('{"name": "open_')  # max_tokens cuts the call

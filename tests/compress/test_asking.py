@@ -1,4 +1,4 @@
-"""What a policy may ask a layer for, and Expected Attention, against float64 NumPy made of a model's weights."""
+"""Everything a policy may ask a layer for, and Expected Attention, against float64 NumPy from a model's weights."""
 
 from dataclasses import dataclass, replace
 
@@ -25,13 +25,13 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 
-T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
+T, N, FIRST = 60, 5, 4  # tokens, voting queries, first position in the statistics
 N_HEADS, H, D, GROUP = 4, 2, 8, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asking(ExpectedAttention):
-    """It asks for everything."""
+    """A policy that asks for everything."""
 
     obs_window = N
 
@@ -41,7 +41,7 @@ class Asking(ExpectedAttention):
 
 
 def read(model, statistics_from=None, chunks=(17, 1, 42)):
-    """A model's entries by layer when `T` tokens have been read, every layer's inputs `(T, hidden)`, and the caches."""
+    """Read `T` tokens; return the entries of each layer, the layers' inputs `(T, hidden)`, and the caches."""
     caches = [RecordingKVCache(T - N, T, T) for _ in model.layers]
     inputs = [[] for _ in caches]
     for layer, cache, given in zip(attention_layers(model, caches), caches, inputs):
@@ -64,17 +64,17 @@ def watched(norm, given):
 
 
 def heads(x, weight):
-    """A projection's output by head, `(heads, T, D)`."""
+    """Return a projection's output by head, `(heads, T, D)`."""
     return (x @ np.asarray(weight, np.float64).T).reshape(len(x), -1, D).transpose(1, 0, 2)
 
 
 def rotated(x, positions):
-    """LLaMA's RoPE of `(heads, n, D)`."""
+    """Return `x` `(heads, n, D)` rotated by LLaMA's RoPE."""
     return reference.rotated(x, np.asarray(positions)[:, None] * 1e4 ** (-np.arange(0, D, 2) / D))
 
 
 def expected_of(attention, x):
-    """Raw queries, weights, mean and covariance, from a layer's inputs and weights alone."""
+    """Return raw queries, weights, mean and covariance, computed from a layer's inputs and weights alone."""
     queries = heads(x, attention.q_proj.weight)
     keys = rotated(heads(x, attention.k_proj.weight), range(T))
     raw, asked = queries[:, T - N :], range(T - N, T)
@@ -84,7 +84,7 @@ def expected_of(attention, x):
 
 
 @pytest.mark.parametrize("chunks", [(T,), (2, 1, 1, 56)])
-def test_everything_a_policy_asks_for(chunks):
+def test_all_values_a_policy_may_ask_for_equal_the_reference(chunks):
     for number, (entries, x, _) in enumerate(zip(*read(make_llama(), FIRST, chunks))):
         assert entries.layer.number == number
         statistics = entries.statistics.mean, entries.statistics.covariance
@@ -103,7 +103,7 @@ def test_tokens_fed_again_are_counted_once():
     assert mx.array_equal(caches[0].statistics.mean, before).item()
 
 
-def test_what_nobody_asks_for_is_not_computed(monkeypatch):
+def test_values_that_are_not_requested_are_not_computed(monkeypatch):
     calls, watched = [], lambda *args: calls.append(args) or args[1]
     monkeypatch.setattr(layers.AttentionLayer, "undo_rope", watched)
     (entries, _), _, caches = read(make_llama())
@@ -126,20 +126,20 @@ GAPS = Queries(mx.zeros((1, N_HEADS, 2, D)), range(4, 6))
         (lambda e: replace(e, observed=GAPS, given_positions=e.positions + 3).raw_queries, "a start"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_one_sentence(ask, message):
+def test_a_missing_value_is_one_sentence(ask, message):
     keys = mx.zeros((1, H, 6, D))
     with pytest.raises(SnapKVError, match=message):
         ask(Entries(keys, keys))
 
 
-def test_a_name_is_given_once():
+def test_a_policys_name_must_be_unique():
     with pytest.raises(SnapKVError, match="can't be named 'tova': TOVA has"):
         type("Other", (Policy,), {"name": "tova"})
 
 
 @pytest.mark.parametrize("schedule", ["once", "block"])
-def test_a_whole_request_is_served_by_such_a_policy(tokens, schedule):
-    """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
+def test_a_policy_that_asks_for_everything_serves_a_whole_request(tokens, schedule):
+    """The prompt is read in chunks, with evictions in prompt and answer under schedule=block."""
     model, reports = make_llama(), []
     policy = Asking(budget=20, schedule=schedule, block=8, n_window=6)
     cache = make_prompt_cache(model)
@@ -150,11 +150,11 @@ def test_a_whole_request_is_served_by_such_a_policy(tokens, schedule):
 
 
 @pytest.mark.parametrize("n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)])
-def test_expected_attention(n_sink, n_bytes, monkeypatch):
+def test_expected_attention_equals_the_reference(n_sink, n_bytes, monkeypatch):
     in_blocks(monkeypatch, n_bytes)  # 1: blocks of 64 keys
     model = make_llama()
     attention = model.layers[0].self_attn
-    attention.q_proj.weight = 4 * attention.q_proj.weight  # else all weights are about the same
+    attention.q_proj.weight = 4 * attention.q_proj.weight  # otherwise all weights are nearly equal
     (entries, _), (x, _), _ = read(model, n_sink)
     queries = heads(x, attention.q_proj.weight).reshape(H, GROUP, T, D)
     to_come = [rotated(np.eye(D)[None], [p] * D)[0].T for p in range(T, T + 512)]
@@ -166,7 +166,7 @@ def test_expected_attention(n_sink, n_bytes, monkeypatch):
     assert scores[0, :, :n_sink].min(initial=np.inf) > scores[0, :, n_sink:].max()
 
 
-def test_weights_too_small_for_float32_are_still_told_apart():
+def test_weights_too_small_for_float32_still_differ():
     model = make_llama()
     attention = model.layers[0].self_attn
     attention.q_proj.weight = 400 * attention.q_proj.weight
@@ -174,8 +174,8 @@ def test_weights_too_small_for_float32_are_still_told_apart():
     assert len(set(scores[0, 0, 4:].tolist())) == T - 4 and scores.min().item() < -100
 
 
-def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
-    """Nothing is known of queries yet when they come, so they are read first."""
+def test_a_later_turn_reads_tokens_before_an_eviction_that_needs_statistics(tokens):
+    """Statistics of the turn's queries don't exist before its first tokens are read."""
     model = make_llama()
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)

@@ -9,7 +9,7 @@ from mlx_snapkv.entries.quota import Quota
 
 
 def update(cache, n):
-    """Feed tokens whose queries nobody asks for; what the attention is to see."""
+    """Feed `n` tokens without recording queries; return the keys and values that the attention reads."""
     return cache.update_and_fetch(*rows(cache.offset, n)[:2])
 
 
@@ -31,7 +31,7 @@ def test_entries_never_exceed_the_budget_and_a_block(updates, budget, n_window, 
     for L in updates:
         mask = cache.make_mask(L, return_array=True)
         keys, values = update(cache, L)
-        if mask is not None:  # every token sees all that is held up to its own
+        if mask is not None:  # every token sees all held entries up to its own
             own = np.arange(fed, fed + L)[:, None]
             assert np.array_equal(mask, np.asarray(cache.positions)[0, 0].astype(int) <= own)
         fed += L
@@ -47,14 +47,14 @@ def test_entries_never_exceed_the_budget_and_a_block(updates, budget, n_window, 
         assert (positions[..., -newest:] == np.arange(fed - newest, fed)).all()
 
 
-def test_an_update_larger_than_a_block_is_held_until_the_next():
+def test_an_update_larger_than_a_block_is_held_until_the_next_update():
     cache = make_cache(budget=8, block=4)
     update(cache, 8)
     assert [update(cache, n)[0].shape[2] for n in (20, 1)] == [28, 9]
     assert cache.keys.shape[2] == 12
 
 
-def test_an_eviction_precedes_steady_tokens_and_none_comes_between_them():
+def test_evictions_come_before_and_after_steady_tokens_but_not_between_them():
     cache = make_cache(budget=8, block=4)
     cache.steady = range(10, 16)
     update(cache, 10)
@@ -62,7 +62,7 @@ def test_an_eviction_precedes_steady_tokens_and_none_comes_between_them():
     assert sizes == [9, 10, 11, 12, 13, 14, 9]
 
 
-def test_h2o_counts_the_attention_of_all_queries_however_they_come_and_evicts_it_with_its_entry():
+def test_h2o_counts_the_attention_of_all_queries_in_any_chunks_and_evicts_counts_with_entries():
     keys, _, queries = rows(0, 20)
     received = np.asarray(reference.votes(queries, keys, range(20), SCALE))
     for cuts in ([20], [5, 15], [7, 1, 1, 1, 9, 1]):
@@ -76,7 +76,7 @@ def test_h2o_counts_the_attention_of_all_queries_however_they_come_and_evicts_it
         assert np.allclose(cache.held().received, wanted, atol=1e-5)
 
 
-def test_the_last_queries_vote_when_a_block_is_evicted_but_not_of_tokens_undone():
+def test_the_last_queries_vote_at_an_eviction_without_those_of_undone_tokens():
     cache = make_cache(TOVA(), budget=6, n_window=1, block=6)
     feed(cache, 6), feed(cache, 3)
     restore = cache.restorer()

@@ -28,7 +28,7 @@ def test_a_bad_budget_is_one_sentence(budget):
         (StreamingLLM(budget=3), 1000, Quota(3, 1, 2)),
     ],
 )
-def test_sink_and_window_shrink_to_half_of_a_budget_below_them(policy, n, kept):
+def test_sink_and_window_shrink_to_half_of_a_budget_that_is_smaller(policy, n, kept):
     assert policy.quota(n) == kept
     assert reason_to_leave(Compress(policy), n, None) is None
 
@@ -38,11 +38,11 @@ def test_two_stages_share_a_small_budget():
     assert compress.prefill_quota(1000) == Quota(20, 1, 9)
 
 
-def test_snapkvs_budget_and_top_k_say_the_same():
+def test_snapkvs_budget_follows_from_top_k_and_vice_versa():
     assert SnapKV(budget=1023) == SnapKV(top_k=1023 - 4 - 255)
     assert SnapKV(top_k=100).budget == 138  # 4 + 100 + 34
     assert SnapKV(top_k=100, n_sink=2, n_window=30).budget == 132
-    # Of 1,024 entries 764 are voted, too, but 1,023 are enough for that.
+    # 764 is also the top_k of budget=1024, but budget=1023 is the smallest budget with it.
     for budget, said in ((1023, "top_k=764"), (1024, "budget=1024"), ("25%", "budget=25%")):
         assert str(SnapKV(budget=budget)) == f"snapkv:{said}"
 
@@ -51,7 +51,7 @@ shares = st.integers(1, 99).map("{}%".format)
 
 
 @given(st.integers(1, 5000), st.integers(0, 200), shares)
-def test_a_budget_is_the_smallest_of_which_top_k_are_voted(top_k, n_sink, share):
+def test_top_k_gives_the_smallest_budget_with_this_top_k(top_k, n_sink, share):
     policy = SnapKV(top_k=top_k, n_sink=n_sink, n_window=share)
     for budget, enough in ((policy.budget, True), (policy.budget - 1, False)):
         assert (budget - n_sink - int(share[:-1]) * budget // 100 >= top_k) == enough
@@ -59,13 +59,13 @@ def test_a_budget_is_the_smallest_of_which_top_k_are_voted(top_k, n_sink, share)
 
 
 @given(st.integers(1, 5000), st.integers(0, 200), shares)
-def test_a_policy_is_what_it_is_called(budget, n_sink, share):
+def test_a_policy_is_parsed_back_from_its_name(budget, n_sink, share):
     assume(budget >= max(1, n_sink + int(share[:-1]) * budget // 100))
     policy = SnapKV(budget=budget, n_sink=n_sink, n_window=share)
     assert policy.budget == budget and policy_named(str(policy)) == policy
 
 
-def test_a_window_that_is_all_of_the_budget_leaves_no_votes():
+def test_a_window_of_the_whole_budget_leaves_no_voted_entries():
     with pytest.raises(SnapKVError, match="n_window must be less than all of the budget, got"):
         SnapKV(n_window="100%")
     assert SnapKV(budget=100, n_sink=0, n_window="100%").top_k == 0

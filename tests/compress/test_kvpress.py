@@ -1,4 +1,4 @@
-"""Agreement with a published implementation: kvpress' presses, recorded by `scripts/record_kvpress.py`."""
+"""The kept positions equal those of kvpress's presses, recorded by `scripts/record_kvpress.py`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ T = len(TOKENS)
 
 
 def policy_of(case):
-    """The policy that keeps what the press does, with the whole prompt as one block."""
+    """Return the policy that keeps what the press keeps, with the whole prompt as one block."""
     *options, kept = RECORDED[f"{case}/settings"].tolist()
     name = case.partition("/")[0]
     own = {"budget": kept, "block": T}
@@ -40,5 +40,5 @@ def test_kept_positions_are_equal_for_every_layer_and_head(demo_llama, case, mon
     for mine, theirs, by_head in zip(cache, RECORDED[f"{case}/positions"], scores, strict=True):
         for ours, wanted, score in zip(mine.positions[0], theirs, by_head, strict=True):
             differing = score[sorted({*ours.tolist()} ^ {*wanted.tolist()})]
-            # Of entries with the same score, either choice is right.
+            # Entries with equal scores may differ.
             assert not differing.size or np.ptp(differing) <= 1e-6 * np.abs(differing).max()

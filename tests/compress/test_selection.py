@@ -28,7 +28,7 @@ def test_nan_is_the_lowest_score():
     top_k=st.integers(0, 20),
     n_window=st.integers(0, 10),
 )
-def test_equals_a_plain_sort(scores, n_sink, top_k, n_window):
+def test_selection_equals_a_plain_sort(scores, n_sink, top_k, n_window):
     kept = positions([float(s) for s in scores], n_sink=n_sink, top_k=top_k, n_window=n_window)
     assert kept == reference.select(scores, n_sink, top_k, n_window)
     assert len(kept) == min(len(scores), n_sink + top_k + n_window)

@@ -1,4 +1,4 @@
-"""SnapKV: votes, pooling, options; how requests name a policy."""
+"""SnapKV's votes, pooling and options, and the ways in which requests name a policy."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from mlx_snapkv.planning.settings import resolve_compress
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
-def test_votes_of_entries_kept_anyway_do_not_leak_into_the_middle(pool):
+def test_votes_of_sink_and_window_are_not_pooled_into_the_middle(pool):
     entries = make_entries(n=6)
     policy = SnapKV(top_k=5, n_sink=4, n_window=8, obs_window=6, pool_kernel=5, pool=pool)
     scores, expected = np.asarray(policy.score(entries)), votes_of(entries)
@@ -42,8 +42,8 @@ def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, 
     assert np.allclose(policy.score(entries), expected, atol=1e-6)
 
 
-def test_what_is_kept_anyway_is_the_windows_share_of_the_budget():
-    """Without a quota a policy takes its own budget's window."""
+def test_the_unpooled_window_is_a_share_of_the_budget():
+    """Without a quota a policy uses the window of its own budget."""
     entries = make_entries(T=200, n=6)
     policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
     for budget, given_window, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):
@@ -70,7 +70,7 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
     ],
 )  # fmt: skip
-def test_values_out_of_range(options, message):
+def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(SnapKVError) as error:
         resolve_compress(snapkv=options)
     assert str(error.value) == f"snapkv option {message}"
@@ -106,6 +106,6 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         ({"policy": "keydiff then tova then snapkv"}, "must be one policy or two"),
     ],
 )
-def test_requests_that_name_no_policy(keywords, message):
+def test_unusable_names_of_policies_are_refused(keywords, message):
     with pytest.raises(SnapKVError, match=message):
         resolve_compress(**keywords)

@@ -1,4 +1,4 @@
-"""Every policy in every way that it can be asked for: alone or as a stage."""
+"""Every policy in every way that a request may use it: alone or as one of two stages."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv.compress.policy import POLICIES
 from mlx_snapkv.planning.settings import resolve_compress
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 LAST = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 
@@ -25,8 +25,8 @@ def text_of(name, way):
 
 @pytest.mark.parametrize("way", ["once", "block", "first stage", "last stage"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_request_is_served(name, way, tokens):
-    """A hybrid model's, of policies that evict while the prompt is read."""
+def test_a_policy_serves_a_request(name, way, tokens):
+    """Policies that evict while the prompt is read run on a hybrid model."""
     text = text_of(name, way)
     model = make_qwen() if way == "block" else make_llama()
     compress, reports = resolve_compress(policy=text), []

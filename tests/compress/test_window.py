@@ -1,4 +1,4 @@
-"""The cache of a fixed shape, against dense attention, and against a simulation that holds lists of tokens."""
+"""The compressed prompt's cache against dense attention over the tokens that each token must see."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ def assert_consistent(cache):
     assert mx.array_equal(held, mx.take_along_axis(every, positions, axis=2))
 
 
-def test_many_decoded_tokens_keep_shape_and_buffer():
+def test_a_ring_keeps_its_shape_and_buffer_over_many_tokens():
     cache, found = window(), set()
     for _ in range(300):
         mx.eval(feed(cache, 1), cache.state)
@@ -27,7 +27,7 @@ def test_many_decoded_tokens_keep_shape_and_buffer():
     assert_consistent(cache)
 
 
-def test_a_window_without_a_limit_is_written_in_place_and_grows_now_and_then():
+def test_a_growing_window_is_written_in_place_and_rarely_reallocated():
     cache, found = window(n_window=None), set()
     held = cache.size()
     for _ in range(100):
@@ -46,9 +46,9 @@ def test_a_window_without_a_limit_is_written_in_place_and_grows_now_and_then():
     updates=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=6),
 )
 def test_any_updates_and_trims_equal_dense_attention(n_window, n_pin, updates):
-    """Each token sees the pinned rows and the last `n_window` tokens, itself included, whatever came before."""
+    """Each token sees the pinned entries and the last `n_window` tokens, itself included."""
     cache = window(n_window=n_window, pinned=[*range(n_pin)])
-    first = START - (cache.size() - n_pin)  # of the window
+    first = START - (cache.size() - n_pin)  # the window's first token
     for L, back in updates:
         start = cache.offset
         out = feed(cache, L)[0]
@@ -64,7 +64,7 @@ def test_any_updates_and_trims_equal_dense_attention(n_window, n_pin, updates):
         assert_consistent(cache)
 
 
-def test_mask_is_a_string_or_none_where_that_is_exact():
+def test_a_mask_is_a_string_or_none_if_that_is_exact():
     cache, young = window(), window(n_window=N_WINDOW + 3)
     assert cache.make_mask(1) is None
     assert cache.make_mask(2) is not None and cache.make_mask(2) != "causal"
@@ -73,7 +73,7 @@ def test_mask_is_a_string_or_none_where_that_is_exact():
     for compressed in (cache, block(KeyDiff())):
         with pytest.raises(SnapKVError, match="sliding-window"):
             compressed.make_mask(2, window_size=4)
-    for name in ("bits", "to_quantized", "__len__", "__bool__"):  # mlx-lm looks for these
+    for name in ("bits", "to_quantized", "__len__", "__bool__"):  # mlx-lm checks for these names
         assert not hasattr(cache, name)
 
 

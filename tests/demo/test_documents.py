@@ -31,5 +31,5 @@ def test_prompts_of_a_haystack_share_all_but_the_question(demo_llama):
         ("", False),
     ],
 )
-def test_answers_are_judged_exactly(answer, begins):
+def test_an_answer_is_right_if_it_begins_with_the_value_alone(answer, begins):
     assert is_right(Fact("access code", "amber falcon", "1234"), answer) == begins

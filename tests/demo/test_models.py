@@ -10,7 +10,7 @@ from mlx_snapkv.demo.questions import is_right, question_prompt, token_counter
 SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
 
 
-def test_together_they_stay_below_8_mb_and_each_has_a_card():
+def test_the_embedded_models_take_less_than_8_mb_and_each_has_a_model_card():
     files = [file for folder in MODELS.values() for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) < 8_000_000
     for folder in MODELS.values():
@@ -19,7 +19,7 @@ def test_together_they_stay_below_8_mb_and_each_has_a_card():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
-    """Three of four, each at the end of a document of its own."""
+    """At least three of four questions must be right, each at the end of its own document."""
     model, tokenizer = demo_tasks
     right = 0
     for seed in range(4):

@@ -20,8 +20,8 @@ SINKS = mx.array([0.5, -1.0, 2.0, -mx.inf])
     ({"B": 2, "n": 3}, SINKS), ({"n_heads": 6, "H": 1}, None), ({"n_heads": 2, "n": 1}, None),
     ({"n": 70, "dtype": mx.float16}, None), ({"T": 300}, None),
 ])  # fmt: skip
-def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
-    """Sinks take their share of the softmax."""
+def test_votes_and_weights_equal_the_float64_reference(shape, sinks, blocks, monkeypatch):
+    """Sinks take a share of the softmax."""
     if blocks:
         in_blocks(monkeypatch, 1, one_pass=0)
     entries = make_entries(**shape)
@@ -36,8 +36,8 @@ def test_equals_the_float64_reference(shape, sinks, blocks, monkeypatch):
 @pytest.mark.parametrize("way", [
     {}, {"sinks": SINKS}, {"cap": 0.7}, {"places": range(290, 310)},
 ], ids=["plain", "sinks", "capped", "past the last entry"])  # fmt: skip
-def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monkeypatch):
-    """And those of all are what they are without them, in one pass."""
+def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monkeypatch):
+    """One pass over the keys also gives the votes of all queries."""
     entries = make_entries(T=300, n=20)
     every = entries.observed = dataclasses.replace(entries.observed, **way)
     alone = every.latest(7)
@@ -61,9 +61,8 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
     (32, KeyDiff(budget=9).score),
 ], ids=["votes", "latest", "above average", "attention", "4 bits", "key norm", "keydiff"])  # fmt: skip
 def test_no_float32_copy_of_all_keys_is_made(n_heads, found, monkeypatch):
-    in_blocks(
-        monkeypatch, 3 << 19
-    )  # small beside such a copy, since MLX's CPU backend allocates several ahead
+    # MLX's CPU backend allocates several blocks ahead, so blocks are much smaller than such a copy.
+    in_blocks(monkeypatch, 3 << 19)
     T = 32_768
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.bfloat16)
     queries = mx.random.normal((1, n_heads, 12, 64)).astype(mx.bfloat16)
@@ -72,4 +71,4 @@ def test_no_float32_copy_of_all_keys_is_made(n_heads, found, monkeypatch):
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     mx.eval(found(entries))
-    assert mx.get_peak_memory() - before < 2 * keys.nbytes  # as much as the copy
+    assert mx.get_peak_memory() - before < 2 * keys.nbytes  # the bytes of such a copy

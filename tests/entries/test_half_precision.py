@@ -1,4 +1,4 @@
-"""Entries in half precision are ranked as the same entries are in float32, however large they are, also on a GPU."""
+"""Entries in half precision are ranked like their float32 copies, however large they are, also on a GPU."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ from mlx_snapkv.sparse.page_means import page_means
 from mlx_snapkv.sparse.residual import Residual
 
 H, T, N, D, KEPT = 2, 2000, 64, 64, 300
-# Spread and bias of keys; their logits are up to 6, 5,000 and 70,000.
+# Spread and bias of keys, for logits up to 6, 5,000 and 70,000.
 PLAIN, LARGE, HUGE = (1, 0), (30, 0), (30, 1000)
 LEAST = {mx.float16: 0.99, mx.bfloat16: 0.97}
 
 
 def made(spread, bias):
-    """Keys and queries in float32; keys of a head share a bias, as those of Qwen2.5 do."""
+    """Return keys and queries in float32; the keys of a head share a bias, as in Qwen2.5."""
     keys = spread * normal(1, H, T, D, seed=1) + bias * normal(1, H, 1, D, seed=2)
     return keys, spread * normal(1, 2 * H, N, D, seed=3)
 
@@ -37,20 +37,20 @@ def entries_of(keys, queries, bits=None):
 
 
 def in_float32(entries):
-    """The same entries and queries, converted."""
+    """Return the entries and their queries in float32."""
     queries = dataclasses.replace(entries.observed, heads=entries.queries.astype(mx.float32))
     return Entries(*(x.astype(mx.float32) for x in entries.plain()), queries)
 
 
 def by_index(entries):
-    """What a sparse token's index ranks them by."""
+    """Return the relevance by which a sparse token's index ranks the entries."""
     index = KeyIndex(entries.keys, entries.queries)
     index.append(entries.keys)
     return index.relevance(dataclasses.replace(entries.observed, places=range(T, T + N)), T)
 
 
 def overlap(scores, others):
-    """Of the best entries by either, the share that both have; the least of the KV heads."""
+    """Return the share of best entries that both scores have in common, for the KV head with the smallest share."""
     assert not mx.any(mx.isnan(scores)).item()
     pairs = zip(*(np.array(top_positions(x, KEPT))[0] for x in (scores, others)))
     return min(len(set(a) & set(b)) / KEPT for a, b in pairs)
@@ -66,8 +66,8 @@ RANKED = [SnapKV(top_k=KEPT).score, KeyDiff(budget=KEPT).score, by_index]
     (HUGE, mx.float16, None), (HUGE, mx.bfloat16, None), (HUGE, mx.bfloat16, 8),
     (HUGE, mx.float16, 4),
 ])  # fmt: skip
-def test_they_are_ranked_as_in_float32(sizes, dtype, bits, score, monkeypatch):
-    """In one pass over the keys, or block by block."""
+def test_entries_are_ranked_as_in_float32(sizes, dtype, bits, score, monkeypatch):
+    """This holds in one pass over the keys and block by block."""
     entries = entries_of(*(x.astype(dtype) for x in made(*sizes)), bits)
     wanted = score(in_float32(entries))
     assert overlap(score(entries), wanted) >= LEAST[dtype]
@@ -79,14 +79,14 @@ def test_they_are_ranked_as_in_float32(sizes, dtype, bits, score, monkeypatch):
 @pytest.mark.parametrize("sizes, dtype", [
     (PLAIN, mx.float16), (PLAIN, mx.bfloat16), ((3, 0), mx.bfloat16), (LARGE, mx.float16),
 ])  # fmt: skip
-def test_rounding_them_moves_few(sizes, dtype, score):
-    """Against entries that were never rounded. Logits of thousands are only as exact as bfloat16's keys are."""
+def test_rounding_entries_changes_few_ranks(sizes, dtype, score):
+    """Compared with unrounded entries. Logits of thousands are exact only with float16; bfloat16 rounds too much."""
     keys, queries = made(*sizes)
     rounded = entries_of(keys.astype(dtype), queries.astype(dtype))
     assert overlap(score(rounded), score(entries_of(keys, queries))) >= LEAST[dtype]
 
 
-def test_a_page_s_sum_may_pass_float16():
+def test_the_sum_of_a_page_may_exceed_float16():
     entries = (6000 + 100 * normal(1, 1, 2 * PAGE_SIZE, 8)).astype(mx.float16)
     found, wanted = np.array(page_means(entries)), np.array(entries, np.float64)
     assert found.dtype == np.float16
@@ -94,14 +94,14 @@ def test_a_page_s_sum_may_pass_float16():
     assert np.allclose(found, np.stack(parts, axis=2), rtol=1e-3)
 
 
-def test_a_mean_s_bias_may_pass_float16():
+def test_the_bias_of_a_mean_may_exceed_float16():
     """A head at half the temperature adds 100,000 to a logit of -200,000."""
     keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
     one = mx.ones((1, 1, 1, 1, 1))
-    places = mx.arange(84, dtype=mx.uint32)[None, None]  # of the clusters 44 and 40
+    places = mx.arange(84, dtype=mx.uint32)[None, None]  # 44 in the first cluster, 40 in the second
     clusters = Clusters((places >= 44).astype(mx.uint16), keys, keys)
-    rest = Residual(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
-    bias = rest.bias(heads, 1.0, places)
-    mask = biased(rest.bias(heads.astype(mx.float16), 1.0, places), 5)
+    residual = Residual(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
+    bias = residual.bias(heads, 1.0, places)
+    mask = biased(residual.bias(heads.astype(mx.float16), 1.0, places), 5)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()

@@ -1,4 +1,4 @@
-"""One reading, several methods: answers are those of `generate`, and KL is that of `eval fidelity`."""
+"""Several methods on one reading: answers equal `generate`'s answers, and KL equals the KL of `eval fidelity`."""
 
 import pytest
 
@@ -23,7 +23,7 @@ SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
 
 @pytest.fixture(scope="module")
 def compared(demo_llama, ask):
-    """The prompt, and by policy the method and its answer; None is the full cache."""
+    """Return the prompt, and each method with its answer; the first is the full cache."""
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_compress(policy=text) for text in POLICIES]
@@ -31,7 +31,7 @@ def compared(demo_llama, ask):
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 
-def test_every_answer_is_that_of_generate_and_what_differs_is_told(demo_llama, compared):
+def test_answers_equal_generates_answers_and_differences_are_reported(demo_llama, compared):
     prompt, found = compared
     full = found[0][1]
     for method, answer in found:
@@ -46,7 +46,7 @@ def test_every_answer_is_that_of_generate_and_what_differs_is_told(demo_llama, c
     assert other.kept.shape == (len(prompt),) and 0 < other.kept.mean() < 0.3
 
 
-def test_kl_is_that_of_fidelity(demo_llama, compared):
+def test_kl_equals_the_kl_of_fidelity(demo_llama, compared):
     model, tokenizer = demo_llama
     prompt, found = compared
     policies = [method.policy for method, _ in found if not method.options]
@@ -78,7 +78,7 @@ def test_an_answer_that_ends_before_the_compression_has_no_kl(demo_llama, ask, n
     assert alone.uncompressed.endswith(f"has 2 tokens, the first 2 are decoded on {where}")
 
 
-def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
+def test_a_prompt_that_fits_the_budget_has_the_full_caches_answer(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 200, 1)
     methods = [Method(), Method(resolve_compress(policy="snapkv:top_k=4096"))]

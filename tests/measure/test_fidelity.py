@@ -1,4 +1,4 @@
-"""Fidelity against an independent computation in float64, from mlx-lm's own logits and our own loops."""
+"""Fidelity against an independent float64 computation, from mlx-lm's own logits and our own loops."""
 
 import random
 from types import SimpleNamespace
@@ -69,27 +69,27 @@ def record_of(records, name, setting, piece):
 
 
 def softmax64(logits):
-    """Log-probabilities in float64."""
+    """Return log-probabilities in float64."""
     logits = np.array(logits.astype(mx.float32), np.float64)
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def full_logprobs(model, prompt, known):
-    """After the prompt and all known tokens but the last, from a single call of mlx-lm's model."""
+    """Return log-probabilities after the prompt and after each known token but the last, from one call of the model."""
     logits = model(mx.array([*prompt, *known[:-1]])[None], cache=make_prompt_cache(model))[0]
     return softmax64(logits[len(prompt) - 1 :])
 
 
 def fed_one_by_one(model, document, policy, tokens):
-    """After each of the tokens that follow a compressed document."""
+    """Return log-probabilities after each of the tokens that follow a compressed document."""
     cache, _ = prefill(model, document, without_lookahead(policy))
     with recording(attention_classes(model)):
         return softmax64(mx.concatenate([model(mx.array([[t]]), cache=cache)[0] for t in tokens]))
 
 
 def expected(model, tokenizer, piece, question, setting, policy):
-    """By token: log-probabilities of the full cache, and of the policy."""
+    """Return the log-probabilities of the full cache and of the policy, token by token."""
     frame = frame_of(tokenizer, None if setting == TEXT else question)
     document = [*frame.before, *piece.tokens]
     if setting == TEXT:
@@ -112,7 +112,7 @@ def expected(model, tokenizer, piece, question, setting, policy):
 
 @pytest.mark.parametrize("setting", FIDELITY_SETTINGS)
 @pytest.mark.parametrize("name", NAMES[1:])
-def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name):
+def test_figures_equal_the_float64_computation(demo_llama, pieces, records, setting, name):
     for piece, question in zip(pieces[:2], QUESTIONS):
         whole, record = (record_of(records, n, setting, piece) for n in (FULL_CACHE, name))
         full, ours = expected(*demo_llama, piece, question, setting, METHODS[name])
@@ -133,7 +133,7 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
 
 
 def test_figures_begin_after_the_compression(records, pieces):
-    """An answer's tokens count from the first that the compressed cache predicts: behind a lookahead and one more."""
+    """Tokens count from the first one that the compressed cache predicts: after the lookahead and one more token."""
     for piece in pieces:
         known = [record_of(records, name, KNOWN, piece) for name in NAMES[1:]]
         n = known[0]["tokens"]
@@ -144,7 +144,7 @@ def test_figures_begin_after_the_compression(records, pieces):
 
 @pytest.mark.parametrize("before", ["", "keydiff:budget=60%,block=32 then "])
 def test_an_answer_that_ends_before_the_compression_is_not_judged(demo_llama, pieces, before):
-    """Whether or not the policy shares the reading; the others' figures stay."""
+    """This holds whether or not the policy shares the reading, and changes no other policy's figures."""
     names = [f"{before}{BASE},lookahead={n}" for n in (0, 200)]
     methods = [Method(policy and resolve_compress(policy=policy)) for policy in (None, *names)]
     records = run(*demo_llama, pieces[:2], methods, [KNOWN], QUESTIONS, N, Results({}))
@@ -167,7 +167,7 @@ def test_policies_that_are_judged_from_different_tokens_are_not_paired(records):
     assert all(found[LATER, name]["kl_against_first"] is not None for name in NAMES[1:])
 
 
-def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
+def test_the_summary_is_paired_by_piece_and_has_a_table_for_each_setting(records):
     summary = summarise(records)
     assert [(s["setting"], s["method"]) for s in summary] == [
         (setting, name) for setting in FIDELITY_SETTINGS for name in METHODS
@@ -178,8 +178,8 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
     found = summary[2]
     assert (found["pieces"], found["texts"], found["tokens"]) == (3, 2, 3 * N)
     assert found["kl"]["mean"] == pytest.approx(np.mean([r["kl"] for r in own]))
-    apart = np.mean([a["kl"] - b["kl"] for a, b in zip(own, first)])
-    assert found["kl_against_first"]["mean"] == pytest.approx(apart)
+    gap = np.mean([a["kl"] - b["kl"] for a, b in zip(own, first)])
+    assert found["kl_against_first"]["mean"] == pytest.approx(gap)
     assert found["kl"]["low"] <= found["kl"]["mean"] <= found["kl"]["high"]
     assert summary[0]["loss"] + found["loss_against_full"]["mean"] == pytest.approx(found["loss"])
     text, known, later = tables(summary)
@@ -189,15 +189,15 @@ def test_the_summary_is_paired_by_piece_and_has_a_table_a_setting(records):
     assert " to " in text.rows[1][1] and "to" not in alone.rows[1][1]  # one text has no interval
 
 
-def test_tokens_that_cannot_come_count_for_nothing():
+def test_tokens_of_zero_probability_add_nothing_to_the_divergence():
     full, other = (log_softmax(mx.array([[x, 1.0, -mx.inf]])) for x in (0.0, 3.0))
     assert divergence(full, full).tolist() == [0.0]
     p, q = (np.exp([x, 1.0]) / np.exp([x, 1.0]).sum() for x in (0.0, 3.0))
     assert divergence(full, other).item() == pytest.approx((p * np.log(p / q)).sum(), abs=1e-6)
 
 
-def test_what_stands_around_a_text(demo_llama):
-    """Without a template the question stands alone."""
+def test_the_frame_around_a_text_is_the_chat_templates(demo_llama):
+    """Without a template the question has only line breaks around it."""
     tokenizer = demo_llama[1]
     frame = frame_of(tokenizer, "Who?")
     text = tokenizer.encode("It was cold.", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What `inspect_prompt` tells is what was kept, and what the attention itself gave."""
+"""`inspect_prompt` reports the entries that were kept and the weights that the attention gave."""
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,7 @@ def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, ask):
         assert any(fact.value in s.text for s in found.sentences[:10]) == is_kept
     ours, streaming = told
     assert ours.answer.strip() == fact.value
-    # votes are shares of what was chosen, and nothing was chosen by what it says from sink and window
+    # Votes are shares of the chosen entries. StreamingLLM keeps only sink and window, so it chooses none.
     votes = [s.votes for s in ours.sentences]
     assert votes == sorted(votes, reverse=True) and 0.9 < sum(votes) <= 1.001
     assert {s.chosen or 0 for s in streaming.sentences} == {0}
@@ -44,7 +44,7 @@ def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, ask):
         "tova:budget=100,schedule=once",
     ],
 )
-def test_the_positions_are_those_that_prefill_keeps(demo_llama, asked, policy):
+def test_the_positions_are_the_ones_that_prefill_keeps(demo_llama, asked, policy):
     model, tokenizer = demo_llama
     tokens, _ = asked
     found = inspect_prompt(model, tokenizer, tokens, 3, policy=policy)
@@ -59,7 +59,7 @@ def test_the_positions_are_those_that_prefill_keeps(demo_llama, asked, policy):
 
 
 def test_the_weights_are_the_attentions_own(demo_qwen, ask):
-    """Of the prompt's last token, by NumPy from the queries that the attention used, below the gate."""
+    """NumPy computes them for the prompt's last token from the attention's own queries. The prompt is below min_ctx."""
     model, tokenizer = demo_qwen
     tokens, _ = ask(tokenizer, 300, 7)
     found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10,min_ctx=1000")
@@ -95,12 +95,12 @@ def _require_largest(attended, row, weights):
     assert weights[places] == pytest.approx(told, rel=1e-3, abs=1e-6)
 
 
-def test_the_answer_looked_at_what_it_says(demo_llama, asked):
+def test_the_answer_attends_to_the_text_that_it_repeats(demo_llama, asked):
     model, tokenizer = demo_llama
     tokens, fact = asked
     found = inspect_prompt(model, tokenizer, tokens, 12, policy=f"snapkv:budget=80,{SMALL}")
     assert "".join(found.answer_tokens).strip() == fact.value == found.answer.strip()
-    clause = fact.clause[1:]  # in the document it may begin the sentence
+    clause = fact.clause[1:]  # its first letter may be a capital in the document
     at = found.text.index(clause)
     said = range(at, at + len(clause))
     looked = found.attended
@@ -108,12 +108,12 @@ def test_the_answer_looked_at_what_it_says(demo_llama, asked):
     for i, text in enumerate(found.answer_tokens):
         places = looked.positions[i, :, :8]
         assert any(found.spans[p][0] in said for p in places[places >= 0]), text
-    # after the compression, nothing that no head keeps
+    # After the compression, tokens attend only to entries that a head keeps.
     late = looked.positions[looked.n_before :, -1]
     assert found.kept.any(axis=(0, 1))[late[late >= 0]].all()
 
 
 @pytest.mark.parametrize("prompt, n, told", [([], 1, "is empty"), ([1, 2], 0, "max_tokens")])
-def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, n, told):
+def test_an_empty_prompt_and_an_empty_answer_are_refused(demo_llama, prompt, n, told):
     with pytest.raises(SnapKVError, match=told):
         inspect_prompt(*demo_llama, prompt, n, policy="streaming_llm:budget=8")

@@ -1,4 +1,4 @@
-"""The page of an inspection, in a real browser, from a file and without a network."""
+"""The page of an inspection in a real browser, opened from a file without a network."""
 
 import dataclasses
 import random
@@ -28,7 +28,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def asked(demo_llama):
-    """A prompt about a document that begins and ends with tags, and its fact."""
+    """Return a prompt about a document that begins and ends with tags, and its fact."""
     _, tokenizer = demo_llama
     document, facts = make_haystack(tokenizer, random.Random(4), 4, 800)
     return question_prompt(tokenizer, HOSTILE + document + HOSTILE, facts[0].question), facts[0]
@@ -49,12 +49,12 @@ def page(driver, demo_llama, found, tmp_path):
     page.size(1300, 900)
     driver.get(page.url)
     yield page
-    assert driver.get_log("browser") == []  # nothing was refused, nothing failed
+    assert driver.get_log("browser") == []  # neither refusals nor errors
     assert page.run("return performance.getEntriesByType('resource').length") == 0
 
 
 def tints(page):
-    """Of every group of tokens in the first pane, 0 to 8."""
+    """Return the tint, 0 to 8, of each group of tokens in the first pane."""
     tint = r"Number((/k(\d)/.exec(span.className) ?? [0, 0])[1])"
     return page.run(f"return panes[0].spans.map((span) => {tint})")
 
@@ -66,7 +66,7 @@ def test_one_page_shows_one_prompt(demo_llama, found):
 
 
 @NO_BROWSER
-def test_a_prompt_is_shown_as_it_is_and_can_do_nothing(page, found, asked):
+def test_tags_in_a_prompt_are_shown_and_never_run(page, found, asked):
     assert page.run("return panes[0].spans.map((s) => s.textContent).join('')") == found[0].text
     assert HOSTILE in found[0].text
     assert page.run("return window.done") is None
@@ -78,7 +78,7 @@ def test_a_prompt_is_shown_as_it_is_and_can_do_nothing(page, found, asked):
 
 
 @NO_BROWSER
-def test_tints_are_the_heads_that_keep(page, found):
+def test_a_tint_is_the_share_of_heads_that_keep_a_token(page, found):
     kept, spans = found[0].kept, np.array(found[0].spans)  # (3, 2, n) and (n, 2)
     _, groups = np.unique(spans, axis=0, return_inverse=True)
 
@@ -93,7 +93,7 @@ def test_tints_are_the_heads_that_keep(page, found):
     page("#head").send_keys(RIGHT)
     assert tints(page) == wanted(kept[1, :1])
     assert page.all(".map button")[1].get_attribute("aria-pressed") == "true"
-    page.all(".map button")[1].click()  # all layers again, of one head
+    page.all(".map button")[1].click()  # back to all layers, still for one head
     assert tints(page) == wanted(kept[:, 0])
 
 
@@ -113,7 +113,7 @@ def test_an_answers_token_shows_where_it_looked(page, found, asked):
     assert "To predict" in page.all(".told")[0].text and "attended to" in page.all(".told")[0].text
     page.press("\ue00c")  # Escape
     assert page.run("return panes[0].marked") == []
-    # a sentence is found in the text
+    # A click on a sentence scrolls to it in the text.
     ten = found[0].sentences[:10]
     late = max(range(len(ten)), key=lambda i: ten[i].start)
     page.all(".sentences button")[late].click()
@@ -124,7 +124,7 @@ def test_an_answers_token_shows_where_it_looked(page, found, asked):
 
 @NO_BROWSER
 @pytest.mark.parametrize("width, dark", [(360, True), (1300, False)])
-def test_it_fits_and_can_be_read(page, width, dark):
+def test_the_page_fits_its_window_and_is_readable(page, width, dark):
     page.size(width, 800, dark)
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
     for selector in ("body", ".quiet", ".document", ".document .k8", ".told"):
@@ -137,7 +137,7 @@ def test_it_fits_and_can_be_read(page, width, dark):
 
 @NO_BROWSER
 def test_a_long_document_stays_usable(driver, tmp_path, found):
-    """30,000 tokens, and as many sentences' worth of spans."""
+    """The document has 30,000 tokens, each with its own span."""
     n = 30_000
     positions = np.tile(np.arange(0, n, 16, dtype=np.int32), (*found[0].positions.shape[:2], 1))
     large = dataclasses.replace(

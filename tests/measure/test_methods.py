@@ -1,4 +1,4 @@
-"""The methods that are compared."""
+"""The methods that measurements compare."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def method(text):
     return Method(setting_named(text))
 
 
-def test_a_policy_has_to_compress_one_of_the_lengths():
+def test_a_policy_must_compress_at_least_one_length():
     with pytest.raises(SnapKVError, match="the prompt's 512 tokens are below min_ctx"):
         require_compression([Method(), method("snapkv:min_ctx=600")], [256, 512])
     require_compression([method("keydiff:budget=300,min_ctx=400")], [256, 512])

@@ -1,4 +1,4 @@
-"""What one reading gives many policies, against what each of them gets from a reading of its own."""
+"""One reading for many policies gives each policy the entries of a reading of its own."""
 
 import copy
 
@@ -18,7 +18,7 @@ from mlx_snapkv.planning.settings import resolve_compress
 
 BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{BASE},lookahead=4"
-MANY = SNAPKV.replace("obs_window=8", "obs_window=48")  # more than are pooled forwards
+MANY = SNAPKV.replace("obs_window=8", "obs_window=48")  # more queries than forward pooling uses
 SHARING = [
     SNAPKV,
     f"{BASE},lookahead=0",
@@ -32,7 +32,7 @@ ALONE = [
     "keydiff:budget=48,n_sink=2,block=16",
     f"h2o:budget=80,block=16 then {SNAPKV}",
 ]
-TAIL = [7, 3, 60, 22, 1]  # fewer than vote: some of the document vote, too
+TAIL = [7, 3, 60, 22, 1]  # shorter than obs_window: queries of the document vote, too
 
 
 def policy_of(text):
@@ -57,7 +57,7 @@ def log_softmax(logits):
 
 @pytest.fixture(scope="module")
 def read():
-    """read(model, tokens) -> for all policies: the document's reading, and that of document and tail."""
+    """Return a function of (model, tokens) that reads for all policies: the document, and the document with TAIL."""
     made = {}
 
     def get(model, tokens):
@@ -73,19 +73,21 @@ NOT_TIMED = {"prefill_seconds": None, "selection_seconds": None, "attention_shar
 
 
 @pytest.mark.parametrize("policy", SHARING + ALONE)
-def test_what_is_kept_is_what_prefill_keeps(tiny_model, tokens, read, policy):
+def test_a_shared_reading_keeps_what_prefill_keeps(tiny_model, tokens, read, policy):
     for reading in read(tiny_model, tokens):
         cache, report = reading.compressed(policy_of(policy))
         own, wanted = prefill(tiny_model, reading.tokens, policy)
         assert_same_entries(tiny_model, cache, own)
         assert report.to_dict() | NOT_TIMED == wanted.to_dict() | NOT_TIMED
     if policy in SHARING:
-        assert_goes_on_as_generate_step(tiny_model, reading, policy_of(policy))
+        assert_continues_as_generate_step(tiny_model, reading, policy_of(policy))
     assert_unpatched()
 
 
 @pytest.mark.parametrize("policy", SHARING[::2])
-def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, policy):
+def test_a_shared_reading_equals_one_for_a_single_policy_bit_for_bit(
+    tiny_model, tokens, read, policy
+):
     chosen = policy_of(policy)
     alone = read_once(tiny_model, tokens.tolist(), [chosen], [TAIL])
     for mine, shared in zip((alone, alone.followed_by(TAIL)), read(tiny_model, tokens)):
@@ -99,8 +101,8 @@ def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, polic
         assert mine.answer(6) == shared.answer(6)
 
 
-def assert_goes_on_as_generate_step(model, reading, policy, n=24):
-    """The answer, and how sure of it the compressed cache is, from the first token that it serves."""
+def assert_continues_as_generate_step(model, reading, policy, n=24):
+    """Assert that tokens after the compression have generate_step's answer and log-probabilities."""
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
     cache, _ = reading.compressed(policy, answering=True)
@@ -116,29 +118,29 @@ def assert_goes_on_as_generate_step(model, reading, policy, n=24):
     "model_type",
     ["gemma3_text", "gemma3n", "gemma2", "deepseek_v3", "falcon_h1", "gpt_oss", "plamo"],
 )
-def test_every_kind_of_layer(tokens, model_type):
-    """Sliding windows, entries that other layers read, capped logits, latents, linear states, sinks, tiled heads."""
+def test_a_shared_reading_works_with_every_kind_of_layer(tokens, model_type):
+    """Sliding windows, shared entries, capped logits, latents, linear states, sinks, tiled heads."""
     model = make_model(model_type)
     policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "lookahead=0")]
     reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
     for policy in policies:
         cache, _ = reading.compressed(policy)
         assert_same_entries(model, cache, prefill(model, reading.tokens, policy)[0], atol=1e-4)
-        assert_goes_on_as_generate_step(model, reading, policy, 14)
+        assert_continues_as_generate_step(model, reading, policy, 14)
 
 
 JUDGED = [
     (None, f"{SNAPKV},on_full=grow"),
     (None, f"{SNAPKV},on_full=slide"),
     (None, "keydiff:budget=48,n_sink=2,block=16"),
-    # Layers that share a mask, or read each other's entries.
+    # These models have layers that share a mask or read each other's entries.
     *((name, f"{SNAPKV},on_full=slide") for name in ("gemma2", "deepseek_v3", "gemma3n")),
 ]
 
 
 @pytest.mark.parametrize("model_type, policy", JUDGED)
-def test_one_pass_is_as_one_by_one(tokens, model_type, policy):
-    """More tokens than any window has."""
+def test_logits_of_one_call_equal_logits_token_by_token(tokens, model_type, policy):
+    """There are more tokens than any window holds."""
     model = make_model(model_type) if model_type else make_llama(num_hidden_layers=3)
     known = [*TAIL, *tokens.tolist()[: 45 if model_type else 80]]
     cache, _ = prefill(model, tokens, policy_of(policy))
@@ -146,12 +148,12 @@ def test_one_pass_is_as_one_by_one(tokens, model_type, policy):
     together = logits_after(model, cache, known)
     alone = mx.concatenate([logits_after(model, other, [token]) for token in known])
     assert mx.allclose(together, alone, atol=1e-4)
-    # What was still pending behind a window goes into it.
+    # Entries that still wait outside a window enter it with the next token.
     assert mx.allclose(*(logits_after(model, c, [5]) for c in (cache, other)), atol=1e-4)
     assert_same_entries(model, cache, other, atol=1e-3)
 
 
-def test_what_is_kept_whole_says_why_and_what_was_not_asked_for_is_refused(tiny_model, tokens):
+def test_an_uncompressed_policy_has_a_reason_and_an_unknown_policy_is_refused(tiny_model, tokens):
     roomy = policy_of("streaming_llm:budget=1000,schedule=once")
     reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
     cache, report = reading.compressed(roomy)

@@ -1,4 +1,4 @@
-"""What is measured is recorded, and not measured again."""
+"""Results are recorded in a file and not measured again."""
 
 import json
 
@@ -21,7 +21,7 @@ def record(question):
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with two records."""
+    """Return a file with two records."""
     with Results(SETTING, tmp_path / "r.jsonl") as results:
         results.add(record(0))
         results.add(record(1))
@@ -30,7 +30,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("kept", [-1, -40, 7])
 def test_an_unfinished_line_is_dropped(path, kept):
-    """The last one; the first one starts the file anew."""
+    """The first line is the setting of the run; without it the file starts over."""
     whole = path.read_bytes()
     path.write_bytes(whole[:kept])
     with Results(SETTING, path) as results:

@@ -1,4 +1,4 @@
-"""Tokens and the text that they are."""
+"""Tokens with their places in the text, and the sentences of a text."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from mlx_snapkv.measure.sentences import ranked, special_tokens, token_spans
 @given(text=st.text(max_size=60))
 @example(text="naïve 日本語 👩‍🚀, 🇺🇦\u0301 – \u200f \ufffd\ufffd\ufffd\ufffd\ufffd\ufffd")
 @example(text="")
-def test_spans_are_the_text_in_pieces(demo_llama, text):
+def test_spans_cover_the_text_piece_by_piece(demo_llama, text):
     _, tokenizer = demo_llama
     tokens = tokenizer.encode(text)
     whole, spans = token_spans(tokenizer, tokens)
@@ -24,8 +24,8 @@ def test_spans_are_the_text_in_pieces(demo_llama, text):
     assert token_spans(tokenizer, character) == ("語", [(0, 1)] * 3)
 
 
-def test_bytes_that_are_no_character_end_somewhere(demo_llama):
-    """A cut character at the end, and one in the middle, take no other's place."""
+def test_incomplete_characters_take_no_other_characters_place(demo_llama):
+    """Bytes of a cut character are at the end and in the middle."""
     _, tokenizer = demo_llama
     first = tokenizer.encode("語", add_special_tokens=False)[0]
     so, it = (tokenizer.encode(word, add_special_tokens=False) for word in ("so", "it"))
@@ -36,7 +36,7 @@ def test_bytes_that_are_no_character_end_somewhere(demo_llama):
 
 
 def _ranked(tokens, kept):
-    """Sentences of a text whose words are tokens, of which one head keeps some by choice."""
+    """Return the ranked sentences of a text with words as tokens, where one head chooses the tokens in `kept`."""
     ends = list(itertools.accumulate(map(len, tokens)))
     spans = list(zip([0, *ends], ends))
     row = np.array([t in kept for t in tokens], float)
@@ -45,7 +45,7 @@ def _ranked(tokens, kept):
     return ranked("".join(tokens), spans, special, np.stack([row, ones, row, ones, row]), False)
 
 
-def test_templates_are_no_sentences():
+def test_a_templates_text_is_in_no_sentence():
     tokens = "<s>|user|\n|One |two. |Three| four|?|<e>|\n|<s>|assistant|\n".split("|")
     kept = {"user", "two. ", "Three", " four", "<s>", "assistant"}
     found = _ranked(tokens, kept)
@@ -62,7 +62,7 @@ def test_templates_are_no_sentences():
         (["One.", " Two."], ["One.", "Two."]),
     ],
 )
-def test_lists_tables_and_headings_are_taken_apart(tokens, wanted):
+def test_lines_of_lists_tables_and_headings_are_separate_sentences(tokens, wanted):
     found = _ranked(tokens, set(tokens))
     assert sorted(s.text for s in found) == sorted(wanted)
 

@@ -1,4 +1,4 @@
-"""The benchmark's measurements on small models: what they count, not how fast anything is."""
+"""The benchmark's measurements on small models: their counts and bytes, not the speed."""
 
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
@@ -12,7 +12,7 @@ from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.clusters import CLUSTER_SIZE
 
-ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
+ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values * layers * KV heads * head size * float32
 SIXTEENTH = resolve_compress(policy="snapkv:budget=6.25%,on_full=slide")
 BLOCKS = resolve_compress(policy="keydiff:budget=512,block=256")
 SPARSE = Sparse(budget="6.25%")
@@ -27,7 +27,7 @@ def names(found):
     return [contender.name for contender in found]
 
 
-def test_a_policy_that_drops_nothing_is_not_measured(model):
+def test_a_policy_that_evicts_nothing_is_not_measured(model):
     gated = resolve_compress(policy="snapkv:top_k=20,n_window=64,min_ctx=1001")
     wide = resolve_compress(policy="keydiff:budget=2048")
     found = names(contenders(model, 1000, [gated, wide, SIXTEENTH, SPARSE]))
@@ -53,7 +53,7 @@ def test_only_full_attention_layers_are_filled(name):
         assert all(type(cache[i]) is type(plain[i]) for i in others)
 
 
-def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
+def test_a_cache_that_mlx_lm_cannot_decode_from_is_not_measured():
     found = measure_decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH, SPARSE], 1)
     # Quantised entries don't take attention sinks.
     ours = [str(SIXTEENTH), str(SPARSE)]
@@ -62,7 +62,7 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
 
 @pytest.fixture(scope="module")
 def speed(model):
-    """A small benchmark: what was said of its progress, and its rows."""
+    """Return the rows of a small benchmark, after checks of its progress reports."""
     started, saved = {}, []
     plan = BenchPlan([1024, 1100], [1024, 1200], [SIXTEENTH, SPARSE, BLOCKS], trials=1, steps=2)
     rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))
@@ -71,7 +71,7 @@ def speed(model):
     return rows
 
 
-def test_rows_hold_what_the_arrays_hold(speed):
+def test_rows_have_the_bytes_of_the_arrays(speed):
     rows = {(row["context"], row["contender"]): row for row in speed}
     full, ours = rows[1024, "full cache"], rows[1024, str(SIXTEENTH)]
     assert full["kv_bytes"] == 1024 * ENTRY
@@ -79,18 +79,18 @@ def test_rows_hold_what_the_arrays_hold(speed):
     assert rows[1024, "--kv-bits 4"]["kv_bytes"] < full["kv_bytes"] / 5
     recalled = rows[1024, str(SPARSE)]["kv_bytes"] - full["kv_bytes"] - ours["kv_bytes"]
     n_means = 1024 // CLUSTER_SIZE
-    assert n_means * ENTRY <= recalled <= (2 * 6 + n_means) * ENTRY  # and tokens decoded meanwhile
+    assert n_means * ENTRY <= recalled <= (2 * 6 + n_means) * ENTRY  # decoded tokens included
     assert all(row["step_seconds"] > 0 for row in speed if row["context"] < 1200)
     assert full["peak_bytes"] > 1024 * ENTRY and ours["read_seconds"] > 0
 
 
-def test_the_full_cache_and_all_policies_read(speed):
+def test_prefill_is_measured_for_the_full_cache_and_all_policies(speed):
     read = [row["contender"] for row in speed if row["context"] == 1024 and "read_seconds" in row]
     assert read == ["full cache", str(SIXTEENTH), str(SPARSE), str(BLOCKS)]
     assert not any("read_seconds" in row for row in speed if row["context"] == 1100)
 
 
-def test_the_table(speed):
+def test_the_table_has_ratios_to_the_full_cache(speed):
     table = speed_table(speed)
     rows = {(row[0], row[1]): row for row in table.rows}
     assert rows["1,024", "full cache"][3].endswith(", 1.00x")

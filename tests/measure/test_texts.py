@@ -1,4 +1,4 @@
-"""Which files give which pieces."""
+"""Files are divided into pieces of text."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mlx_snapkv.measure.texts import Texts
 
 
 class Letters:
-    """A tokenizer of single characters."""
+    """A tokenizer with one token for each character."""
 
     def encode(self, text, add_special_tokens=True):
         assert not add_special_tokens
@@ -54,7 +54,7 @@ def test_the_first_piece_of_each_text_comes_before_the_second_of_any(folder):
     assert Texts([str(folder)]).digest != texts.digest
 
 
-def test_files_are_read_once_and_named_as_given_or_below_their_folder(folder):
+def test_files_are_read_once_and_named_as_given_or_relative_to_their_folder(folder):
     given = [str(folder / "b.txt"), str(folder / "a"), str(folder / "b.txt")]
     texts = Texts(given)
     assert [p.document for p in texts.pieces(Letters(), 8, 4, 2)] == [given[0], "long.md"]
@@ -72,6 +72,6 @@ def test_files_are_read_once_and_named_as_given_or_below_their_folder(folder):
         ("marked.txt", "no text has the 12 tokens .* a lower --length"),
     ],
 )
-def test_mistakes(folder, name, words):
+def test_an_unusable_text_is_one_sentence(folder, name, words):
     with pytest.raises(SnapKVError, match=words):
         Texts([str(folder / name)]).pieces(Letters(), 8, 4, 9)

@@ -1,4 +1,4 @@
-"""Every supported model type, and quantised and adapted ones, as tiny random models: queries, votes, decoding."""
+"""Every supported model type as a tiny random model, also quantised or with adapters: queries, votes, decoding."""
 
 import copy
 import re
@@ -59,7 +59,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def theirs(model):
-    """Tokens and log-probabilities of mlx-lm's own request."""
+    """Return tokens and log-probabilities of mlx-lm's own request."""
     return plain(model, TOKENS, n=3)
 
 
@@ -68,21 +68,21 @@ def layers_of(model):
 
 
 def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
-    """Bit for bit the queries of the real call, and the votes of its softmax with its heads, scale, mask and sinks."""
+    """Queries equal those of the real call bit for bit; votes use its heads, scale, mask and sinks."""
     request, calls = read_and_spy(model, TOKENS, POLICY, monkeypatch)
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
         own, rows = calls_of(layer, cache, calls), cache.held()
         votes = [softmax_votes(c, 8, heads_read(layer, c, rows.keys)) for c in own]
         assert np.allclose(rows.votes[0], np.mean(votes, axis=0), atol=2e-5)
-        # For people who hold queries of their own.
+        # Callers with their own queries use the family's scale and sinks.
         scale = layer.family.scale_of(layer.attention, rows.keys.shape[3])
         for call in own:
             assert scale == pytest.approx(call["scale"])
             assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
 
 
-def test_decoding_with_everything_kept_equals_mlx_lm(model):
+def test_decoding_with_all_entries_equals_mlx_lm(model):
     caches = [make_prompt_cache(model) for _ in range(2)]
     for cache in caches:
         model(TOKENS[None], cache=cache)
@@ -98,7 +98,7 @@ def test_decoding_with_everything_kept_equals_mlx_lm(model):
 
 
 def test_a_long_turn_equals_its_tokens_one_by_one(model):
-    """Past the window's end, so that every layer needs, and is handed, the mask of the compressed cache."""
+    """The turn is longer than the window, so every layer needs the mask of the compressed cache."""
     cache, _ = prefill(model, TOKENS, SHORT_WINDOW)
     caches = [cache, copy.deepcopy(cache)]
     turn = TOKENS[:6]
@@ -116,22 +116,23 @@ def test_a_request_is_compressed(model, theirs):
     assert {layer.cache_in(cache).size() for layer in layers} == {POLICY.budget}
     untouched = set(range(len(cache))) - {layer.index for layer in layers}
     assert all(reports[0].entries_kept[i] is None for i in untouched)
-    # The first token is mlx-lm's own: it was decoded on the full rows.
+    # The first token equals mlx-lm's, because it was decoded from all entries.
     assert ours[0][0] == theirs[0][0]
 
 
-def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model):
+def test_a_request_with_a_block_policy_stays_within_its_budget(model):
     cache, sizes = make_prompt_cache(model), []
     options = {"policy": TOVA(budget=6, n_window=2, block=4), "prompt_cache": cache}
     for _, logprobs in generate_step(TOKENS[:12], model, max_tokens=6, **options):
         assert mx.all(mx.isfinite(logprobs))
         sizes.append([c.size() for c in bounded(cache)])
     n = len(layers_of(model))
-    assert sizes == [[size] * n for size in (7, 8, 9, 10, 7, 8)]  # at 10 they are cut to the budget
+    # At 10 entries, budget + block, the next update evicts down to the budget.
+    assert sizes == [[size] * n for size in (7, 8, 9, 10, 7, 8)]
 
 
-def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model, theirs):
-    """The answer could outgrow the budget, so the budget's cache serves the request; it never evicts here."""
+def test_a_block_cache_below_its_budget_equals_mlx_lm(model, theirs):
+    """The answer might exceed the budget, so a block cache serves the request, but it never evicts."""
     cache = make_prompt_cache(model)
     policy = KeyDiff(budget=50, block=64)
     ours = steps(model, TOKENS, n=3, policy=policy, prompt_cache=cache)
@@ -154,7 +155,7 @@ def test_every_model_type_of_mlx_lm_is_listed_once():
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
-def test_the_others_are_refused_by_name(name):
+def test_unsupported_types_are_refused_by_name(name):
     model = make_model(name, REFUSED_CONFIGS[name])
     with pytest.raises(UnsupportedModelError, match=f"type '{name}' can't be compressed: \\w"):
         generate_step(TOKENS, model, policy=POLICY)
@@ -172,7 +173,7 @@ def test_a_refused_type_in_a_wrapper_and_a_model_of_another_package_are_refused(
 
 
 def test_wrappers_may_give_sliding_layers_plain_caches_and_hold_latents():
-    """pixtral gives every layer of its language model a plain cache, whatever its window."""
+    """The wrapper pixtral gives every layer of its language model a plain cache, even layers with a sliding window."""
     text = config("llama") | {"layer_types": LAYERS}
     cache, report = prefill(make_model("pixtral", {"text_config": text}), TOKENS, POLICY)
     assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2

@@ -36,7 +36,7 @@ def test_queries_before_a_gap_are_forgotten(tokens):
 
 
 def test_threads_do_not_mix(tokens):
-    """Each is in the middle of a call when the other is."""
+    """Each thread is in the middle of a call while the other is, too."""
     model, prompts, barrier = make_llama(), (tokens, tokens[::-1]), threading.Barrier(2)
     attention = model.layers[0].self_attn
     project = attention.q_proj
@@ -71,7 +71,7 @@ def test_contexts_nest_and_survive_exceptions():
 
 
 def test_patch_for_snapkv_is_idempotent_and_undone():
-    """Of one model's class, and without a model of every family's."""
+    """With a model, its attention class is patched; without one, every family's."""
     model, cls, original = make_llama(), llama.Attention, llama.Attention.__call__
     for _ in range(2):
         patch_for_snapkv(model)
@@ -87,16 +87,16 @@ def test_patch_for_snapkv_is_idempotent_and_undone():
     assert all(patched)
 
 
-def test_what_someone_else_has_patched_over_ours_stays(monkeypatch):
+def test_a_later_patch_of_another_package_stays(monkeypatch):
     cls = llama.Attention
-    monkeypatch.setattr(cls, "__call__", cls.__call__)  # to be restored
+    monkeypatch.setattr(cls, "__call__", cls.__call__)  # so that `undo` restores it
     with recording([cls]):
         cls.__call__ = theirs = functools.partialmethod(cls.__call__)
     assert vars(cls)["__call__"] is theirs
     monkeypatch.undo()
 
 
-def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):
+def test_a_call_wrapped_by_another_package_is_still_captured(tokens, monkeypatch):
     model, calls, original = make_llama(), [], llama.Attention.__call__
 
     @functools.wraps(original)

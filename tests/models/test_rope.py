@@ -1,4 +1,4 @@
-"""Every RoPE object that mlx-lm has, undone and averaged; and every family's queries."""
+"""Every RoPE object of mlx-lm is undone and averaged, and so are every family's queries."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,7 +37,7 @@ ROPES = {
 @pytest.mark.parametrize("offset", [17, 100_000])
 @pytest.mark.parametrize("name", ROPES)
 def test_a_rotation_is_undone_and_averaged(name, offset):
-    """Each of the mean's matrices is what the object makes of the unit vectors."""
+    """The mean of the object's rotations is found by rotating one vector at all positions."""
     rope = ROPES[name]
     x = mx.random.normal((2, 3, 20, D))
     found = rope(x, offset=offset)
@@ -50,19 +50,20 @@ def test_a_rotation_is_undone_and_averaged(name, offset):
     assert np.allclose(x[:, :, 0] @ matrix.T, rope(same, offset=offset).mean(axis=2), atol=1e-4)
 
 
-# What follows RoPE there, a norm or a factor, is not undone.
+# These families have a norm or a factor after RoPE, which is not undone.
 LATER = {"hunyuan", "hunyuan_v1_dense", "ministral3", "mistral3", "nanochat", "talkie"}
-UNTURNED = set(
+WITHOUT_ROPE = set(
     """afmoe cohere2 exaone4 exaone_moe gpt2 gpt_bigcode jamba kimi_k3 kimi_linear llama4 muse_glimmer
     nemotron_h""".split()
 )
 
 
 @pytest.mark.parametrize("name", models.SUPPORTED)
-def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
-    """What the module itself was given with a second chunk; the dimensions that don't turn are left alone.
+def test_undone_queries_are_the_inputs_of_the_familys_rope(name, monkeypatch):
+    """Dimensions without rotation stay as they are.
 
-    What is turned back and then by the matrix of one position is as it was.
+    The inputs are recorded in a second chunk. Rotating undone queries by the matrix of their position gives the
+    queries.
     """
     model, given = make_model(name), []
     caches = make_prompt_cache(model)
@@ -87,7 +88,7 @@ def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
         else:
             parts = mx.split(raw, len(layer.readers), axis=1)
             assert all(any(is_part(part, x) for x in given) for part in parts)
-    assert all(layer.rope is None for layer in found) == (name in UNTURNED)
+    assert all(layer.rope is None for layer in found) == (name in WITHOUT_ROPE)
 
 
 def remembering(call, given):
@@ -99,7 +100,7 @@ def remembering(call, given):
 
 
 def is_part(raw, x):
-    """Whether `x` are the first or the last dimensions of queries."""
+    """Return whether `x` equals the first or the last dimensions of queries."""
     if x.ndim != 4 or x.shape[:3] != raw.shape[:3] or x.shape[3] > raw.shape[3]:
         return False
     n = x.shape[3]

@@ -1,4 +1,4 @@
-"""Configurations as transformers 5 writes them: read as those with `rope_theta` are, or refused by name."""
+"""Configurations of transformers 5 are read like configurations with `rope_theta`, or refused by name."""
 
 import importlib
 
@@ -12,25 +12,25 @@ from mlx_snapkv.models.rope_parameters import taken_over
 BASE, OTHER = {"rope_theta": 12_345.0, "rope_type": "default"}, {"rope_theta": 500.0}
 LINEAR = {"rope_theta": 12_345.0, "rope_type": "linear", "factor": 4.0}
 SCALING = {"type": "linear", "rope_type": "linear", "factor": 4.0}
-# Of mlx-lm's families: those that read `rope_parameters` themselves, or another place, and those without RoPE; those
-# without a field for its base, and without one for its scaling.
+# Families of mlx-lm that read `rope_parameters` themselves, or another field, and families without RoPE.
 ALONE = set(
     """exaone_moe gemma4 gemma4_text granitemoehybrid laguna lfm2 lfm2-vl lfm2_moe mellum ministral3 mistral3 mistral4
     muse_glimmer olmo_hybrid prism_hadamard_qwen35 qwen3 qwen3_5 qwen3_5_moe qwen3_vl spark2_5
     dbrx gpt2 gpt_bigcode jamba kimi_k3 kimi_linear nemotron_h""".split()
 )
+# Families without a field for the base.
 BASELESS = set("gptj openelm phixtral plamo2 qwen".split())
+# Families without a field for the scaling.
 UNSCALED = set(
     """Klear baichuan_m1 cohere cohere2 ernie4_5 ernie4_5_moe gemma gemma2 glm glm4 gpt_neox helium lille-130m
     llama4_text mimo_v2_flash minimax nanochat phi plamo plamo3 stablelm starcoder2 talkie""".split()
 )
-UNBUILT = set(
-    "deepseek_v2 hunyuan hunyuan_v1_dense minicpm3 phi3 phimoe".split()
-)  # with this scaling, or none
+# Families that mlx-lm can't build with LINEAR, or with no scaling.
+UNBUILT = set("deepseek_v2 hunyuan hunyuan_v1_dense minicpm3 phi3 phimoe".split())
 
 
 def changed(name, removed=(), **values):
-    """The configuration of a tiny model, or of its text, without some fields and with others."""
+    """Return the configuration of a tiny model with fields removed and set, in its text model if it has one."""
     whole = config(name)
     text = whole.get("text_config", whole)
     for key in ("rope_theta", "rope_scaling", "rotary_emb_base", *removed):
@@ -40,7 +40,7 @@ def changed(name, removed=(), **values):
 
 
 def ropes(config):
-    """What the RoPE of each layer of mlx-lm's model makes of unit vectors."""
+    """Return the unit vectors as the RoPE of each layer of mlx-lm's model rotates them."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     found = models.attentions(module.Model(module.ModelArgs.from_dict(config)))
     rope = [x.family.rope_of(x.attention) for x in found if x.attention is not None]
@@ -57,7 +57,7 @@ def assert_same_rope(found, wanted):
 
 
 @pytest.mark.parametrize("name", sorted(models.SUPPORTED))
-def test_every_family_reads_them_or_is_refused(name):
+def test_every_family_gets_its_rope_from_rope_parameters_or_is_refused(name):
     new = changed(name, rope_parameters=BASE)
     if name in ALONE:
         assert read(new) == new
@@ -90,12 +90,12 @@ PARTIAL = ["partial_rotary_factor", "rotary_pct", "rotary_dim"]
         ("deepseek_v3", "qk_rope_head_dim", 8),
     ],
 )
-def test_a_part_of_the_dimensions(name, field, value):
+def test_a_partial_rotary_factor_sets_the_familys_own_field(name, field, value):
     new = changed(name, PARTIAL, rope_parameters=BASE | {"partial_rotary_factor": 0.25})
     assert read(new).get(field) == value
 
 
-def test_a_part_that_a_family_cannot_be_given_is_refused():
+def test_a_partial_rotary_factor_without_a_field_is_refused():
     with pytest.raises(SnapKVError, match=r"'glm' .* has no partial_rotary_factor"):
         taken_over(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 0.5}))
     for name, factor in (("glm", 1.0), ("recurrent_gemma", 0.5)):
@@ -115,7 +115,7 @@ def test_a_part_that_a_family_cannot_be_given_is_refused():
         ("llama", BASE, BASE, {}),
     ],
 )
-def test_values_by_layer_type(name, full, sliding, plain):
+def test_values_for_each_layer_type_set_the_familys_own_fields(name, full, sliding, plain):
     both, local = {"full_attention": full, "sliding_attention": sliding}, list(plain)
     new = changed(name, local, rope_parameters=both)
     assert_same_rope(read(new), changed(name, local, rope_theta=12_345.0, **plain))
@@ -125,13 +125,13 @@ def test_values_by_layer_type(name, full, sliding, plain):
     "name, full, sliding",
     [("llama", BASE, OTHER), ("olmo3", BASE, OTHER), ("gemma3_text", BASE, LINEAR)],
 )
-def test_values_by_layer_type_that_a_family_cannot_express(name, full, sliding):
+def test_values_for_each_layer_type_without_fields_are_refused(name, full, sliding):
     both = {"full_attention": full, "sliding_attention": sliding}
     with pytest.raises(SnapKVError, match=f"{name!r} .* one RoPE for full_attention and sliding"):
         taken_over(changed(name, rope_parameters=both))
 
 
-def test_what_a_configuration_says_itself_stays():
+def test_fields_that_a_configuration_has_are_not_changed():
     for values in ({"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_scaling": SCALING}):
         new = changed("llama", rope_parameters=LINEAR, **values)
         assert read(new) == {"rope_scaling": read(new)["rope_scaling"], **new}

@@ -1,4 +1,4 @@
-"""The length that a model says it was trained to, and the warning of a longer prompt."""
+"""The trained length that a model's configuration gives, and the warning for a longer prompt."""
 
 import warnings
 
@@ -19,7 +19,7 @@ from mlx_snapkv.models.trained_length import beyond_trained_length, trained_leng
     [
         ({"factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
-        # LLaMA 3.2's, whose max_position_embeddings say all of it.
+        # LLaMA 3.2's max_position_embeddings is the length after scaling.
         (
             {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 512},
             4096,
@@ -35,7 +35,7 @@ from mlx_snapkv.models.trained_length import beyond_trained_length, trained_leng
         (None, 4096),
     ],
 )
-def test_the_length_that_a_configuration_tells(spelling, scaling, length):
+def test_the_trained_length_follows_from_the_configuration(spelling, scaling, length):
     model = make_model("llama")
     setattr(model.args, spelling, scaling)
     assert trained_length(model) == length
@@ -50,13 +50,13 @@ LENGTH = 100
 
 @pytest.fixture
 def short():
-    """A model that was trained to `LENGTH` tokens."""
+    """Return a model that was trained to `LENGTH` tokens."""
     model = make_llama()
     model.args.max_position_embeddings = LENGTH
     return model
 
 
-def test_only_a_longer_prompt_is_warned_of(short):
+def test_only_a_prompt_beyond_the_trained_length_gets_a_warning(short):
     assert beyond_trained_length(short, LENGTH) is None
     said = beyond_trained_length(short, LENGTH + 1)
     assert said.startswith("101 tokens are more than the model's trained length of 100:")
@@ -86,7 +86,8 @@ def test_a_request_warns_once_before_the_model_runs(short, options):
 
 def test_tokens_of_earlier_turns_count(short):
     cache = make_prompt_cache(short)
-    list(generate_step(mx.arange(90) % 50, short, max_tokens=1, prompt_cache=cache))  # one is fed
+    # mlx-lm also reads the one token of the answer.
+    list(generate_step(mx.arange(90) % 50, short, max_tokens=1, prompt_cache=cache))
     with pytest.warns(TrainedLengthWarning, match="111 tokens are more"):
         list(generate_step(mx.arange(20), short, max_tokens=1, prompt_cache=cache))
 

@@ -1,4 +1,4 @@
-"""Models whose attention is not told all, or reads entries of others: policies, memories, files."""
+"""Models whose attention function does not get all inputs, or whose layers read other layers' entries."""
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.models import attention_classes, capture
 from mlx_snapkv.models.patch import recording
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 LATENT = ["deepseek_v3", "mistral4", "kimi_linear", "longcat_flash"]
 LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
@@ -39,8 +39,8 @@ def layers_of(model, cache=None):
     return attention_layers(model, make_prompt_cache(model) if cache is None else cache)
 
 
-def test_queries_are_the_same_however_the_tokens_come(model):
-    """At once, or the last ones alone, which some models read by other means."""
+def test_queries_do_not_depend_on_the_chunks(model):
+    """Some models read single tokens by other code than chunks."""
     found = []
     for chunks in ([64], [57, 1, 3, 1, 1, 1]):
         caches = make_prompt_cache(model)
@@ -65,8 +65,8 @@ def test_every_policy_keeps_its_budget_or_is_refused(model):
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
-    """Under a block policy, too, whose entries have been evicted twice."""
+def test_keys_are_latents_with_positional_keys_and_values_are_latents(name):
+    """This holds for a block cache that has evicted twice."""
     model = make_model(name)
     full = make_prompt_cache(model)
     plain(model, TOKENS, n=1, prompt_cache=full)
@@ -74,7 +74,7 @@ def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
     for layer in layers_of(model, cache):
         latents, positional = layer.cache_in(full).keys_and_values()
         held = layer.cache_in(cache).held()
-        if layer.number == 0:  # what later ones hold depends on what the first has dropped
+        if layer.number == 0:  # later layers' entries depend on evictions in the first
             at = held.positions[..., None]
             wanted = [mx.take_along_axis(x, at, axis=2) for x in (latents, positional)]
             assert mx.allclose(held.keys, mx.concatenate(wanted, axis=-1), atol=1e-5)
@@ -86,7 +86,7 @@ def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
 
 def test_sparse_attention_is_refused_where_a_cache_cannot_attend(model):
     if is_type(model, "gemma3n", "gemma4_text"):
-        return  # layers that lend their entries read all of them; see tests/engine/test_sparse.py
+        return  # their lending layers read all entries: tests/engine/test_sparse.py
     with pytest.raises(
         SnapKVError, match=r"^sparse attention is not possible on model type .*: its"
     ):
@@ -103,7 +103,7 @@ def test_sparse_attention_is_refused_where_a_cache_cannot_attend(model):
 )
 def test_entries_that_mlx_lm_reads_plain_are_not_quantised(model, options):
     if is_type(model, "gemma3n"):
-        return  # its borrowers read through the cache
+        return  # its borrowing layers read through the cache
     refusals = r"quantised .*: (drop kv_bits|give store=memory)$|sparse attention is not possible"
     with pytest.raises(SnapKVError, match=refusals):
         steps(model, TOKENS, **options)
@@ -116,7 +116,7 @@ QUANTISABLE = {
 
 
 @pytest.mark.parametrize("name", QUANTISABLE)
-def test_who_reads_through_a_cache_may_read_quantised_entries(name):
+def test_layers_that_read_through_a_cache_may_read_quantised_entries(name):
     model = make_model(name, QUANTISABLE[name])
     cache = make_prompt_cache(model)
     answer = steps(model, TOKENS, policy=SNAPKV, kv_bits=8, kv_group_size=32, prompt_cache=cache)
@@ -124,8 +124,8 @@ def test_who_reads_through_a_cache_may_read_quantised_entries(name):
     assert all(layer.cache_in(cache).quantization.bits == 8 for layer in layers_of(model, cache))
 
 
-def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
-    """Also one that mlx-lm has read, whose caches don't know their layers."""
+def test_a_loaded_file_continues_as_the_saved_caches(model, tmp_path):
+    """mlx-lm may load the file, too; its caches then don't know their layers."""
     policy = "h2o:budget=20,block=8"
     cache, _ = prefill(model, TOKENS, policy)
     own, theirs = (str(tmp_path / name) for name in ("own.safetensors", "theirs.safetensors"))
@@ -137,7 +137,7 @@ def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next():
-    """The entries are lent, and the last borrower never comes."""
+    """The call fails after a layer has lent its entries and before the last borrower reads them."""
     model = make_model("gemma4_text")
     wanted = steps(model, TOKENS, policy=SNAPKV)
     layer = model.layers[4]

@@ -1,4 +1,4 @@
-"""Saved prompts whose entries are in files: a folder beside them, and nothing lost by what goes wrong."""
+"""Saved prompts with entries in files: a folder beside the saved file. A failed save loses nothing."""
 
 import shutil
 
@@ -32,17 +32,17 @@ def save(path, model, tokens, store="file"):
 
 
 def beside(path, pattern="*.entries"):
-    """A book's folder, or the files in it."""
+    """Return the folder of a book, or the files in it, as a list."""
     return sorted(path.parent.glob(pattern))
 
 
 def asked(model, cache, store="file"):
-    """What follows a question, and its log-probabilities."""
+    """Return the tokens that follow a question, with their log-probabilities."""
     return steps(model, question(), n=6, prompt_cache=cache, sparse=SPARSE, store=store)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make):
+def test_a_loaded_book_answers_as_the_saved_caches(path, tokens, make):
     model = make(head_dim=32)
     caches = save(path, model, tokens)
     wanted = asked(model, caches)
@@ -50,7 +50,7 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make):
         loaded = saved.load(path, model)
         assert (loaded.tokens, loaded.policy) == (tokens.tolist(), str(SPARSE))
         assert_same(asked(model, loaded.prompt_cache, store), wanted)
-    # What was in memory can be asked in files.
+    # Entries saved from memory can be moved into files.
     save(path, model, tokens, "memory")
     assert not beside(path)
     assert_same(asked(model, saved.load(path, model).prompt_cache), wanted)
@@ -58,7 +58,7 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make):
 
 @pytest.mark.parametrize("resident", [1 << 16, 64])
 def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
-    """Its codes are in files of their own, as many as stay in memory are read."""
+    """The index has its own files. Loading reads only the codes that stay in memory."""
     exact_up_to(monkeypatch, 50)
     monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
     monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 32)
@@ -79,7 +79,7 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
         saved.load(path, model)
 
 
-def test_a_replaced_book_leaves_nothing_behind(path, tokens):
+def test_a_replaced_book_leaves_no_files(path, tokens):
     model = make_llama()
     save(path, model, tokens)
     (first,) = beside(path)
@@ -87,7 +87,7 @@ def test_a_replaced_book_leaves_nothing_behind(path, tokens):
     save(path, model, tokens)
     assert beside(path) != [first]
     assert_same(asked(model, opened), asked(model, saved.load(path, model).prompt_cache))
-    saved_file(path, model, tokens)  # no book
+    saved_file(path, model, tokens)  # a file without a book
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -145,7 +145,7 @@ def test_an_interrupted_save_leaves_one_whole_book(path, tokens, at, monkeypatch
     asked(model, saved.load(path, model).prompt_cache)
 
 
-def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
+def test_caches_of_a_book_loaded_by_mlx_lm_say_what_is_missing(path, tokens):
     model = make_llama()
     caches = save(path, model, tokens)
     cache = load_prompt_cache(str(path))

@@ -1,4 +1,4 @@
-"""Prompt caches in files: what was read once goes on, and what can't be used is refused in one sentence."""
+"""Prompt caches in files: a saved prompt is continued, and an unusable file is refused in one sentence."""
 
 import random
 
@@ -14,9 +14,9 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError, saved
 from mlx_snapkv.saved import files
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
-# One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
+# A policy for each kind of cache state: queries that wait to be counted or to vote, a ring that has turned, ...
 KINDS = [
     f"{SNAPKV},on_full=slide",
     spec("h2o", "block"),
@@ -28,7 +28,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("policy", [None, *KINDS])
-def test_a_prompt_goes_on_as_the_one_saved_from_its_start_and_from_the_middle(path, tokens, policy):
+def test_a_loaded_prompt_continues_as_the_saved_one_with_and_without_an_answer(
+    path, tokens, policy
+):
     model, fed = (make_llama if policy in KINDS[::2] else make_qwen)(), len(tokens)
     if policy == TOVA:
         model = make_model("plamo")  # query heads are tiled over KV heads
@@ -65,7 +67,7 @@ def test_a_fingerprint_tells_weights_and_configurations_apart():
     assert len({mine, *map(files.fingerprint, others)}) == 6
 
 
-def test_a_place_that_can_not_be_written_is_told(tmp_path):
+def test_a_path_that_can_not_be_written_is_refused(tmp_path):
     for name in ("book.bin", "none/book.safetensors", "a\0b.safetensors", "."):
         with pytest.raises(SnapKVError):
             saved.require_writable(tmp_path / name)
@@ -85,7 +87,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
 
 
 def damaged(data):
-    """Every kind of damage, and other things' bytes."""
+    """Yield the data with every kind of damage, and data of other formats."""
     head = 8 + int.from_bytes(data[:8], "little")
     for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
         yield data[:length]
@@ -97,7 +99,7 @@ def damaged(data):
 
 
 def foreign_caches(model, tokens):
-    """Caches that mlx-lm would save, and that are not this model's."""
+    """Yield caches that mlx-lm would save and that do not fit this model."""
     good = read(model, tokens, None)
     yield good[:1]
     yield [*good, good[0]]

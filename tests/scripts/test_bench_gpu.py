@@ -1,4 +1,4 @@
-"""What `make bench-gpu` prints, tried on this machine with an embedded model and short prompts."""
+"""The output of `make bench-gpu`, run on this machine with an embedded model and short prompts."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import yaml
 TEMPLATES = Path(__file__).parents[2] / ".github" / "ISSUE_TEMPLATE"
 
 
-def test_a_table_to_paste_has_the_machine_and_every_cache_by_length(monkeypatch, capsys):
+def test_the_output_has_the_machine_and_a_row_for_each_length_and_cache(monkeypatch, capsys):
     given = "bench_gpu.py --model demo --lengths 400 800 --tokens 8".split()
     monkeypatch.setattr(sys, "argv", given)
     bench_gpu.main()
@@ -36,21 +36,21 @@ def test_a_table_to_paste_has_the_machine_and_every_cache_by_length(monkeypatch,
     assert err.count("tokens, ") == 6
 
 
-def test_a_prompt_that_does_not_fit_is_left_out(demo_llama, monkeypatch, capsys):
+def test_a_prompt_that_does_not_fit_is_skipped(demo_llama, monkeypatch, capsys):
     machine = bench_gpu.this_machine()._replace(usable=1000)
     monkeypatch.setattr(bench_gpu, "this_machine", lambda: machine)
     assert list(bench_gpu.rows(*demo_llama, 400, 8)) == []
     assert re.search(r"400 tokens would take .* of 1 kB", capsys.readouterr().err)
 
 
-def test_a_model_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+def test_a_missing_model_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--model", "nowhere"])
     with pytest.raises(SystemExit, match="2"):
         bench_gpu.main()
     assert capsys.readouterr().err.startswith("bench-gpu: --model nowhere: no such folder")
 
 
-def test_issues_ask_for_what_these_print():
+def test_issue_templates_ask_for_the_output_of_these_commands():
     forms = {path.stem: yaml.safe_load(path.read_text()) for path in TEMPLATES.glob("*.yml")}
     assert {"bug", "measurement"} <= forms.keys()
     for form in forms.values():

@@ -16,9 +16,9 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def make_copy(source, target, edits):
-    """Links to what is in `source`, but for the files that are edited: by path, a function of their text.
+    """Link the contents of `source` into `target`, except files that are edited: `edits` are functions of their text.
 
-    A path that `source` lacks is a new file.
+    A path that `source` lacks becomes a new file.
     """
     target.mkdir(parents=True)
     for entry in source.iterdir():
@@ -37,7 +37,7 @@ def make_copy(source, target, edits):
 
 
 def run(folder, program):
-    """What a program prints that finds the package, and the tests' helpers, in `folder`."""
+    """Run a program that finds the package, and the tests' helpers, in `folder`; return what it prints."""
     paths = [folder, folder / "tests", ROOT / "scripts", ROOT / "tests"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", program]
@@ -47,7 +47,7 @@ def run(folder, program):
 
 
 def replacing(*pairs):
-    """An edit that replaces texts, each of which must be there once."""
+    """Return an edit that replaces texts; each text must occur exactly once."""
 
     def edit(text):
         for old, new in pairs:
@@ -59,12 +59,12 @@ def replacing(*pairs):
 
 
 def section(title):
-    """The text of one recipe."""
+    """Return the text of one recipe."""
     _, found = CONTRIBUTING.split(f"## {title}\n")
     return found.partition("\n## ")[0]
 
 
-# A recipe, and the files that it has a contributor touch, but for what `make docs` writes.
+# A recipe, and the files that a contributor edits by hand; `make docs` writes more.
 FILES = {
     "Adding a policy": ["mlx_snapkv/compress/policies/NAME.py", "tests/compress/test_scores.py"],
     "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
@@ -77,8 +77,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("title", FILES)
-def test_the_recipe_names_the_files_that_are_touched_here(title):
-    """So that a recipe and its test change together."""
+def test_a_recipe_names_the_files_that_its_test_edits(title):
+    """A recipe and its test must change together."""
     text = section(title)
     for name in FILES[title]:
         assert name in text
@@ -88,7 +88,7 @@ def test_the_recipe_names_the_files_that_are_touched_here(title):
 NEW_POLICY = [
     ("RandomEviction", "EveryOther"),
     ('"random"', '"every_other"'),
-    ('paper = ""', 'paper = "Nobody 2026, arXiv:2600.00000"'),
+    ('paper = ""', 'paper = "Doe 2026, arXiv:2600.00000"'),
 ]
 USES_POLICY = """
 import sys
@@ -104,7 +104,7 @@ app.main()
 """
 
 
-def test_a_new_file_is_a_policy_everywhere(tmp_path):
+def test_a_new_file_is_a_policy_in_prefill_the_command_and_the_docs(tmp_path):
     random_eviction = ROOT / "mlx_snapkv/compress/policies/random_eviction.py"
     text = replacing(*NEW_POLICY)(random_eviction.read_text(encoding="utf-8"))
     edits = {"compress/policies/every_other.py": lambda _: text}
@@ -115,12 +115,12 @@ def test_a_new_file_is_a_policy_everywhere(tmp_path):
         "| [`every_other`](#every_other) | random entries, as a control | "
         "[2600.00000](https://arxiv.org/abs/2600.00000) |\n",
         "| `seed` | `0` | seed of the hash. |\n",
-        "\nevery_other: random entries, as a control (Nobody 2026, arXiv:2600.00000)\n",
+        "\nevery_other: random entries, as a control (Doe 2026, arXiv:2600.00000)\n",
     ):
         assert said in printed
 
 
-# The conformance test, of the new type alone; mlx-lm has it in a folder of its own.
+# Runs the conformance test for the new type alone. mlx-lm finds the type in the folder `types`.
 TRIES_TYPE = """
 import sys
 import mlx_lm.models
@@ -134,7 +134,7 @@ sys.exit(pytest.main([*options, "tests/models/test_conformance.py"]))
 """
 
 
-def test_a_type_in_the_table_and_its_configuration_are_tried(tmp_path):
+def test_a_type_in_the_table_with_a_configuration_passes_the_conformance_test(tmp_path):
     family = 'Family("fable", "FableAttention", note="invented"),'
     table = replacing(("_FAMILIES = (\n", f"_FAMILIES = (\n    {family}\n"))
     configs = replacing(("\nconfigs:\n", "\nconfigs:\n  fable: {head_dim: 32}\n"))
@@ -161,7 +161,7 @@ class SmallStore(MemoryStore):
 
     name, bits = "small", 3
 '''
-# A request and a line of the command, the tests of stores, and those of every kind of cache.
+# Runs a request, a command, the tests of stores, and the tests of every kind of cache.
 USES_STORE = """
 import contextlib
 import io
@@ -189,7 +189,7 @@ sys.exit(pytest.main([*options, "tests/sparse/test_stores.py", "tests/caches/tes
 """
 
 
-def test_a_new_file_is_a_store(tmp_path):
+def test_a_new_file_is_a_store_in_requests_commands_and_tests(tmp_path):
     imported = "from mlx_snapkv.sparse.stores.memory import"
     case, before = (
         '    "offloaded, small, of 8 bits": lambda: offloaded(SmallStore(HOW)),\n',
@@ -240,7 +240,7 @@ DARK = (
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What the entrances of a copy with another option print, line by line."""
+    """Return the lines that the entrances of a copy with another option print."""
     folder = tmp_path_factory.mktemp("copy")
     make_copy(ROOT / "mlx_snapkv", folder / "mlx_snapkv", OPTION_EDITS)
     lines = run(folder, USES_OPTION.format(folder=folder)).splitlines()

@@ -1,4 +1,4 @@
-"""The front door: what is written by a script is as it would write it, links lead somewhere, commands are real."""
+"""Generated docs match their scripts, links lead somewhere, and commands in the docs exist."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ HAND_WRITTEN = [
     ROOT / "scripts/evaluation/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-# What a page says before a command's words, and the commands of each program.
+# The beginning of a command line in a page, and the commands of each program.
 PROGRAMS = {"mlx-snapkv": app, "python scripts/evaluate.py": evaluate.app}
 COMMANDS = {
     program: {" ".join(p): c for p, c in commands_of(typer.main.get_command(commands))}
@@ -49,18 +49,18 @@ PLACEHOLDERS = ("...", "COMMAND")
 
 
 @pytest.mark.parametrize("path", write_docs.pages())
-def test_a_generated_page_is_what_the_script_writes(path):
+def test_a_generated_page_equals_the_scripts_output(path):
     assert (ROOT / path).read_text(encoding="utf-8") == write_docs.pages()[path], "run make docs"
 
 
-def test_the_page_of_quality_is_its_result():
+def test_the_page_of_quality_equals_the_page_of_its_result():
     result = json.loads((ROOT / "docs/quality.json").read_text(encoding="utf-8"))
     page = quality_page.page(result)
     assert (ROOT / "docs/quality.md").read_text(encoding="utf-8") == page
 
 
 def test_the_page_of_quality_says_what_was_not_scored():
-    """A setting in which a policy was not measured, and answers that ended before the compression."""
+    """A policy may lack a setting, and answers may end before the compression."""
     full, own = ({"method": m, "setting": "known", "pieces": 2, "texts": 2} for m in ("full", "p"))
     full |= {"tokens": 60, "judged": 60, "same": 1.0, "entries": 900, "kv_bytes": 5000}
     full["kl"] = {"mean": 0.0, "low": 0.0, "high": 0.0}
@@ -72,7 +72,7 @@ def test_the_page_of_quality_says_what_was_not_scored():
     assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000")
 
 
-def test_every_table_has_its_place():
+def test_every_table_has_one_place_in_the_docs():
     found = [
         re.findall(r"<!-- ([a-z-]+) -->", page.read_text(encoding="utf-8")) for page in HAND_WRITTEN
     ]
@@ -86,7 +86,7 @@ def test_the_readme_is_short_and_its_commands_are_found():
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
-def test_every_relative_link_leads_somewhere(page):
+def test_every_relative_link_has_a_target(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in target:
             continue
@@ -96,11 +96,11 @@ def test_every_relative_link_leads_somewhere(page):
         if place:
             titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
             places = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert place in places, target  # as GitHub names them
+            assert place in places, target  # GitHub makes these names of titles
 
 
 def test_every_file_of_the_architecture_exists():
-    """But for NAME and COMMAND, which stand for any policy and any command."""
+    """NAME and COMMAND are placeholders for any policy and any command."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:\w+/)+\w+\.py\b", page))
     assert len(named) > 40
@@ -113,7 +113,7 @@ def test_every_file_of_the_architecture_exists():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
-def test_every_command_shown_can_be_given(page, program):
+def test_every_command_in_the_docs_exists(page, program):
     commands = COMMANDS[program]
     for words in _shown(page.read_text(encoding="utf-8"), program):
         name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in commands), None)
@@ -127,7 +127,7 @@ def test_every_command_shown_can_be_given(page, program):
 
 
 def _shown(text: str, program: str = "mlx-snapkv") -> list[list[str]]:
-    """The words after `program` of every command in a block of code, up to a redirection."""
+    """Return the words after `program` of every command in a code block, up to a redirection."""
     blocks = [b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.partition(f"{program} ")[2] for line in lines if f"{program} " in line]
@@ -144,13 +144,12 @@ def test_every_option_of_a_policy_is_explained_in_its_docstring(name):
 
 @pytest.fixture(scope="module")
 def readme_run(tmp_path_factory):
-    """What the README's commands print, given one after the other as they stand, and the folder they were given in."""
+    """Run the README's commands in order, as printed; return their outputs and their folder."""
     folder = tmp_path_factory.mktemp("reader")
     readme = README.replace("\\\n", " ")
     printed = []
-    for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[
-        1:
-    ]:  # the first has placeholders
+    # The first block has placeholders.
+    for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[1:]:
         typed = "\n".join(re.findall(r"^> (.*)", block, re.M))
         for line in re.findall(r"^(?!>|make |\. \.venv/bin/activate$).+", block, re.M):
             source, _, words = re.fullmatch(r"(cat (\S+) \| )?mlx-snapkv (.*)", line).groups()
@@ -164,11 +163,11 @@ def readme_run(tmp_path_factory):
     return printed, folder
 
 
-def test_the_readmes_commands_run_as_they_stand(readme_run):
+def test_the_readmes_commands_run_as_printed(readme_run):
     (demo, auto, compared, *answers), _ = readme_run
     assert any(line.count("3/3") == 2 for line in demo)  # the full cache and sparse attention
     oak, hawk = "6475938", "157815"
-    assert compared.count(oak) == 4  # the full cache's and three policies'
+    assert compared.count(oak) == 4  # from the full cache and three policies
     assert [auto, *answers] == [[oak], [hawk], [oak], [], [hawk]]
 
 
@@ -176,7 +175,7 @@ def test_the_readmes_commands_run_as_they_stand(readme_run):
     "name, printed",
     [("README.md", "157815"), ("docs/python.md", "[' 157815', ' 6475938'] [None, None]")],
 )
-def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys, name, printed):
+def test_the_python_blocks_of_a_page_run_in_order(readme_run, monkeypatch, capsys, name, printed):
     monkeypatch.chdir(readme_run[1])
     page = (ROOT / name).read_text(encoding="utf-8")
     names = {}
@@ -186,7 +185,7 @@ def test_a_pages_python_runs_one_after_the_other(readme_run, monkeypatch, capsys
 
 
 def setting_of(words):
-    """Return what a command says of its setting, and its store."""
+    """Return a command's setting and its store."""
     said = dict(itertools.pairwise(words))
     if "--sparse" in said:
         return f"sparse:{said['--sparse']}", said.get("--store", "memory")
@@ -199,15 +198,15 @@ ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
-def test_every_page_gives_the_settings_of_the_table(page):
-    """For a model of one's own; the embedded one's documents are short."""
+def test_pages_use_only_settings_of_the_table(page):
+    """Commands with the embedded model may differ, because its documents are short."""
     for words in _shown(page.read_text(encoding="utf-8")):
         if words[0] in ANSWERING and "demo" not in words and setting_of(words)[0] is not None:
             assert setting_of(words) in CHOSEN, words
 
 
-def test_auto_takes_what_the_tables_say():
-    """The full cache, then what a question leaves, or what a conversation needs."""
+def test_autos_candidates_are_in_the_order_of_the_docs():
+    """The full cache comes first, then settings for a question or for a conversation."""
     assert CANDIDATES[QUESTION] == (KEEP_ALL, *EVICTING, SPARSE_IN_FILES)
     assert CANDIDATES[CONVERSATION] == (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING)
     for given in (

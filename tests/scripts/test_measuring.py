@@ -25,10 +25,10 @@ from scripts import (
 )
 from scripts.measure_servers import Answer, tokens_while_all_answer
 
-ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
+ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values * layers * KV heads * head size * float32
 
 
-def test_facts_are_asked_for_one_a_turn(demo_llama):
+def test_measure_facts_asks_for_one_fact_per_turn(demo_llama):
     ways = {(way.table, way.name, way.share): way for way in measure_facts.ways(1024)}
     assert len(ways) == 1 + 4 + 2 + 6 + 4 * 4
     full, dropped = ways["memories", "full cache", 16], ways["memories", "SnapKV", 16]
@@ -38,24 +38,24 @@ def test_facts_are_asked_for_one_a_turn(demo_llama):
 
 
 @pytest.mark.parametrize("way", ["pages of 256", "clusters of 32"])
-def test_entries_are_clustered_another_way_for_the_block(way):
+def test_grouping_changes_the_clusters_within_its_block(way):
     keys = mx.random.normal((1, 2, 2 * BLOCK_SIZE, 8), key=mx.random.key(1))
     before, (group, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
     with measure_rest.grouping(group, size):
         made = clusters.clusters_of(Entries(keys, keys))
         assert made.n == 2 * BLOCK_SIZE // size
-        # What is kept between turns counts clusters by the block.
+        # Clusters kept between turns must have the new size, too.
         assert mx.array_equal(made.whole_blocks().clusters().ids, made.ids)
     assert before == clusters.CLUSTER_SIZE
 
 
-def test_a_batchs_bytes_are_those_of_its_arrays(monkeypatch):
+def test_a_batchs_bytes_equal_the_bytes_of_its_arrays(monkeypatch):
     monkeypatch.setattr(measure_batches, "ANSWER", 6)
     policy = Compress(SnapKV(budget=64, on_full="slide"))
     field = [Contender("full cache", 1024), *policy_contenders(1024, [policy])]
     model = make_model("llama", {"head_dim": 32})
     full, ours = (measure_batches.decoding_together(model, 1024, 3, each, 2) for each in field)
-    # mlx-lm's buffers grow by 256
+    # mlx-lm's buffers grow by 256 entries.
     assert 1024 * ENTRY < full["kv_bytes"] / 3 <= (1024 + 256) * ENTRY
     assert ours["kv_bytes"] == 3 * 64 * ENTRY
     run = measure_batches.whole_run(model, 1024, 3, field[1])
@@ -63,10 +63,10 @@ def test_a_batchs_bytes_are_those_of_its_arrays(monkeypatch):
     assert len(first) == 3 and 0 < first[0] < first[-1] < run["run_seconds"]
 
 
-def test_tokens_count_from_the_last_to_begin_to_the_first_to_end():
+def test_tokens_are_counted_while_all_answers_run():
     early = Answer(0, pieces=[1.0, 2.0, 3.0, 4.0], usage={"completion_tokens": 4})
     late = Answer(0, pieces=[2.5, 3.5, 4.5, 5.5], usage={"completion_tokens": 8})
-    assert tokens_while_all_answer([[early, late]]) == (2 + 2, 1.5)  # two tokens a piece
+    assert tokens_while_all_answer([[early, late]]) == (2 + 2, 1.5)  # two tokens per piece
     after = Answer(0, pieces=[4.5, 5.0], usage={"completion_tokens": 2})
     assert tokens_while_all_answer([[early, after]]) == (0, 0)
 
@@ -82,7 +82,7 @@ def test_a_client_asks_a_server_four_times(demo_llama, monkeypatch):
     assert row["process_bytes"] > 50_000_000
 
 
-def test_a_book_is_on_disk_and_the_full_cache_in_memory():
+def test_a_books_entries_are_on_disk_and_the_full_cache_is_in_memory():
     model = make_model("llama", {"head_dim": 32})
     cases = measure_books.cases([3000, 4000])
     assert [case[:2] for case in cases[-3:]] == [(n, "full cache") for n in (750, 1500, 3000)]
@@ -91,14 +91,14 @@ def test_a_book_is_on_disk_and_the_full_cache_in_memory():
         for name in ("book", "full cache")
     )
     assert (ours["disk_bytes_per_token"], full["disk_bytes_per_token"]) == (ENTRY, 0)
-    assert full["kv_bytes"] > 3000 * ENTRY and ours["kv_bytes"] < 3000 * ENTRY / 50  # means
+    assert full["kv_bytes"] > 3000 * ENTRY and ours["kv_bytes"] < 3000 * ENTRY / 50  # means only
     assert ours["entries"] == 128 + 1024 + CHUNK_WINDOW + PAGE_SIZE - 1 and full["entries"] == 3000
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     assert ours["question_seconds"] > 0
 
 
-def test_a_lookahead_is_judged_behind_the_longest(demo_llama):
-    """By what generate_step predicts when it says the text's own tokens."""
+def test_lookaheads_are_scored_after_the_longest_one(demo_llama):
+    """The reference is generate_step, made to say the text's own tokens."""
     model, tokenizer = demo_llama
     text, _ = make_haystack(tokenizer, random.Random(0), 3, 600)
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -127,7 +127,7 @@ def test_a_lookahead_is_judged_behind_the_longest(demo_llama):
             assert record["kl"] == pytest.approx(kl, abs=1e-4) and kl > 1e-3
 
 
-def test_a_fact_asked_for_later_is_behind_every_lookahead(demo_llama, monkeypatch):
+def test_a_later_question_comes_after_every_lookahead(demo_llama, monkeypatch):
     model, tokenizer = demo_llama
     monkeypatch.setattr(measure_lookahead, "MAX_TOKENS", 10)
     text, facts = make_haystack(tokenizer, random.Random(0), 3, 600)

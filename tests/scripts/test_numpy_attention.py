@@ -10,7 +10,7 @@ def random(*shape):
 
 @pytest.mark.parametrize("mask", [None, "causal", "bool", "added"])
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_attention_is_mlxs(mask, n_kv_heads):
+def test_attention_equals_mlxs(mask, n_kv_heads):
     q, k, v = random(2, 4, 30, 8), random(2, n_kv_heads, 150, 8), random(2, n_kv_heads, 150, 16)
     if mask == "bool":
         mask = random(30, 150) > 0

@@ -1,4 +1,4 @@
-"""The real language models: their text is likely to them, their tokens are the text again."""
+"""The real language models give an essay a high likelihood, and their tokens decode to the text."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +10,7 @@ TEXT = "In 2024, 1,234 people\n\n\n  paid $5.99 — naïve 日本語 🎉\tx  y 
 
 
 @pytest.mark.parametrize("name, most", [("smollm2-135m-instruct", 21), ("gemma-3-270m", 17)])
-def test_the_perplexity_of_an_essay(name, most):
+def test_the_perplexity_of_an_essay_is_low(name, most):
     model, tokenizer = real_model(name)
     tokens = mx.array(tokenizer.encode(essay("wisdom")[:4000])[:256])
     losses = nn.losses.cross_entropy(model(tokens[None, :-1])[0], tokens[1:])
@@ -18,7 +18,7 @@ def test_the_perplexity_of_an_essay(name, most):
 
 
 @pytest.mark.parametrize("name", [*MODELS, LARGER])
-def test_tokens_are_the_text_again(name):
+def test_tokens_decode_to_the_text(name):
     tokenizer = load(real_folder(name))
     text = TEXT + tokenizer.eos_token
     tokens = tokenizer.encode(text, add_special_tokens=False)

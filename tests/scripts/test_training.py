@@ -27,7 +27,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_it_is_as_mlxs_own(name):
+def test_values_and_gradients_equal_mlxs(name):
     quick, own, *shapes = PAIRS[name]
     mx.random.seed(0)
     inputs = [mx.random.normal(shape) for shape in shapes]
@@ -42,14 +42,14 @@ def test_it_is_as_mlxs_own(name):
         assert mx.abs(one - other).max() <= 1e-4 * mx.abs(other).max()
 
 
-def test_mlx_lm_has_its_own_again_afterwards():
+def test_mlx_lms_attention_is_restored_after_the_block():
     own = llama.scaled_dot_product_attention
     with quick_exp.quick_llama():
         assert llama.scaled_dot_product_attention is quick_exp.attention
     assert llama.scaled_dot_product_attention is own
 
 
-def test_the_seed_makes_the_shipped_tokenizer_and_sequences_are_what_their_mix_says():
+def test_the_seed_gives_the_shipped_tokenizer_and_sequences_follow_their_mix():
     tokenizer = train_tokenizer(1)
     shipped = (MODELS["demo"] / "tokenizer.json").read_text(encoding="utf-8")
     assert tokenizer.to_str() == shipped

@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as it is."""
+"""Servers shared by the tests that don't change them."""
 
 import random
 
@@ -11,25 +11,26 @@ from mlx_snapkv.demo.questions import make_haystack
 
 @pytest.fixture(scope="session")
 def served():
+    """Yield a server with a policy."""
     with serving() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def agent():
-    """A server whose model answers with what comes after "SAY: " in the last message, reasoning and calls as well."""
+    """Yield a server whose model answers with the text after "SAY: " in the last message, thoughts and calls too."""
     with acting() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def scripted():
-    """A server whose model gives the answer of the test, under chat templates of several families."""
+    """Yield an `Agent`: its model gives the answer that a test sets, under chat templates of several families."""
     with answering() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def document(demo_llama):
-    """A text of 1,500 tokens, and six facts hidden in it."""
+    """Return a text of 1,500 tokens, and the six facts hidden in it."""
     return make_haystack(demo_llama[1], random.Random(3), 6, 1500)

@@ -1,4 +1,4 @@
-"""What a model writes, as agents and apps get it: thoughts, calls that are odd or torn, stop texts, choices, bytes."""
+"""Answers of a model as agents and apps receive them: thoughts, odd or torn calls, stop texts, choices, bytes."""
 
 import json
 
@@ -9,7 +9,7 @@ from agent_messages import ASKED, OPEN, calls, user
 
 @pytest.mark.parametrize("family", ["thinking", "ending"])
 @pytest.mark.parametrize("question", ["What does <think> mean?", "<think>", "Say <think>\u00a4"])
-def test_thoughts_begin_where_the_template_has_them(scripted, family, question):
+def test_thoughts_begin_where_the_template_opens_them(scripted, family, question):
     answer = "Hm.</think>Yes." if family == "thinking" else "Yes."
     _, found = scripted.ask(CHAT, family, answer, messages=[user(question)])
     message = found["choices"][0]["message"]
@@ -21,7 +21,7 @@ def test_thoughts_begin_where_the_template_has_them(scripted, family, question):
 ODD = '{"name": "write", "arguments": {"text": "ends with </tool_call> and <tool_call>"}}'
 TORN = '{"name": "open", "arguments": {"a": "no quote}}'
 ANSWERS = [
-    # What the model writes, further fields, and the text, the calls and the reason that come of it.
+    # The model's output, more fields, and the expected text, arguments of calls and finish reason.
     (f"A{calls(ODD)}B", {}, "AB", [{"text": "ends with </tool_call> and <tool_call>"}], "tool_calls"),
     (calls(ODD, OPEN), {}, "", [{"text": "ends with </tool_call> and <tool_call>"}, {"door": "green"}], "tool_calls"),
     (calls('{"arguments": {"a": 1}}'), {}, '{"arguments": {"a": 1}}', [], "stop"),
@@ -83,7 +83,7 @@ def test_a_call_that_max_tokens_cuts_is_text(scripted):
     assert choice["message"]["content"].startswith('{"name"')
 
 
-def test_a_call_without_a_name_is_no_error_of_anthropics(scripted):
+def test_a_call_without_a_name_is_text_in_anthropics_api(scripted):
     _, found = scripted.ask(MESSAGES, answer=calls('{"arguments": "{"}'), messages=ASKED)
     assert found["content"] == [{"type": "text", "text": '{"arguments": "{"}'}]
 

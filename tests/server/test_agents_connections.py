@@ -1,4 +1,4 @@
-"""How agents and apps reach a server: packed bodies, base URLs, names of hosts."""
+"""How agents and apps connect to a server: compressed bodies, base URLs, host names."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from agent_messages import user
 from server_helpers import serving
 
 
-def test_packed_bodies(served):
+def test_compressed_bodies_are_read_or_refused(served):
     body = json.dumps({"prompt": "The key of", "max_tokens": 2}).encode()
     for name, data in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
         headers = {"Content-Encoding": name}
@@ -27,7 +27,7 @@ def test_packed_bodies(served):
         assert found.json()["error"]["message"]
 
 
-def test_base_urls_without_v1_or_with_two(served):
+def test_base_urls_may_have_no_v1_or_two(served):
     hello = {"messages": [user("Hello")], "max_tokens": 2}
     for path in ("/chat/completions", "/v1/v1/messages", "/messages", "/v1/chat/completions/"):
         assert served.post(path, hello).status_code == 200, path
@@ -38,7 +38,7 @@ def test_base_urls_without_v1_or_with_two(served):
     assert served.client.head(CHAT).status_code == 405
 
 
-def test_an_absolute_url_as_request_target(served):
+def test_a_request_target_may_be_an_absolute_url(served):
     port = int(served.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(

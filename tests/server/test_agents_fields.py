@@ -1,4 +1,4 @@
-"""Fields that agents and apps send in forms that are another API's, another server's or an older one's."""
+"""Agents and apps send fields in the forms of another API, another server or an older version."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ def events(agent, path, answer, **body):
 
 
 def test_codex_calls_an_mcp_servers_tools(agent):
-    """Its namespaces, as Codex 0.171 sends them for MCP servers and for its own agents."""
+    """Codex 0.171 sends MCP servers and its own agents as namespaces of tools."""
     tools = [{**FLAT, "name": "read", "strict": False}, {"type": "web_search"}]
     fs, db = (
         {"type": "namespace", "name": n, "description": n, "tools": tools}
@@ -54,7 +54,7 @@ def test_codex_calls_an_mcp_servers_tools(agent):
     assert "namespace" not in found["output"][0]
 
 
-def test_a_tool_in_another_apis_form(agent):
+def test_every_api_takes_tools_in_another_apis_form(agent):
     for path, body in ((CHAT, CHAT_ASKED), (MESSAGES, CHAT_ASKED), (RESPONSES, RESPONSE_ASKED)):
         for tool in (NESTED, FLAT):
             prompt, found = agent.ask(path, answer=CALL.format("open"), tools=[tool], **body)
@@ -62,8 +62,8 @@ def test_a_tool_in_another_apis_form(agent):
             assert "green" in json.dumps(found) and "warnings" not in found
 
 
-def test_half_a_character_in_tools_and_instructions(agent):
-    """Apps cut descriptions of MCP servers' tools after so many UTF-16 units."""
+def test_half_a_character_in_tools_and_instructions_is_replaced(agent):
+    """Apps truncate descriptions of MCP tools by UTF-16 units, which may split a character."""
     tool = {**FUNCTION, "description": HALF, "input_schema": {"description": HALF}}
     for path, body in (
         (CHAT, CHAT_ASKED),
@@ -74,7 +74,7 @@ def test_half_a_character_in_tools_and_instructions(agent):
         assert "half \ufffd" in prompt, path
 
 
-def test_functions_of_before_there_were_tools(agent):
+def test_functions_the_predecessor_of_tools_are_called(agent):
     asked = {**CHAT_ASKED, "functions": [FUNCTION], "answer": CALL.format("open")}
     for choice in ("auto", None, {"name": "open"}):
         prompt, found = agent.ask(CHAT, function_call=choice, **asked)
@@ -95,7 +95,7 @@ def test_functions_of_before_there_were_tools(agent):
     assert call["name"] == "open" and sent[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
-def test_a_choice_among_allowed_tools_and_services(agent):
+def test_a_choice_may_name_allowed_tools_or_services(agent):
     names = [{"type": "function", "function": {"name": "open"}}]
     tools = [NESTED, SHUT]
     for mode in ("auto", "required"):
@@ -127,7 +127,7 @@ def test_a_choice_among_allowed_tools_and_services(agent):
     assert agent.post(CHAT, CHAT_ASKED | {"tools": tools, "tool_choice": bad}).status_code == 400
 
 
-def test_extreme_sampling_numbers(served):
+def test_extreme_sampling_numbers_are_obeyed(served):
     def said(**fields):
         found = served.post(CHAT, CHAT_ASKED | {"max_tokens": 8} | fields)
         assert found.status_code == 200, found.text
@@ -144,7 +144,7 @@ def test_extreme_sampling_numbers(served):
     assert said(logit_bias=bias, response_format={"type": "json_object"}).startswith("{")
 
 
-def test_half_a_character_in_a_text(served):
+def test_half_a_character_in_a_prompt_is_accepted(served):
     found = served.post(TEXT, content=json.dumps({"prompt": f"{HALF} ", "max_tokens": 2}))
     assert found.status_code == 200
 
@@ -160,20 +160,20 @@ GREEN = {"type": "object", "properties": {"door": {"enum": ["green"]}}, "require
         {"type": "json_schema", "json_schema": {"schema": GREEN}, "schema": {"const": 5}},
     ],
 )
-def test_a_schema_where_other_servers_take_it(served, form):
+def test_a_schema_may_be_where_other_servers_expect_it(served, form):
     body = CHAT_ASKED | {"response_format": form, "max_tokens": 50}
     found = served.post(CHAT, body).json()["choices"][0]["message"]["content"]
     assert json.loads(found) == {"door": "green"}
 
 
-def test_a_format_with_no_schema_is_an_object(served):
+def test_a_json_format_without_a_schema_asks_for_an_object(served):
     form = {"type": "json_schema", "json_schema": {"name": "x"}}
     body = CHAT_ASKED | {"response_format": form, "max_tokens": 50}
     found = served.post(CHAT, body).json()["choices"][0]["message"]["content"]
     assert isinstance(json.loads(found), dict)
 
 
-def test_fields_of_chats_in_other_apis(agent, served):
+def test_fields_of_chat_completions_work_in_the_other_apis(agent, served):
     form = {"type": "json_schema", "json_schema": {"schema": GREEN}}
     found = served.post(RESPONSES, RESPONSE_ASKED | {"response_format": form, "max_tokens": 50})
     assert json.loads(found.json()["output"][0]["content"][0]["text"]) == {"door": "green"}
@@ -181,7 +181,7 @@ def test_fields_of_chats_in_other_apis(agent, served):
     assert found["content"][0]["text"] == "Fine. " and found["stop_reason"] == "stop_sequence"
 
 
-def test_anthropics_choice_of_a_tool_in_a_chat(agent):
+def test_chat_completions_take_anthropics_tool_choice(agent):
     for choice in ({"type": "any"}, {"type": "tool", "name": "open"}):
         asked = {"tools": [NESTED, SHUT], "tool_choice": choice, **CHAT_ASKED}
         _, found = agent.ask(CHAT, answer=CALL.format("open"), **asked)
@@ -200,25 +200,25 @@ QUIET = [
 
 
 @pytest.mark.parametrize(("path", "fields"), QUIET)
-def test_what_changes_nothing_is_not_told(agent, path, fields):
+def test_fields_that_change_nothing_cause_no_warning(agent, path, fields):
     asked = RESPONSE_ASKED if path == RESPONSES else CHAT_ASKED
     assert "warnings" not in agent.ask(path, **asked, **fields)[1]
 
 
-def test_context_that_was_to_be_cleared_is_told(agent):
+def test_a_request_to_clear_context_causes_a_warning(agent):
     edits = [{"type": "clear_tool_uses_20250919"}]
     _, found = agent.ask(MESSAGES, **CHAT_ASKED, context_management={"edits": edits})
     assert found["warnings"] == ["context_management is left out: it is not known here"]
 
 
-def test_an_image_that_another_model_has_answered(agent):
+def test_an_image_in_an_earlier_answered_turn_becomes_a_note(agent):
     seen = [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "A door."}]
     prompt, found = agent.ask(CHAT, messages=[*seen, LOOK])
     assert "[image, 2 bytes, not shown to this model]" in prompt and len(found["warnings"]) == 1
     assert agent.post(CHAT, {"messages": [*seen, *seen[:1]]}).status_code == 400
 
 
-def test_paths_of_proxies_and_base_urls_with_a_slash(agent):
+def test_double_slashes_and_options_star_are_answered(agent):
     agent.answers["next"] = "Fine."
     assert agent.post(f"/{CHAT}", CHAT_ASKED).status_code == 200
     port = int(agent.served.url.rpartition(":")[2])

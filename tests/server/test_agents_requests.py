@@ -1,4 +1,4 @@
-"""What agents and apps really send, in odd forms that stand for their kinds, against templates of several families."""
+"""Requests as agents and apps really send them, one odd form of each kind, under templates of several families."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ IMAGES = [
 ]
 SHOWN = [f"[image, {N_PIXELS} bytes, not shown to this model]"]
 IMAGE_NOTE = "is not shown to the model"
-ID = "call_0123456789abcdef0123456789abcdef"  # of 37 characters
+ID = "call_0123456789abcdef0123456789abcdef"  # 37 characters, too long for Mistral's template
 
 
 def chat_call(arguments="{}", call_id="c1", **fields):
@@ -31,7 +31,7 @@ def chat_call(arguments="{}", call_id="c1", **fields):
 
 
 def in_chat(content, role="tool"):
-    """A chat with a tool's result of this content."""
+    """Return a chat with a tool's result of this content."""
     result = {"role": role, "tool_call_id": "c1", "content": content}
     return CHAT, {"messages": [user(), chat_call(), result]}
 
@@ -77,7 +77,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("place", [in_chat, in_message, in_response])
-def test_a_result_of_any_form_is_read(scripted, place):
+def test_a_tool_result_of_any_form_is_read(scripted, place):
     for content, words in PARTS:
         path, body = place(content)
         prompt, found = scripted.ask(path, **body)
@@ -124,7 +124,7 @@ STRICT = [
 
 
 @pytest.mark.parametrize(("family", "messages", "words"), STRICT)
-def test_what_a_strict_template_refuses_is_put_differently(scripted, family, messages, words):
+def test_messages_that_a_strict_template_refuses_are_rewritten(scripted, family, messages, words):
     prompt, found = scripted.ask(CHAT, family, messages=messages)
     assert found["choices"][0]["message"]["content"] == "Fine."
     for word in words:
@@ -133,7 +133,7 @@ def test_what_a_strict_template_refuses_is_put_differently(scripted, family, mes
 
 
 def several_calls(*ids):
-    """An assistant's calls at once, each with its id as its argument."""
+    """Return a message with several calls, each with its id as its argument."""
     made = (chat_call(json.dumps({"at": name}), name)["tool_calls"][0] for name in ids)
     return {"role": "assistant", "tool_calls": list(made)}
 
@@ -146,7 +146,7 @@ def test_results_are_read_in_the_order_of_their_calls(scripted, family):
     assert prompt.index("of a") < prompt.index("of b") < prompt.index("of c")
 
 
-def test_a_template_of_one_call_a_message_gets_each_with_its_result(scripted):
+def test_a_template_with_one_call_per_message_gets_each_call_before_its_result(scripted):
     results = [{"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in "ba"]
     messages = [user(), several_calls("a", "b"), *results, several_calls("a", "b"), *results]
     prompt, found = scripted.ask(CHAT, "llama3", messages=messages)
@@ -157,7 +157,7 @@ def test_a_template_of_one_call_a_message_gets_each_with_its_result(scripted):
     assert each in prompt and "warnings" not in found
 
 
-def test_ids_are_the_same_in_call_and_result_and_with_each_request(scripted):
+def test_a_call_and_its_result_have_one_id_in_every_request(scripted):
     messages = [user(), chat_call("{}", ID), RESULT]
     prompt, found = scripted.ask(CHAT, "mistral", messages=messages)
     name = prompt.split("[RESULT ")[1][:9]
@@ -166,7 +166,7 @@ def test_ids_are_the_same_in_call_and_result_and_with_each_request(scripted):
 
 
 @pytest.mark.parametrize("case", CASES["efforts"])
-def test_efforts_reach_the_template_or_a_warning_says_so(scripted, case):
+def test_efforts_reach_the_template_or_cause_a_warning(scripted, case):
     path, body, words = PATHS[case["send"]], case["body"], case["read"]
     prompt, found = scripted.ask(path, "thinking", answer="</think>Yes.", **body)
     assert words in prompt and "warnings" not in found
@@ -174,7 +174,7 @@ def test_efforts_reach_the_template_or_a_warning_says_so(scripted, case):
     assert ("chat_template_kwargs" in body) != ("is left out" in str(found.get("warnings")))
 
 
-def test_numbers_as_other_servers_take_them(scripted, served):
+def test_numbers_may_have_the_forms_that_other_servers_take(scripted, served):
     for fields in (
         {"top_k": -1},
         {"max_tokens": -1},
@@ -207,7 +207,7 @@ def test_warnings_are_in_the_answer_and_once_in_the_log(scripted, caplog):
         assert "brand_new is left out" in json.dumps(events), path
 
 
-def test_a_choice_of_tools_in_any_form(scripted):
+def test_tool_choice_may_have_any_form(scripted):
     tool = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
     asked = {"messages": ASKED, "tools": [tool], "answer": calls(OPEN)}
     for choice in ("auto", {"type": "auto"}, "required", {"type": "function", "name": "open"}):
@@ -230,14 +230,14 @@ LEFT_OUT = "tool_choice is left out: only functions are known here"
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "web_search"}])
-def test_a_choice_of_a_service_is_left_out(scripted, choice):
+def test_a_tool_choice_that_names_a_service_is_ignored(scripted, choice):
     _, found = scripted.ask(MESSAGES, messages=ASKED, tools=[SEARCH], tool_choice=choice)
     assert found["content"] == [{"type": "text", "text": "Fine."}] and LEFT_OUT in found["warnings"]
     body = {"input": "Look.", "tools": [{"type": "web_search"}], "tool_choice": "required"}
     assert LEFT_OUT in scripted.ask(RESPONSES, **body)[1]["warnings"]
 
 
-def test_a_call_at_a_time_is_not_promised(scripted):
+def test_a_request_for_one_call_at_a_time_causes_a_warning(scripted):
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     tools = [{"name": "open", "input_schema": {"type": "object"}}]
     _, found = scripted.ask(MESSAGES, messages=ASKED, tools=tools, tool_choice=choice)

@@ -1,4 +1,4 @@
-"""Anthropic's endpoints, asked by Anthropic's own client."""
+"""Anthropic's endpoints, called by Anthropic's own client."""
 
 import random
 
@@ -50,7 +50,8 @@ def test_a_stream_is_the_whole_message_in_events(client, document):
     used, asked = final.usage, [{"role": "user", "content": question}]
     counted = client.messages.count_tokens(model="any", messages=asked).input_tokens
     assert used.input_tokens + used.cache_read_input_tokens == counted
-    assert used.cache_read_input_tokens > 1200 and used.input_tokens < 260  # whose queries vote
+    # Tokens whose queries vote are read again.
+    assert used.cache_read_input_tokens > 1200 and used.input_tokens < 260
     events = list(ask(client, question, stream=True))
     deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
     assert [event.type for event in events] == [
@@ -62,7 +63,7 @@ def test_a_stream_is_the_whole_message_in_events(client, document):
     assert final.stop_reason == whole.stop_reason == "end_turn"
 
 
-def test_pings_while_a_long_prompt_is_read(client, demo_llama):
+def test_pings_are_sent_while_a_long_prompt_is_read(client, demo_llama):
     text, _ = make_haystack(demo_llama[1], random.Random(12), 2, 4500)
     way = client.messages.with_streaming_response.create
     given = {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 20}
@@ -72,7 +73,7 @@ def test_pings_while_a_long_prompt_is_read(client, demo_llama):
     assert lines[:first] == ["event: message_start", *["event: ping"] * (first - 1)] and first > 4
 
 
-def test_contents_as_blocks(client, document):
+def test_contents_may_be_blocks(client, document):
     text, facts = document
     cached = {"cache_control": {"type": "ephemeral"}}
     source = {"type": "text", "media_type": "text/plain", "data": text}
@@ -98,7 +99,7 @@ def test_stop_sequences_and_sampling(client):
     assert len(texts) > 1
 
 
-def test_a_billing_header_spoils_no_prefix(client):
+def test_a_billing_header_that_changes_does_not_spoil_prefixes(client):
     rules = "The garden is behind the house and the harbor is far from it. " * 20
     header = "x-anthropic-billing-header: cc_version=2.1.{0}; cch={0};"
     for number in ("1a", "2b"):
@@ -112,7 +113,7 @@ def test_a_billing_header_spoils_no_prefix(client):
 
 
 def n_prompt(client, **body):
-    """Tokens of what the template makes of a body."""
+    """Return the number of tokens in the prompt that the template makes of a body."""
     body = {"messages": [{"role": "user", "content": "hi"}]} | body
     return client.messages.count_tokens(model="m", extra_body=body, messages=[]).input_tokens
 
@@ -140,7 +141,7 @@ def test_reasoning_and_tools(obeying):
     given = [messages[0], messages[2], {"role": "system", "content": "There are two helpers."}]
     messages = MessagesBody(messages=given, max_tokens=1).chat().messages
     roles = [m.role for m in in_turns(messages)]
-    assert roles == ["user", "tool", "tool", "user"]  # many templates know only a first system
+    assert roles == ["user", "tool", "tool", "user"]  # many templates refuse a later system message
 
 
 def test_a_schema_and_a_forced_call(obeying):
@@ -161,7 +162,7 @@ def test_a_schema_and_a_forced_call(obeying):
 def test_tools_and_reasoning_reach_the_template(agent, obeying):
     encode = agent.engine.loaded.tokenizer.encode
     n_plain = n_prompt(obeying)
-    search = {"type": "web_search_20250305", "name": "web_search"}  # which runs at Anthropic
+    search = {"type": "web_search_20250305", "name": "web_search"}  # ignored: it runs at Anthropic
     for text, body in {
         "[open] ": {"tools": [TOOL, search]},
         "": {"tools": [TOOL], "tool_choice": {"type": "none"}},

@@ -1,4 +1,4 @@
-"""What has been read of a prompt whose client leaves serves the next request that begins so."""
+"""After a client leaves, the tokens read of its prompt serve the next request with the same beginning."""
 
 import mlx.core as mx
 import pytest
@@ -22,7 +22,7 @@ CHUNK = 128
 
 
 class Served:
-    """A batch, and its requests' events."""
+    """A batch of requests without a server; it collects the events of each request."""
 
     def __init__(self, loaded, method, store):
         policy = method and setting_named(method)
@@ -42,7 +42,7 @@ class Served:
         return request, events
 
     def answered(self, text):
-        """How many tokens were known, and the answer."""
+        """Return the number of cached tokens, and the answer."""
         _, events = self.start(text)
         while not isinstance(events[-1], Finished):
             self.batch.step()
@@ -56,7 +56,7 @@ def loaded(demo_llama):
 
 
 @pytest.mark.parametrize("method, store", SAFE)
-def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, store):
+def test_a_retry_continues_where_the_first_request_stopped(loaded, document, method, store):
     text = document[0][:4500]
     whole = Served(loaded, method, store).answered(text)
     served = Served(loaded, method, store)
@@ -70,7 +70,7 @@ def test_a_retry_goes_on_where_the_first_was_left(loaded, document, method, stor
     mx.clear_cache()
 
 
-def test_what_is_evicted_meanwhile_is_not_kept(loaded, document):
+def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
     served = Served(loaded, f"keydiff:budget=256,block={CHUNK}", None)
     request, _ = served.start(document[0][:4500])
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_what_is_evicted_meanwhile_is_not_kept(loaded, document):
     assert len(served.prefixes) == 0
 
 
-def test_neither_is_what_leaves_no_whole_window_or_is_hardly_begun(loaded, document):
+def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(loaded, document):
     served = Served(loaded, *SAFE[1])
     request, _ = served.start(document[0][:4500])
     prompt = request.completion_request.prompt

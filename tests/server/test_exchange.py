@@ -1,4 +1,4 @@
-"""Bodies become tokens beside the engine's thread, which goes on with other requests meanwhile."""
+"""Requests are tokenised outside the engine's thread, so that it can answer other requests."""
 
 import threading
 
@@ -7,7 +7,7 @@ from server_helpers import load_named, serving, talk
 LONG = "It was cold. " * 40
 
 
-def test_a_body_is_tokenised_beside_the_engines_thread():
+def test_a_body_is_tokenised_outside_the_engines_thread():
     found = []
 
     def watched(function):
@@ -23,7 +23,7 @@ def test_a_body_is_tokenised_beside_the_engines_thread():
             setattr(tokenizer, name, watched(getattr(tokenizer, name)))
 
     with serving(load_named("demo", change)) as served:
-        system = {"role": "system", "content": LONG}  # which is looked for in other prompts
+        system = {"role": "system", "content": LONG}  # the server looks for it in other prompts
         asked = {"messages": [system, *talk(LONG)], "max_tokens": 1}
         assert served.post("/v1/chat/completions", asked).status_code == 200
         asked = {"prompt": LONG, "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""Nothing that a client sends brings the server down: a 4xx in the API's own form, and the next request answered."""
+"""No request brings the server down: the client gets a 4xx in the API's own form, and the next request is answered."""
 
 import concurrent.futures
 import contextlib
@@ -76,7 +76,7 @@ def connection(served):
     return socket.create_connection((host, int(port)), timeout=5)
 
 
-def test_bad_http(served):
+def test_bad_http_is_refused(served):
     for data in BAD_HTTP:
         with connection(served) as sending:
             sending.sendall(data)
@@ -88,15 +88,16 @@ def test_bad_http(served):
     assert_answers(served)
 
 
-def test_who_may_ask_and_how_much():
+def test_the_key_and_the_size_of_a_body_are_checked():
     with serving(api_key="secret", body_bytes=10_000) as served:
         assert served.client.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert_refused(served.post(CHAT, HELLO, headers=headers), [401])
-        # with a key, other machines may ask, by whatever name
+        # A server with a key accepts every host name.
         for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret", "Host": "mac"}):
             assert served.post(CHAT, HELLO, headers=headers).status_code == 200
-        for content in (b" " * 20_000, (b" " * 1000 for _ in range(100))):  # cut off
+        # The second body is sent without a Content-Length.
+        for content in (b" " * 20_000, (b" " * 1000 for _ in range(100))):
             assert_refused(served.client.post(CHAT, content=content, headers=headers), [413])
 
 
@@ -118,7 +119,7 @@ def test_a_page_of_another_site_may_not_ask(served):
 
 
 def test_clients_that_leave_before_their_body_has_come_are_counted(served, caplog):
-    """But not by names that they make up: each would stay in memory."""
+    """Made-up paths are not counted by name, because each name would stay in memory."""
     assert_refused(served.post("/made-up", HELLO), [404])
     with connection(served) as sending:
         sending.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
@@ -129,7 +130,7 @@ def test_clients_that_leave_before_their_body_has_come_are_counted(served, caplo
     assert "failed" not in caplog.text
 
 
-def test_too_many_and_too_long():
+def test_too_many_requests_and_too_long_prompts_are_refused():
     with serving(limits=Limits(concurrency=1, queue=1, context=100)) as served:
         long = {"max_tokens": 9, "messages": [{"role": "user", "content": "word " * 200}]}
         for path in (CHAT, "/v1/messages"):
@@ -138,7 +139,7 @@ def test_too_many_and_too_long():
             told = response.json()["error"]
             assert told["message"].startswith("prompt is too long: ")  # clients look for this
             assert told.get("code", "context_length_exceeded") == "context_length_exceeded"
-        # before a schema is looked at, which may take seconds
+        # The length is checked before the schema, which may take seconds.
         bad = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
         assert_refused(served.post(CHAT, long | {"response_format": bad}), [400], " maximum;")
         slow = {"prompt": "The key of", "max_tokens": 100}
@@ -151,7 +152,7 @@ def test_too_many_and_too_long():
         assert_answers(served)
 
 
-def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
+def test_a_stream_that_waits_for_room_gets_keep_alive_lines(monkeypatch):
     monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.5)
     with serving(limits=Limits(concurrency=1)) as served:
         short = {"prompt": "The key of", "max_tokens": 3, "stream": True}
@@ -167,8 +168,8 @@ def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
 
 
 @pytest.mark.parametrize("n_lines", [None, 0, 5])
-def test_clients_that_leave(served, n_lines):
-    """While a whole answer is made, while a stream waits or reads, and while it answers."""
+def test_requests_of_clients_that_leave_are_dropped(served, n_lines):
+    """A client leaves while the server makes a whole answer, reads for a stream, or streams an answer."""
     body = {"prompt": "The key of " * 400, "max_tokens": 3000, "stream": n_lines is not None}
     timeout = 1 if n_lines is None else 60
     streaming = served.client.stream("POST", TEXT, json=body, timeout=timeout)
@@ -179,7 +180,7 @@ def test_clients_that_leave(served, n_lines):
     assert_answers(served)
 
 
-def test_a_request_that_takes_too_long_and_one_under_way_when_the_server_stops():
+def test_a_request_ends_at_the_timeout_or_when_the_server_stops():
     endless = {"prompt": "The key of", "max_tokens": 100_000, "logit_bias": {"1": -100}}
     with serving(timeout=2) as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert_refused(served.post(TEXT, endless), [408])
@@ -190,7 +191,7 @@ def test_a_request_that_takes_too_long_and_one_under_way_when_the_server_stops()
         assert_refused(answer.result(5), [503])
 
 
-def test_a_chunk_that_is_read_when_the_server_stops_is_left(monkeypatch):
+def test_no_chunk_is_read_after_the_server_has_stopped(monkeypatch):
     evaluated = []
 
     def evaluate(arrays):
@@ -224,7 +225,7 @@ def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
         error = response.json()["error"]
         assert "secret" not in error["message"] and error["message"].split()[-1] in caplog.text
         assert_answers(served)
-        # one that fails in the middle of an answer: the others of that step fail, those after it don't
+        # A failure in a step of an answer fails all requests of that step, and no later request.
         body = {"prompt": [20, 21, 22], "max_tokens": 50, "logit_bias": {"9": 1000}}
         assert served.post(TEXT, body).status_code == 500
         assert_answers(served)

@@ -1,4 +1,4 @@
-"""OpenAI's completions, asked by OpenAI's own client."""
+"""OpenAI's completions, called by OpenAI's own client."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_stream_is_the_whole_answer_in_parts(client, document):
     assert whole.model == "gpt-4o" and whole.choices[0].message.content == facts[0].value
     about, used = whole.model_extra["mlx_snapkv"], whole.usage
     assert 0 < about["kv_bytes_after"] < 0.3 * about["kv_bytes_before"]
-    assert "kv_bytes_staying" not in about  # which sparse attention has
+    assert "kv_bytes_staying" not in about  # a field for sparse attention only
     assert used.total_tokens - used.completion_tokens == used.prompt_tokens > 1400
     options = {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}
     *chunks, last = list(chat(client, question, stream=True, **options))
@@ -49,7 +49,7 @@ def test_a_stream_is_the_whole_answer_in_parts(client, document):
     assert all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens)
 
 
-def test_calls_of_tools(agent):
+def test_tool_calls_whole_and_streamed(agent):
     tool = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
     call = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
     said = f"SAY: <think>It is shut.</think>{call}\n{call}"
@@ -71,7 +71,7 @@ SCHEMA = {
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 
 
-def test_an_answer_obeys_a_schema_also_in_a_stream_and_with_others(client):
+def test_whole_and_streamed_answers_obey_a_schema_with_several_choices(client):
     how = {"max_tokens": 60, "temperature": 1.0, "seed": 4, "n": 3, "response_format": AS_SCHEMA}
     whole = chat(client, "Which door?", **how, logprobs=True, top_logprobs=5)
     texts = [choice.message.content for choice in whole.choices]
@@ -80,7 +80,8 @@ def test_an_answer_obeys_a_schema_also_in_a_stream_and_with_others(client):
         assert found["door"] in ("green", "red") and len(found["keys"]) <= 2
     tokens = whole.choices[0].logprobs.content
     assert all(top.logprob <= 0 for t in tokens for top in t.top_logprobs)
-    assert min(len(t.top_logprobs) for t in tokens) == 1  # what can't be is none of the likely
+    # Tokens that the schema forbids are not listed.
+    assert min(len(t.top_logprobs) for t in tokens) == 1
     streamed = ["", "", ""]
     for chunk in chat(client, "Which door?", **how, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -89,12 +90,12 @@ def test_an_answer_obeys_a_schema_also_in_a_stream_and_with_others(client):
     assert choice.finish_reason == "length"
 
 
-def test_thoughts_come_before_what_obeys(agent):
+def test_thoughts_are_free_and_the_answer_after_them_obeys_the_schema(agent):
     said = 'SAY: <think>It is {shut}.</think>\n\n{"door": "green","keys": []}'
     (choice,) = chat(connect(agent), said, max_tokens=200, response_format=AS_SCHEMA).choices
     assert choice.message.reasoning == "It is {shut}." and choice.finish_reason == "stop"
     assert json.loads(choice.message.content) == {"door": "green", "keys": []}
-    with pytest.raises(openai.APIError):  # what it is made to say is no JSON
+    with pytest.raises(openai.APIError):  # the answer that is asked for is not JSON
         chat(connect(agent), "SAY: The door.", max_tokens=200, response_format=AS_SCHEMA)
 
 
@@ -116,7 +117,7 @@ def test_a_forced_call(agent):
         (call,) = found.message.tool_calls
         assert found.finish_reason == "tool_calls" and found.message.reasoning == "Which?"
         assert (call.function.name, call.function.arguments) == ("open", '{"door": "red"}')
-    # With a form for text, calls are still the model's to make.
+    # A response format constrains only text; the model may still call tools.
     (found,) = chat(client, said, response_format=AS_SCHEMA, **tools).choices
     assert [c.function.name for c in found.message.tool_calls] == ["open"]
     said = 'SAY: <think>Which?</think>\n\n{"door": "green","keys": []}'
@@ -124,7 +125,7 @@ def test_a_forced_call(agent):
     assert json.loads(found.message.content)["door"] == "green"
 
 
-def test_completions(client, demo_llama):
+def test_completions_of_texts_and_of_tokens(client, demo_llama):
     response = client.completions.create(**COMPLETION, logprobs=2)
     (choice,) = response.choices
     assert choice.text.strip() == generate(*demo_llama, "The key of", max_tokens=12)
@@ -133,7 +134,7 @@ def test_completions(client, demo_llama):
     assert client.completions.create(**tokens).choices[0].text == choice.text
 
 
-def test_several_answers_seeds_and_stop_texts(client):
+def test_several_choices_seeds_and_stop_texts(client):
     given = COMPLETION | {"temperature": 1.0, "seed": 5, "n": 3}
     first, second = (client.completions.create(**given) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -150,7 +151,7 @@ def test_several_answers_seeds_and_stop_texts(client):
     assert (stopped.finish_reason, greedy.finish_reason) == ("stop", "length")
 
 
-def test_models_and_mistakes(client):
+def test_model_names_and_mistakes(client):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("org/other-name").id == "org/other-name"
     with pytest.raises(openai.BadRequestError, match="temperature should be"):
@@ -162,8 +163,8 @@ def test_models_and_mistakes(client):
         client.files.list()
 
 
-def test_a_short_prompt_goes_on_from_quantised_entries():
-    """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
+def test_a_short_prompt_continues_from_quantised_entries():
+    """A prompt below the budget is decoded in mlx-lm's batches, which hold plain entries only."""
     with serving(policy=Sparse(budget=256), store="4bit") as served:
         (long, _, kept), (short, n_known, plain) = (
             ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
@@ -173,7 +174,7 @@ def test_a_short_prompt_goes_on_from_quantised_entries():
     assert kept["mlx_snapkv"]["entries"] and not plain["mlx_snapkv"]["entries"]
 
 
-def test_an_answer_from_all_entries_is_the_full_caches(demo_llama):
+def test_full_cache_true_answers_from_all_entries(demo_llama):
     body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
     bodies = body, body | {"full_cache": True}, body
     tiny = POLICY.replace("25%", "64").replace("32,min", "16,min")
@@ -190,7 +191,7 @@ def test_an_answer_from_all_entries_is_the_full_caches(demo_llama):
 
 
 def test_a_prompt_that_fits_the_budget_shares_only_what_was_read_in_full():
-    """Of a longer prompt, which was read sparsely, no more than its first chunks."""
+    """Later chunks of a longer prompt were read sparsely, so only its first chunks are shared."""
     text = "The key of the amber door is here, and the lamp of the quiet harbour is there. " * 110
     short = {"prompt": text[: len(text) * 3 // 4], "max_tokens": 4, "logprobs": 1}
     policy = Sparse(budget=2000, n_window=500, read_top_k=16)
@@ -207,7 +208,7 @@ def test_a_prompt_that_fits_the_budget_shares_only_what_was_read_in_full():
 
 def test_an_answer_is_no_longer_than_the_model_was_trained_to(served, demo_llama):
     body = {"prompt": "The key of", "max_tokens": 10**20, "timeout": 30}
-    # It does not end before the test has looked.
+    # The answer must not end before the test looks at the request.
     body["logit_bias"] = {str(token): -100 for token in demo_llama[1].eos_token_ids}
     with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200 and next(response.iter_lines())
@@ -215,12 +216,12 @@ def test_an_answer_is_no_longer_than_the_model_was_trained_to(served, demo_llama
         assert request.completion_request.max_tokens == 16384
 
 
-def test_what_is_too_long_for_the_model_is_told_in_the_log_and_answered(caplog):
+def test_a_prompt_beyond_the_trained_length_is_answered_with_one_line_in_the_log(caplog):
     def shorten(model, tokenizer):
         model.args.max_position_embeddings = 600
 
     with serving(load_named("demo", shorten)) as served:
-        for n in (5, 700, 750):  # a conversation's every prompt is longer
+        for n in (5, 700, 750):  # the prompts of a conversation grow
             body = {"prompt": [5 + i % 60 for i in range(n)], "max_tokens": 1}
             assert served.post("/v1/completions", body).status_code == 200
     (told,) = caplog.messages

@@ -1,4 +1,4 @@
-"""The page in a real browser: asked by keyboard, watched as a person would."""
+"""The page in a real browser, used by keyboard and pointer."""
 
 import random
 import re
@@ -26,7 +26,7 @@ def driver():
 
 @pytest.fixture
 def page(driver, url):
-    """The page, opened anew; whatever happens on it, nothing is refused by its Content-Security-Policy."""
+    """Open the page and yield it; assert at the end that its Content-Security-Policy has refused nothing."""
     page = Page(driver, url)
     page.open()
     yield page
@@ -58,14 +58,15 @@ def test_a_pasted_document_is_asked_about(page, document):
     assert 0 < after < 0.3 * before
     assert re.fullmatch(r"\d+\.\d\d s", figures["first"]), figures
     assert re.fullmatch(r"[\d,]+ tokens/s", figures["speed"]), figures
-    # the second question of the chat goes on from what was read
+    # The second question of the chat uses the prefix that was read for the first.
     assert page.ask(facts[1].question) == facts[1].value
-    assert int(page.figures()["cached"].replace(",", "")) > read - 256  # whose queries vote
+    # Tokens whose queries vote are read again.
+    assert int(page.figures()["cached"].replace(",", "")) > read - 256
     assert len(page.all(".turn")) == 2
 
 
 @NO_BROWSER
-def test_a_dropped_file_and_an_answer_beside_the_one_from_all_entries(page, document, tmp_path):
+def test_a_dropped_file_is_answered_from_kept_entries_and_from_all(page, document, tmp_path):
     text, facts = document
     (tmp_path / "village.txt").write_text(text)
     page.drop(tmp_path / "village.txt")
@@ -77,7 +78,7 @@ def test_a_dropped_file_and_an_answer_beside_the_one_from_all_entries(page, docu
     assert [answer.text for answer in page.all(".text")] == [facts[2].value] * 2
     kept, read = page.figures()["entries"].split(" of ")
     assert kept == read and not page(".again").is_displayed()
-    assert page.run("return chat.messages.length") == 2  # the chat goes on from the first one
+    assert page.run("return chat.messages.length") == 2  # the chat continues from the first answer
     page("#new").click()
     assert page.all(".turn, #documents li") == [] and page("#empty").is_displayed()
     page.drop(tmp_path / "village.txt")
@@ -90,7 +91,7 @@ def test_a_dropped_file_and_an_answer_beside_the_one_from_all_entries(page, docu
 
 @NO_BROWSER
 def test_answers_are_stopped_by_key_and_button(page, url, document, tmp_path):
-    page.press("Hello", SHIFT, ENTER, BACK, "you", ENTER)  # to which the model never stops
+    page.press("Hello", SHIFT, ENTER, BACK, "you", ENTER)  # the model's answer never ends
     page.wait(lambda: len(page(".text").text) > 100)
     assert page(".asked p").text == "Hello\nyou"
     assert page("#stop").is_displayed() and not page("#send").is_displayed()
@@ -98,7 +99,7 @@ def test_answers_are_stopped_by_key_and_button(page, url, document, tmp_path):
     page.answered()
     assert page(".state").text == "Stopped" and page("#send").is_displayed()
     assert page.run("return document.activeElement.id") == "question"
-    # what is stopped while it is read can be asked again
+    # A question that is stopped while its prompt is read returns to the field.
     endless = tmp_path / "endless.txt"
     endless.write_text(document[0] * 8)
     page.drop(endless)
@@ -113,7 +114,7 @@ def test_answers_are_stopped_by_key_and_button(page, url, document, tmp_path):
 
 
 @NO_BROWSER
-def test_a_document_can_do_nothing(page, document):
+def test_tags_in_a_document_are_shown_and_never_run(page, document):
     tags = "<script>window.done = 1</script><img src=x onerror='window.done = 1'><b id=bold>"
     page.paste(f"{tags} {document[0]} {tags}")
     page.press(f"{tags} What is it?", ENTER)
@@ -121,7 +122,7 @@ def test_a_document_can_do_nothing(page, document):
     page.press(ESCAPE)
     page.answered()
     page(".asked summary").click()
-    page.wait(lambda: page(".asked pre").text.startswith(tags))  # "toggle" comes after the click
+    page.wait(lambda: page(".asked pre").text.startswith(tags))  # "toggle" follows the click
     assert page(".asked p").text.startswith(tags)
     assert page.all("#turns script, #turns img, #turns b") == []
     assert page.run("return window.done") is None
@@ -179,7 +180,7 @@ def test_answers_are_markdown_and_never_html(page):
     for literal in ("<b>not bold</b>", "snake_case_names", "[none](javascript:alert(1))"):
         assert literal in page.all(".text p")[0].text
     assert page.all(".text script, .text img, .text b") == [] and len(page.all(".text a")) == 1
-    page.clipboard("readText()")  # which grants it
+    page.clipboard("readText()")  # grants access to the clipboard
     page(".code button").click()
     page.wait(lambda: page(".code button").text == "Copied")
     code = MARKDOWN[MARKDOWN.index("if a") : MARKDOWN.index("\n```\n---")]
@@ -194,11 +195,11 @@ def test_chats_are_kept_until_the_page_is_closed(page, document):
     page.paste(text)
     assert page.ask(facts[0].question) == facts[0].value
     page("#new").click()
-    page.press("Hello", ENTER)  # to which the model never stops
+    page.press("Hello", ENTER)  # the model's answer never ends
     page.wait(lambda: page(".text").text)
     first, second = page.all("#chats option")
     assert (first.text, second.text) == (facts[0].question, "Hello")
-    first.click()  # which ends the answer of the other
+    first.click()  # stops the other chat's answer
     page.wait(lambda: not page.run("return running"))
     assert [asked.text for asked in page.all(".asked p")] == [facts[0].question]
     assert page.ask(facts[1].question) == facts[1].value
@@ -207,7 +208,7 @@ def test_chats_are_kept_until_the_page_is_closed(page, document):
 
 
 @NO_BROWSER
-def test_reasoning_is_folded_and_why_nothing_was_compressed_is_told(page, demo_llama):
+def test_reasoning_is_folded_and_a_skipped_compression_is_explained(page, demo_llama):
     text, facts = make_haystack(demo_llama[1], random.Random(13), 4, 150)
     page.press(text)
     assert page.ask(" " + facts[0].question) == facts[0].value
@@ -222,7 +223,7 @@ def test_reasoning_is_folded_and_why_nothing_was_compressed_is_told(page, demo_l
 
 @NO_BROWSER
 @pytest.mark.parametrize(("width", "dark"), [(360, True), (1100, False)])
-def test_it_fits_and_can_be_read(page, document, width, dark):
+def test_the_page_fits_its_window_and_is_readable(page, document, width, dark):
     page.size(width, 700, dark)
     page.paste(document[0])
     page.ask(document[1][0].question)
@@ -250,7 +251,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
 
 
 @NO_BROWSER
-def test_a_key_is_asked_for_where_one_is_needed(driver, document):
+def test_the_page_asks_for_the_key_of_a_server(driver, document):
     text, facts = document
     with serving("--api-key", "open-sesame", "--max-context", "4000") as (url, _):
         page = Page(driver, url)
@@ -265,7 +266,7 @@ def test_a_key_is_asked_for_where_one_is_needed(driver, document):
         assert page("#problem").text == "" and page("#model").text == "demo"
         page.paste(text)
         assert page.ask(facts[3].question) == facts[3].value
-        # and what the server refuses is told in its own words, with the question still there
+        # A refusal shows the server's own words and leaves the question in its field.
         page.paste(text * 3)
         page.press("What is it about?", ENTER)
         page.wait(lambda: page("#problem").text)

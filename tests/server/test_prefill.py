@@ -1,4 +1,4 @@
-"""An assistant's message at the end, which the answer goes on with and does not repeat."""
+"""A chat may end with the beginning of the assistant's answer. The answer continues it and does not repeat it."""
 
 import json
 
@@ -24,7 +24,7 @@ def text_of(path, found):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_an_answer_goes_on_with_the_assistants_last_words(scripted, path, family):
+def test_an_answer_continues_the_assistants_last_words(scripted, path, family):
     for words in (BEGUN, f"{BEGUN}:\n\n", f" {BEGUN} "):
         prompt, found = scripted.ask(
             path, family, answer=" green.", messages=[*ASKED, assistant(words)]
@@ -34,7 +34,7 @@ def test_an_answer_goes_on_with_the_assistants_last_words(scripted, path, family
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_streams_and_stop_texts_of_an_answer_that_goes_on(scripted, path):
+def test_streams_and_stop_texts_of_a_continued_answer(scripted, path):
     for stream in (False, True):
         scripted.answers["next"] = " green. Stop."
         body = {"messages": [*ASKED, assistant(BEGUN)], "max_tokens": 300, "stream": stream}
@@ -51,7 +51,7 @@ def test_streams_and_stop_texts_of_an_answer_that_goes_on(scripted, path):
 
 
 @pytest.mark.parametrize("content", ["", " \n", [], [{"type": "thinking", "thinking": "Hm."}]])
-def test_an_assistant_that_has_said_nothing_yet_begins(scripted, content):
+def test_an_empty_assistant_message_begins_a_new_answer(scripted, content):
     messages = [*ASKED, assistant(content)]
     for path in (CHAT, MESSAGES):
         prompt, found = scripted.ask(path, messages=messages)
@@ -60,7 +60,7 @@ def test_an_assistant_that_has_said_nothing_yet_begins(scripted, content):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_assistant_that_has_called_a_tool_begins_anew(scripted, family):
+def test_an_assistant_message_with_a_call_is_not_continued(scripted, family):
     call = {"type": "tool_use", "id": "c1", "name": "open", "input": {"door": "green"}}
     messages = [*ASKED, assistant([{"type": "text", "text": "I open it."}, call])]
     answer = "</think>Done." if family == "thinking" else "Done."
@@ -69,7 +69,7 @@ def test_an_assistant_that_has_called_a_tool_begins_anew(scripted, family):
     assert text_of(MESSAGES, found) == "Done."
 
 
-def test_a_template_that_leaves_the_last_words_out_gets_them_behind_it(scripted):
+def test_words_that_the_template_leaves_out_are_appended_to_its_text(scripted):
     hf = scripted.tokenizer._tokenizer
     opens = "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
     for template in (
@@ -89,7 +89,7 @@ def test_a_template_that_leaves_the_last_words_out_gets_them_behind_it(scripted)
         )
 
 
-def test_thoughts_that_are_begun_go_on(scripted):
+def test_unfinished_thoughts_are_continued(scripted):
     for family in ("chatml", "thinking"):
         messages = [*ASKED, assistant("<think>It may")]
         prompt, found = scripted.ask(CHAT, family, " be.</think>Green.", messages=messages)
@@ -100,7 +100,7 @@ def test_thoughts_that_are_begun_go_on(scripted):
     assert prompt.endswith(f"<|assistant|>{BEGUN}")
 
 
-def test_calls_and_thoughts_behind_a_beginning(scripted):
+def test_calls_and_thoughts_after_a_continued_text(scripted):
     written = f" here: <think>Hm.</think>{calls(OPEN)}"
     _, found = scripted.ask(MESSAGES, answer=written, messages=[*ASKED, assistant(BEGUN)])
     assert [block["type"] for block in found["content"]] == ["text", "thinking", "tool_use"]
@@ -120,7 +120,7 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize("begun", BEGINNINGS)
-def test_json_that_is_begun_is_ended(served, begun):
+def test_unfinished_json_is_completed(served, begun):
     body = {"messages": [*ASKED, assistant(begun)], "response_format": FORMAT, "temperature": 0}
     for path in (CHAT, MESSAGES):
         own = {"output_format": {"type": "json_schema", "schema": SCHEMA}, "max_tokens": 60}
@@ -129,12 +129,12 @@ def test_json_that_is_begun_is_ended(served, begun):
         assert json.loads(start + text_of(path, found)) == {"door": "green"}, found
 
 
-def test_half_a_character_and_a_form(served):
+def test_half_a_character_in_unfinished_json_is_accepted(served):
     body = {"messages": [*ASKED, assistant('{"a": "\ud83d')], "response_format": FORMAT}
     assert served.post(CHAT, content=json.dumps(body)).status_code == 200
 
 
-def test_vllms_fields_for_a_prefill(scripted):
+def test_vllms_fields_for_a_prefill_are_obeyed(scripted):
     messages = [*ASKED, assistant(BEGUN, prefix=True, partial=True)]
     both = {"continue_final_message": True, "add_generation_prompt": False}
     for fields in ({}, both, {"chat_template_kwargs": both}):

@@ -1,4 +1,4 @@
-"""Many questions of one document take the memory, and the disk, of one."""
+"""Many questions about one document need the memory, and the disk space, of one."""
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -21,7 +21,7 @@ def kept(prefixes):
     return [prefix.ids[320:].tolist() for prefix in prefixes._prefixes]
 
 
-def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_others():
+def test_when_room_is_short_the_newest_question_of_a_document_replaces_the_others():
     prefixes = PrefixCache(1 << 30)
     other, long_answer = list(range(5000, 5340)), [*DOCUMENT, *range(2000, 2100)]
     prefixes.insert(other, of(340))
@@ -40,11 +40,11 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
     assert prefixes.fetch([*DOCUMENT, 1004, 1, 1], 1)[1] == 321
     prefixes.trim_to(n_sequences=1)
     assert prefixes.fetch([*long_answer, 1], 1)[1] == 420
-    prefixes.insert([*long_answer, 7, 7], of(422))  # which serves whatever the shorter one did
+    prefixes.insert([*long_answer, 7, 7], of(422))  # replaces its own beginning
     assert len(prefixes) == 1
 
 
-def test_what_cannot_be_cut_serves_its_continuation_and_goes_by_age():
+def test_caches_that_cannot_be_cut_serve_only_continuations_and_are_evicted_by_age():
     prefixes = PrefixCache(1 << 30)
     prefixes.insert(list(range(5000, 5320)), of(320))
     for question in range(1000, 1003):
@@ -55,7 +55,7 @@ def test_what_cannot_be_cut_serves_its_continuation_and_goes_by_age():
     assert kept(prefixes) == [[1000], [1001], [1002]]
 
 
-def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
+def test_a_prefix_larger_than_the_limit_evicts_nothing(caplog):
     prefixes = PrefixCache(2 * of(320)[0].nbytes)
     prefixes.insert(DOCUMENT, of(320))
     prefixes.insert(list(range(1000, 2500)), of(1500))
@@ -65,8 +65,8 @@ def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
     assert told.startswith("1,500 tokens are not kept") and "--prefix-bytes" in told
 
 
-def test_questions_of_one_document_share_it(document):
-    """Beside another document, in the room of two."""
+def test_questions_about_one_document_share_its_entries(document):
+    """The limit is the room of two documents, and another document stays in the cache throughout."""
     text, facts = document
     with serving(policy=SPARSE, store="file") as served:
         prefixes, other = served.engine.prefixes, f"Another one. {text}"
@@ -79,8 +79,8 @@ def test_questions_of_one_document_share_it(document):
         assert ask(served, talk(f"{other} What was it?"))[1] > 1400
 
 
-def test_a_clock_in_the_system_prompt_is_told_once(served, caplog):
-    """With what to do about it; another prompt, and a last line, are nothing to tell."""
+def test_a_clock_in_the_system_prompt_is_reported_once_with_advice(served, caplog):
+    """Another prompt, or a change in the last line, is not reported."""
     rules = "".join(f"Rule {n} is that the garden is behind the house.\n" for n in range(20))
     prompts = [f"Time: 10:0{n}\n{rules}" for n in range(3)]
     prompts += [f"Rules\nIt is {day}day.\n{rules}" for day in ("Mon", "Tues")]

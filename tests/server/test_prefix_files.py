@@ -1,4 +1,4 @@
-"""What was read outlives the server, and nothing damaged or foreign is used."""
+"""Prefixes outlive the server in files; damaged and foreign files are not used."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ONE, OTHER = list(range(40)), list(range(20, 60))
 
 
 def known(url, document, *numbers, **fields):
-    """How many tokens of a question's prompt were known, after others with their answers; it is answered right."""
+    """Ask a question after others with their answers; assert the answer and return the number of cached tokens."""
     text, facts = document
     said = [text + "\n\n"]
     for number in numbers:
@@ -32,7 +32,7 @@ def known(url, document, *numbers, **fields):
 
 
 def is_private(folder):
-    """Whether nobody but its owner can open the folder or anything in it."""
+    """Return whether only the owner can open the folder and the files in it."""
     return not any(path.stat().st_mode & 0o077 for path in (folder, *folder.rglob("*")))
 
 
@@ -40,7 +40,7 @@ def is_private(folder):
     "flags",
     [
         ("--policy", POLICY, "--prefix-bytes", "1GB"),
-        ("--policy", POLICY, "--model", "demo-qwen3-next"),  # whose caches can't be cut
+        ("--policy", POLICY, "--model", "demo-qwen3-next"),  # caches that can't be cut
     ],
 )
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
@@ -55,8 +55,8 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
         assert known(url, document, again) > 1400
 
 
-def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document, tmp_path):
-    """Exactly from where it was, and nothing else does."""
+def test_a_killed_servers_conversation_continues_from_compressed_entries(document, tmp_path):
+    """Only the conversation itself continues from them; another question of the document does not."""
     policy, bits = "keydiff:budget=256,block=64", ("--kv-bits", "8", "--kv-group-size", "32")
     flags = ("--policy", policy, *bits, "--prefix-dir", str(tmp_path))
     with served_process(*flags) as (url, process):
@@ -67,7 +67,7 @@ def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document,
         assert known(url, document, 2, max_tokens=2) == 0
 
 
-def test_prefixes_are_told_apart_by_all_that_entries_depend_on():
+def test_all_options_that_change_entries_are_part_of_a_prefix_identity():
     policy, sparse = {"policy": "keydiff:budget=256"}, {"sparse": "budget=256"}
     settings = [
         {},
@@ -83,8 +83,8 @@ def test_prefixes_are_told_apart_by_all_that_entries_depend_on():
     assert all(identities.count(each) == 1 for each in identities)
 
 
-def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
-    """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
+def test_a_killed_servers_entries_in_files_are_used_unless_they_are_damaged(document, tmp_path):
+    """Damage is found when a request first reads the entries; the request is still answered."""
     flags = ("--sparse", "budget=256", "--store", "file", "--prefix-dir", str(tmp_path))
     none_in_memory = ("--prefix-bytes", "1")
     with served_process(*flags, *none_in_memory) as (url, process):
@@ -100,7 +100,7 @@ def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_pa
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     with served_process(*flags, "--prefix-dir", str(copy)) as (url, process):
         assert known(url, document, 0, 3) == 0
-        assert known(url, document, 0, 3) > 1400  # read again for the first
+        assert known(url, document, 0, 3) > 1400  # the first request has read it again
         process.send_signal(SIGTERM)
         log = process.stderr.read()
     assert log.count(".values is damaged") == 1 and "Traceback" not in log
@@ -119,7 +119,7 @@ def written(files, model, *prompts):
 
 
 def n_known(files, tokens):
-    """Of these tokens, how many the caches of a file have read."""
+    """Return how many of these tokens the caches of a file have read."""
     n, file = longest_prefix(files.prefixes, as_ids(tokens))
     return n if file and files.read(file) else 0
 
@@ -129,7 +129,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     (good,) = tmp_path.iterdir()
     data = good.read_bytes()
     (tmp_path / f"{'0' * 32}.safetensors").write_bytes(data[: len(data) // 2])
-    (tmp_path / "other.safetensors").write_text("a file of somebody's")
+    (tmp_path / "other.safetensors").write_text("another program's file")
     files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 1
     for others, setting in ((model, "other"), (make_llama(seed=1), "one")):
@@ -139,14 +139,12 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     good.write_bytes(data)
     files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
     written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"store": "one"}), model, OTHER)
-    os.replace(next((tmp_path / "other").iterdir()), good)  # under the server
+    os.replace(next((tmp_path / "other").iterdir()), good)  # while the server runs
     assert n_known(files, ONE) == 0 and "another prompt" in caplog.records[-1].getMessage()
 
 
-def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_writes(
-    model, tmp_path
-):
-    """Or it would stay for good, beside what --prefix-dir-bytes counts."""
+def test_unfinished_files_of_a_killed_server_are_deleted_and_newer_ones_stay(model, tmp_path):
+    """They would stay for good, and --prefix-dir-bytes does not count them. Newer ones may be another server's."""
     name = "0" * 32
     left = [".0123456789ab.part", f"{name}-0123456789ab.entries/0.keys"]
     others = ["notes.entries/0", ".ba9876543210.part", "mine-0123456789ab.entries/0.keys"]
@@ -161,14 +159,14 @@ def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_wri
     assert all(path.exists() for path in others)
 
 
-def test_the_oldest_make_room_of_other_settings_too(model, tmp_path):
-    somebodys = tmp_path / "notes.safetensors"
-    somebodys.write_bytes(b"x" * 100_000)
+def test_the_oldest_files_make_room_even_those_of_other_settings(model, tmp_path):
+    foreign = tmp_path / "notes.safetensors"
+    foreign.write_bytes(b"x" * 100_000)
     written(PrefixFiles(tmp_path, 1, model, {"store": "one"}), model, ONE)
-    (first,) = set(tmp_path.iterdir()) - {somebodys}
+    (first,) = set(tmp_path.iterdir()) - {foreign}
     size = first.stat().st_size
     files = PrefixFiles(tmp_path, 7 * size // 2, model, {"store": "other"})
     written(files, model, OTHER)
     assert first.exists()
     written(files, model, ONE[::-1], OTHER[::-1])
-    assert not first.exists() and len(os.listdir(tmp_path)) == 4 and somebodys.exists()
+    assert not first.exists() and len(os.listdir(tmp_path)) == 4 and foreign.exists()

@@ -1,4 +1,4 @@
-"""What a server keeps of its prompts: all entries, in memory or files, and models that take nothing back."""
+"""Follow-up questions on a server use the entries of earlier prompts, kept in memory or in files."""
 
 import concurrent.futures
 
@@ -12,7 +12,7 @@ SPARSE = Sparse(budget=256)
 
 
 def assert_follow_ups_at_once(served, said, facts):
-    """Ask for the facts after the same conversation at once: each is right, and begins with its prefix."""
+    """Ask for all facts at once after one conversation; assert right answers, each from a cached prefix."""
 
     def follow_up(fact):
         return ask(served, talk(*said, fact.question))
@@ -23,7 +23,7 @@ def assert_follow_ups_at_once(served, said, facts):
         assert answer == fact.value and cached > 1400
 
 
-def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_llama):
+def test_follow_ups_equal_a_conversations_answers_and_four_may_come_at_once(document, demo_llama):
     text, facts = document
     conversation = Conversation(*demo_llama, sparse=SPARSE, store="file", max_tokens=16)
     with serving(policy=SPARSE, store="file") as served:
@@ -38,8 +38,8 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(document, demo_lla
         assert served.metric('mlx_snapkv_kv_bytes{kind="prefix_files"}') > 0
 
 
-def test_with_a_policy_follow_ups_choose_among_all_that_was_read(document):
-    """A prefix keeps all entries, and each request compresses a copy: so it keeps what a first request would."""
+def test_with_a_policy_follow_ups_choose_among_all_entries(document):
+    """A prefix keeps all entries and each request compresses a copy, so it keeps what a first request would keep."""
     text, facts = document
     with serving(policy=POLICY) as served:
         said = []
@@ -60,7 +60,7 @@ def test_with_a_policy_follow_ups_choose_among_all_that_was_read(document):
 
 
 def test_a_system_prompt_is_read_once(document):
-    """By a model with linear layers, whose caches can't be cut; as many queries vote over a known prompt."""
+    """Caches of linear layers can't be cut, and a known prompt must leave all voting queries to be read."""
     text, facts = document
     system = {"role": "system", "content": text[: len(text) // 2]}
     questions = [facts[0].question, facts[1].question, "Why?", facts[0].question]
@@ -76,18 +76,17 @@ def test_a_system_prompt_is_read_once(document):
         assert known[0][0] == 0 and min(cached for cached, *_ in known[1:]) > 650
         said = talk(questions[1], ask(served, prompts[1])[0], facts[4].question)
         _, cached, _ = ask(served, [system, *said])
-        # As many as vote are read again, which are more than a turn's tokens here.
+        # The tokens of all voting queries are read again; here they are more than one turn.
         assert cached >= max(n for n, *_ in known)
-        for prompt, (_, entries, logprobs) in zip(
-            prompts[1:], known[1:]
-        ):  # the last is the first again
+        # The last prompt equals the first.
+        for prompt, (_, entries, logprobs) in zip(prompts[1:], known[1:]):
             served.engine.prefixes.trim_to(n_sequences=0)
-            cached, anew, found = told(prompt)
-            assert (cached, anew) == (0, entries)
+            cached, n_entries, found = told(prompt)
+            assert (cached, n_entries) == (0, entries)
             assert found == pytest.approx(logprobs, abs=1e-3)
 
 
-def test_a_full_disk_is_no_mistake_of_the_client(caplog):
+def test_a_full_disk_is_a_server_error_with_one_line_in_the_log(caplog):
     body = {"messages": talk("The oak is quick. " * 200), "max_tokens": 4}
     with serving(policy=SPARSE, store="file") as served:
         with full_disk(100_000):

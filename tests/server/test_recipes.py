@@ -1,4 +1,4 @@
-"""The recipes of docs/server.md, run as they stand but for the port."""
+"""The recipes of docs/server.md run as printed, except for the port."""
 
 import json
 import random
@@ -17,14 +17,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 @pytest.fixture(scope="module")
 def recipes():
-    """recipes(language): its blocks in the page, with the address of a server that runs."""
+    """Yield a function of a language that returns the page's blocks in it, with a running server's address."""
     with serving() as (url, _):
         text = PAGE.read_text(encoding="utf-8").replace("http://127.0.0.1:8080", url)
         yield lambda language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
 def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
-    document, _ = make_haystack(demo_llama[1], random.Random(0), 3, 2048)  # as the demo saves it
+    document, _ = make_haystack(demo_llama[1], random.Random(0), 3, 2048)  # the demo's document
     (tmp_path / "story.txt").write_text(document)
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -34,7 +34,7 @@ def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("6475938 {") and "'kv_bytes_after'" in first
     answer, known = second.split()
-    assert answer == "157815" and int(known) > 2048 - 256  # whose queries vote
+    assert answer == "157815" and int(known) > 2048 - 256  # tokens that vote are read again
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")

@@ -1,4 +1,4 @@
-"""OpenAI's responses, asked by OpenAI's own client."""
+"""OpenAI's responses, called by OpenAI's own client."""
 
 import json
 
@@ -25,7 +25,7 @@ def ask(client, given, **options):
 
 
 def streamed(client, given, **options):
-    """The events of a stream, and its final response."""
+    """Return the events of a stream, and its final response."""
     with client.responses.stream(model="gpt-5-codex", input=given, **options) as stream:
         return list(stream), stream.get_final_response()
 
@@ -59,7 +59,7 @@ def test_a_stream_is_the_whole_response_in_events(client, document):
     events, final = streamed(client, question, instructions="Be brief.")
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     kinds = [event.type.removeprefix("response.") for event in events]
-    # Codex' timeout starts again with every event, and with nothing else: they come while the prompt is read.
+    # Only events restart Codex's timeout, so events are sent while the prompt is read.
     assert (n_alive := kinds.count("in_progress")) > 2
     assert kinds == [
         *("created", *["in_progress"] * n_alive, "output_item.added", "content_part.added"),
@@ -79,7 +79,7 @@ def test_a_stream_is_the_whole_response_in_events(client, document):
 
 def test_reasoning_and_tools(obeying):
     order = f"SAY: <think>It is shut.</think>\n\nI open it.\n{CALL}"
-    # what Codex sends along: tools that a service runs, and fields for it
+    # Codex also sends tools that run as a service, and fields for the service.
     given = {"tools": [TOOL, {"type": "web_search"}, {"type": "custom", "name": "apply_patch"}]}
     given |= {"parallel_tool_calls": False, "prompt_cache_key": "a", "include": []}
     given |= {"reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}}
@@ -101,7 +101,7 @@ def test_reasoning_and_tools(obeying):
     assert ask(obeying, [*items, result], **given).output_text == "Open."
 
 
-def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
+def test_messages_of_codex_are_put_into_an_order_that_templates_take(obeying):
     given = [said("developer", "Never ask."), said("user", "Rules."), said("user", "SAY: yes")]
     response = ask(obeying, given, instructions="Be brief.")
     as_one = [said("user", "Rules.\n\nSAY: yes")]
@@ -112,7 +112,7 @@ def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
     assert ask(obeying, [*later, said("developer", "SAY: ok")]).output_text == "ok"
 
 
-def test_a_custom_tool_is_called_with_a_text(obeying):
+def test_a_custom_tool_gets_a_text_as_its_input(obeying):
     patch = {"name": "apply_patch", "arguments": {"input": "*** Begin\n+a"}}
     order = f"SAY: <tool_call>{json.dumps(patch)}</tool_call>"
     given = {"tools": [TOOL, {"type": "custom", "name": "apply_patch", "description": "Patches."}]}

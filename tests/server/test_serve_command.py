@@ -1,4 +1,4 @@
-"""`mlx-snapkv serve` as a process: its first line, its models, Ctrl-C."""
+"""`mlx-snapkv serve` as a process: its first lines, its models, Ctrl-C."""
 
 import re
 import signal
@@ -21,7 +21,7 @@ def test_an_alias_is_a_model_and_ctrl_c_ends_the_server():
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_port_in_use_is_told_before_a_model_is_looked_for():
+def test_a_port_in_use_is_reported_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         command = [sys.executable, "-m", "mlx_snapkv", "serve", "--model", "nowhere/at-all"]

@@ -1,4 +1,4 @@
-"""Two processes keep and answer what one does, however they share the model."""
+"""Two processes that share a model keep the entries that one process keeps, and give the answers that it gives."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
 
 @pytest.fixture(scope="module", params=KINDS)
 def found(request, tmp_path_factory):
-    """How the model is shared, and what one process and two have found."""
+    """Return how the model is shared, the results of one process, and the results of two."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     for code, said in started(folder, "several_cases", str(folder), KINDS[kind], kind):
         assert code == 0, said
@@ -26,7 +26,7 @@ def found(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *ANSWERS])
-def test_two_keep_and_answer_what_one_does(found, name):
+def test_two_processes_keep_and_answer_as_one(found, name):
     kind, one, two = found
     if name in ANSWERS:
         assert two[0].get(name) == two[1].get(name) == one.get(name)
@@ -64,7 +64,7 @@ def one(*command, **options):
     return fork_helpers.run(command, capture_output=True, text=True, check=True, **options).stdout
 
 
-def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
+def test_two_processes_print_once_what_one_prints(ask, demo_llama, tmp_path):
     tokens, fact = ask(demo_llama[1], 600, 3)
     path = tmp_path / "story.txt"
     path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
@@ -79,7 +79,7 @@ def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
     assert two.stderr.count("prompt tokens,") == 1
 
 
-def test_two_chat_as_one_does(tmp_path):
+def test_two_processes_chat_as_one(tmp_path):
     file, question = tmp_path / "facts.txt", "What is the access code of the amber falcon?"
     file.write_text(FACT + COLD * 40)
     lines = "\n".join([f"/file {file}", question, "/undo", question, "/quit"])
@@ -103,7 +103,7 @@ def test_two_chat_as_one_does(tmp_path):
         (["generate", "--model", "demo-qwen3-next", "--prompt", "x"], "add --pipeline"),
     ],
 )  # fmt: skip
-def test_what_does_not_run_is_refused_by_all(tmp_path, monkeypatch, command, sentence):
+def test_unsupported_commands_are_refused_by_all_ranks(tmp_path, monkeypatch, command, sentence):
     monkeypatch.chdir(tmp_path)
     Path("r.jsonl").write_text("{}\n")
     if "--model" not in command:

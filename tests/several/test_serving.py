@@ -1,4 +1,4 @@
-"""A server that two processes are: their clients, and how they end."""
+"""A server that runs as two processes: its answers, and how it ends."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from server_helpers import POLICY, ask, serving, talk
 from several_helpers import running
 
 QUESTION = "What is the access code of the amber falcon?"
-STARTING, ENDING = 60, 20  # seconds that they get
+STARTING, ENDING = 60, 20  # time limits in seconds
 
 
 @contextlib.contextmanager
 def served(folder, *options):
-    """A client of two processes, and those."""
+    """Yield a client of a server of two processes, and its ranks."""
     command = ["serve", "--model", "demo", "--port", "0", "--policy", POLICY]
     with running(folder, "several_server", *command, *options) as ranks:
         until = time.monotonic() + STARTING
@@ -38,7 +38,10 @@ def about(n):
 
 
 def conversation(client):
-    """Two clients at once, a follow-up, and a sampled answer with a stop text."""
+    """Ask as two clients at once, then a follow-up, a sampled answer with a stop text, and a constrained answer.
+
+    Return the choices of all answers, and the entries kept for the follow-up.
+    """
     with ThreadPoolExecutor(2) as pool:
         first, other = pool.map(lambda n: ask(client, talk(about(n))), (60, 90))
     follow_up = ask(client, talk(about(60), first[0], QUESTION))
@@ -57,14 +60,14 @@ def streaming(client, **fields):
     return client.stream("POST", "/v1/chat/completions", json=body)
 
 
-def test_two_serve_as_one_does_until_they_are_told_to_stop(tmp_path):
+def test_two_processes_serve_as_one_until_sigterm(tmp_path):
     with served(tmp_path) as (client, ranks), serving() as one:
         assert conversation(client) == conversation(one.client)
         assert client.post("/v1/chat/completions", json={"messages": []}).status_code == 400
-        with streaming(client, max_tokens=3000, temperature=5.0) as response:  # and goes away
+        with streaming(client, max_tokens=3000, temperature=5.0) as response:  # the client leaves
             list(zip(range(5), response.iter_lines()))
         assert ask(client, talk(about(60)))[1] > 400
-        with streaming(client, max_tokens=79) as response:  # and is in a step
+        with streaming(client, max_tokens=79) as response:  # SIGTERM comes during a slow step
             next(response.iter_lines())
             ranks[0].process.send_signal(signal.SIGTERM)
             assert ended(ranks) == [-signal.SIGTERM, 0]
@@ -72,7 +75,7 @@ def test_two_serve_as_one_does_until_they_are_told_to_stop(tmp_path):
 
 
 def test_both_keep_the_same_prompts(tmp_path):
-    """One that is too large drives out none of the others."""
+    """A prompt that is too large evicts no other prompt."""
     with served(tmp_path, "--prefix-bytes", "1MB") as (client, ranks):
         for text, least in [(about(30), 0), ("Bees. " + COLD * 150, 0), (about(30), 200)]:
             assert ask(client, talk(text))[1] >= least
@@ -81,9 +84,9 @@ def test_both_keep_the_same_prompts(tmp_path):
         assert ended(ranks) == [-signal.SIGTERM, 0]
 
 
-def test_a_step_that_fails_on_one_ends_both(tmp_path):
+def test_a_step_that_fails_on_one_rank_ends_both(tmp_path):
     with served(tmp_path) as (client, ranks):
-        with contextlib.suppress(httpx.HTTPError, KeyError):  # or it is told so
+        with contextlib.suppress(httpx.HTTPError, KeyError):  # no answer, or an error
             assert not ask(client, talk(about(5)), max_tokens=78)
         assert ended(ranks[1:]) == [1] and "no room to step" in ranks[1].said
         assert ended(ranks[:1]) == [1]

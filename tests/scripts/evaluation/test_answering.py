@@ -1,4 +1,4 @@
-"""The loop: both settings, going on, questions and methods that don't see each other, and the tables of it all."""
+"""The evaluation's loop: both settings, continued runs, independent questions and methods, and the tables."""
 
 import pytest
 from evaluation.answering import run
@@ -30,14 +30,14 @@ NAMES = {method.name: short for short, method in METHODS.items()}
 
 @pytest.fixture(scope="module")
 def asked(demo_tasks):
-    """One document of each of two tasks, and a run over them."""
+    """Return the model, a data set with one document for each of two tasks, and the records of a run over it."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["single", "two-links"], [768], 1, 3)
     return model, dataset, run(model, dataset, [*METHODS.values()], ANSWER_SETTINGS, Results({}))
 
 
-def test_the_tables_tell_methods_apart(asked):
-    """Chains need what nobody votes for; tokens that choose among all entries find it."""
+def test_the_tables_show_that_sparse_attention_answers_what_snapkv_loses(asked):
+    """A chain of links needs entries that no query votes for; sparse attention still finds them."""
     *_, records = asked
     found = {(NAMES[s["method"]], s["setting"]): s for s in summarise(records)}
     for setting in ANSWER_SETTINGS:
@@ -52,7 +52,7 @@ def test_the_tables_tell_methods_apart(asked):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "ahead", "sparse"])
-def test_known_questions_are_answered_as_stream_generate_does(asked, name):
+def test_known_questions_get_stream_generates_answers(asked, name):
     model, dataset, records = asked
     chosen, questions = METHODS[name], dataset.make(dataset.places[0]).questions
     wanted = {"method": chosen.name, "setting": KNOWN, "task": "single"}
@@ -65,8 +65,10 @@ def test_known_questions_are_answered_as_stream_generate_does(asked, name):
 
 
 def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
-    """With a known question, a lookahead and one token more; documents are compressed before a later question comes,
-    which sparse attention reads as a turn."""
+    """With a known question, the lookahead and one token more come before the compression.
+
+    Documents are compressed before a later question comes. Sparse attention reads a later question as a turn.
+    """
     _, _, records = asked
     most = {"full": 0, "snapkv": 2, "ahead": 9, "sparse": 2}
     for record in records:
@@ -84,8 +86,8 @@ def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
     assert "before compression" not in before.columns and "Before" not in before.remark
 
 
-def test_a_run_goes_on_where_it_was(asked, tmp_path):
-    """Only what is missing is asked: the last answers, and one in the middle."""
+def test_a_run_continues_where_it_stopped(asked, tmp_path):
+    """Only missing answers are asked for: the last two, and one in the middle."""
     model, dataset, records = asked
     with Results(dataset.setting, tmp_path / "r.jsonl") as results:
         for record in [r for i, r in enumerate(records[:-2]) if i != 7]:

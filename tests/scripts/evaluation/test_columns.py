@@ -1,4 +1,4 @@
-"""Data in kvpress' columns: files and folders of them, what is wrong with a row, and the prompts made of it."""
+"""Data in kvpress's columns: files and folders, mistakes in rows, and the prompts made of rows."""
 
 import json
 import sys
@@ -47,8 +47,8 @@ def test_rows_of_one_context_are_one_document(tmp_path, name):
     assert documents[0][0].model_dump() == ROW | {"length": None}
 
 
-def test_a_folder_of_files(tmp_path):
-    """Lengths are the folders' names, tasks the rows' or the files'; the first so many documents of each."""
+def test_a_folder_of_files_gives_lengths_and_tasks(tmp_path):
+    """Folders name lengths; rows or files name tasks. `most` limits the documents of each."""
     bare = {key: value for key, value in ROW.items() if key not in ("task", "answer_prefix")}
     rows = [ROW | {"context": f"Text {i}."} for i in range(3)]
     write(tmp_path / "4096" / "test-00000-of-00001.parquet", rows)
@@ -66,7 +66,7 @@ def test_a_folder_of_files(tmp_path):
     assert [rows[0].task for rows in chosen] == ["vt"] and again == copy
 
 
-def test_a_few_lengths_tell_rows_apart_and_many_are_sizes_of_texts(tmp_path):
+def test_a_few_lengths_are_targets_and_many_are_just_sizes_of_texts(tmp_path):
     for given, told in ((4096, 2048), [2048, 4096]), (range(1, 20), [None] * 19):
         rows = [ROW | {"length": n, "context": f"Text {n}."} for n in given]
         documents, _ = read_columns(write(tmp_path / "a.jsonl", rows))
@@ -85,7 +85,7 @@ def test_a_few_lengths_tell_rows_apart_and_many_are_sizes_of_texts(tmp_path):
         ("d.txt", b"a", "no such file, and no folder with .parquet or .jsonl files"),
     ],
 )
-def test_what_will_not_do_is_named(tmp_path, name, content, words):
+def test_unusable_data_is_refused_by_name(tmp_path, name, content, words):
     if isinstance(content, dict):
         write(tmp_path / name, [ROW, ROW | content])
         words = f"{tmp_path / name}: row 2: {words}"
@@ -96,7 +96,7 @@ def test_what_will_not_do_is_named(tmp_path, name, content, words):
     assert words in str(error.value)
 
 
-def test_what_is_not_there(tmp_path, monkeypatch):
+def test_an_unknown_task_and_a_missing_package_are_refused(tmp_path, monkeypatch):
     data = write(tmp_path / "d.jsonl", [ROW])
     with pytest.raises(SnapKVError, match="--task must be one of niah_single_1, got 'vt'"):
         read_columns(data, ["vt"])
@@ -107,8 +107,8 @@ def test_what_is_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_the_prompt_is_kvpresss(demo_llama, tmp_path, template):
-    """Context and question in the user's turn, the answer's beginning behind it; tokenized before the question."""
+def test_the_prompt_equals_kvpresss(demo_llama, tmp_path, template):
+    """Context and question are in the user's turn, followed by the answer's prefix, and tokenized separately."""
     tokenizer = demo_llama[1]
     documents, copy = read_columns(write(tmp_path / "d.jsonl", [ROW]))
     dataset = columns(tokenizer, documents, copy, template)
@@ -137,12 +137,12 @@ SCORES = [
     (ALL, ["12", "ab"], " It is AB\x00 and 12.", 1),
     ("a task of one's own", ["12", "ab"], "AB only", 0.5),
     (PART, ["12", "ab"], "AB only", 1),
-    (ALL, ["onetwo"], "one\ntwo", 1),  # as kvpress, which drops control characters
-    (ALL, ["12", "12", "34"], "12,", 2 / 3),  # as often as a reference is one
+    (ALL, ["onetwo"], "one\ntwo", 1),  # kvpress drops control characters
+    (ALL, ["12", "12", "34"], "12,", 2 / 3),  # repeated references count each time
 ]
 
 
 @pytest.mark.parametrize("task, references, output, wanted", SCORES)
-def test_scores_by_hand(task, references, output, wanted):
+def test_scores_equal_values_computed_by_hand(task, references, output, wanted):
     row = ROW | {"task": task, "answer": references}
     assert score_of(Row(**row, length=None))(output) == pytest.approx(wanted)

@@ -7,7 +7,7 @@ SMALL = ["--length", "512", "--depths", "2"]
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 
-def test_a_table_files_and_the_next_run_that_reads_them(call, refused, tmp_path):
+def test_needle_prints_a_table_and_writes_files_that_the_next_run_reads(call, refused, tmp_path):
     base = tmp_path / "r.1"
     args = ["needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
     code, first, err = call(*args, "--policy", RANDOM)
@@ -30,7 +30,7 @@ def test_a_table_files_and_the_next_run_that_reads_them(call, refused, tmp_path)
     assert "# Retrieval" in page and "| full cache | 2 | 100.0 |" in page
 
 
-def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
+def test_the_suite_has_both_settings_and_continues_a_run(call, tmp_path):
     policy = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,lookahead=0"
     small = "suite --length 512 --documents 1 --questions 1 --task single".split()
     base = tmp_path / "suite"

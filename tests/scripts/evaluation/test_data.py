@@ -10,7 +10,7 @@ KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
 
 @pytest.fixture
 def data(tmp_path, demo_llama):
-    """A folder as RULER's are in kvpress' data set: one length, three tasks of two questions, in one file."""
+    """Return a folder with RULER's layout in kvpress's data set: one length, three tasks of two questions, one file."""
     found = []
     tasks = ["niah_single_1"], ["qa_1", "nothing"], ["vt", "nothing"]
     for seed, (task, *extra) in enumerate(tasks):
@@ -24,7 +24,7 @@ def data(tmp_path, demo_llama):
 
 
 def test_tables_and_records_of_a_data_set(call, data, tmp_path):
-    """Answers of both settings by task."""
+    """Both settings are scored, and each task has its own column."""
     base = tmp_path / "r"
     args = ["data", "--data", data, "--output", str(base)]
     code, out, err = call(*args, "--policy", RANDOM, "--policy", KEYDIFF, "--json")
@@ -41,7 +41,7 @@ def test_tables_and_records_of_a_data_set(call, data, tmp_path):
     assert "# Questions of a data set" in page and "## Question later, 512 tokens, by task" in page
 
 
-def test_what_to_ask(call, data):
+def test_task_setting_and_documents_select_the_questions(call, data):
     args = "--task vt --setting known --documents 1 --json --ignore-chat-template".split()
     code, out, _ = call("data", "--data", data, *args)
     result = json.loads(out)

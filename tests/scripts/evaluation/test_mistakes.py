@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-# A command line, and what its one line says. {} is a folder with `text`, a few words.
+# A command line | words of its one line. {} is a folder with the file `text`.
 MISTAKES = r"""
 needle --policy snapkv:top_k=8000                   | would compress none of the prompts: the prompt's 4096 entries
 needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, sep
@@ -33,7 +33,7 @@ def test_a_result_replaces_only_results(refused, tmp_path, ending):
     assert file.read_text() == "my notes"
 
 
-def test_the_users_settings_are_none_of_a_measurements(refused, monkeypatch):
+def test_the_users_own_settings_do_not_change_a_measurement(refused, monkeypatch):
     monkeypatch.setenv("MLX_SNAPKV_LENGTH", "256")
     said = refused("needle", "--policy", "snapkv:top_k=8000")
     assert "would compress none of the prompts: the prompt's 4096 entries" in said

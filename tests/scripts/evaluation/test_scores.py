@@ -1,4 +1,4 @@
-"""The tables of scores, of records made by hand."""
+"""The tables of scores, made of hand-written records."""
 
 from evaluation.scores import summarise, tables
 
@@ -6,13 +6,13 @@ from mlx_snapkv.measure.methods import FULL_CACHE
 
 
 def records(task, method, scores, **more):
-    """A record of each document's answer to the same question."""
+    """Return a record for each document's answer to one question."""
     told = {"entries": None if method == FULL_CACHE else 64, "kv_bytes": None, "reason": None}
     fixed = {"task": task, "method": method, "setting": "known", "length": None, "question": 0}
     return [fixed | told | {"document": i, "score": x} | more for i, x in enumerate(scores)]
 
 
-def test_tasks_weigh_the_same():
+def test_tasks_weigh_equally():
     full, less = summarise(
         [
             *(r for m, x in ((FULL_CACHE, 1.0), ("less", 0.0)) for r in records("a", m, [x])),
@@ -32,7 +32,7 @@ def test_tasks_weigh_the_same():
     assert alone.rows == [["a", "100.0"], ["b", "50.0"]]
 
 
-def test_what_was_not_compressed_has_no_figure():
+def test_uncompressed_answers_have_no_figure():
     full, none = (
         records("a", FULL_CACHE, [1, 1]),
         records("a", "none", [1, 1], reason="fits the budget"),

@@ -1,4 +1,4 @@
-"""The suite's documents and questions."""
+"""The documents and questions of the evaluation's suite."""
 
 import random
 import re
@@ -14,7 +14,7 @@ def task(name, seed=0):
 
 
 def values(document, question):
-    """What the document says of the question's subject, in its order."""
+    """Return the values that the document gives to the question's subject, in order."""
     subject = question.question.removeprefix("What is the ").removesuffix("?").removesuffix(" now")
     return re.findall(rf"he {subject} is (?:now )?([^.]+)\.", document)
 
@@ -22,7 +22,7 @@ def values(document, question):
 @pytest.mark.parametrize(
     "name, hidden", [*((name, 12) for name in TASKS), ("several", 2), ("three-links", 60)]
 )
-def test_documents_have_the_length_asked_for_and_a_question(name, hidden, demo_llama):
+def test_documents_have_the_requested_length_and_questions(name, hidden, demo_llama):
     count = token_counter(demo_llama[1])
     document, questions = make_task(name, random.Random(3), 2000, count, hidden)
     assert 1950 <= count(document) <= 2000
@@ -31,8 +31,8 @@ def test_documents_have_the_length_asked_for_and_a_question(name, hidden, demo_l
 
 
 @pytest.mark.parametrize("name", ["single", "look-alikes", "overwritten"])
-def test_the_document_says_what_is_asked_for(name):
-    """Once, or an older value before."""
+def test_the_document_contains_the_answer_to_its_questions(name):
+    """In "overwritten" an older value comes before the answer."""
     document, questions = task(name)
     assert len(questions) > 5
     for question in questions:
@@ -41,7 +41,7 @@ def test_the_document_says_what_is_asked_for(name):
 
 
 @pytest.mark.parametrize("name", ["several", "two-links", "three-links"])
-def test_every_part_of_an_answer_stands_in_the_document(name):
+def test_the_document_contains_every_part_of_an_answer(name):
     document, questions = task(name)
     for part in ", ".join(question.value for question in questions).split(", "):
         assert f"{part}." in document

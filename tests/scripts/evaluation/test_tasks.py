@@ -1,4 +1,4 @@
-"""What needle asks: where it is hidden, and what is beside it."""
+"""The documents of the needle task: where the needle is, and the text around it."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.sentences import sentences_of
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
-BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5
+BOOK = "It was a long and quiet winter.\nThe house was empty.\n\n" * 5
 TASKS = {
     "needle": {},
     "needles": {"needles": 6},
@@ -18,7 +18,7 @@ TASKS = {
 
 
 def questions(tokenizer, grid=None, **more):
-    """Depths and questions of a task's documents."""
+    """Return the depth and the question of each of a task's documents."""
     dataset = needle(tokenizer, grid or Grid([2048]), **more)
     return [(place["depth"], dataset.make(place).questions[0]) for place in dataset.places]
 
@@ -48,16 +48,16 @@ def test_the_document_ends_before_the_question(demo_llama):
         assert question.score(f"It is {question.expected}0.") == 0
 
 
-def test_every_document_and_seed_is_another(demo_llama):
+def test_every_document_and_seed_has_its_own_question(demo_llama):
     grids = [Grid([700, 900], n_depths=2, n_documents=2, seed=seed) for seed in (0, 1)]
     first, second = (questions(demo_llama[1], grid) for grid in grids)
     assert len({question.expected for _, question in first + second}) == 16
-    # and stays what it was, or files of results would go on with other questions
+    # A seed's questions must never change, or files of results would be continued with other questions.
     ((_, question),) = questions(demo_llama[1], Grid([700], n_depths=1))
     assert question.expected == "5851658"
 
 
-def test_what_the_prompts_depend_on_is_in_the_setting():
+def test_the_setting_distinguishes_texts():
     grid = Grid([])
     texts = [needle(None, grid, text=text).setting for text in ("a b.", "a c.", None)]
     assert len({str(setting) for setting in texts}) == 3
@@ -67,7 +67,7 @@ def n_words(text):
     return len(text.split())
 
 
-def test_a_text_is_cut_between_sentences_and_hides_others_at_their_depth():
+def test_a_text_is_cut_between_sentences_and_needles_are_at_their_depth():
     hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
     assert joined(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
     text = 'One two three. "Four five!" Six\nseven.\n\nA heading\n\nEight nine ten'
@@ -94,5 +94,5 @@ def test_no_room_is_an_error_that_says_how_much_is_needed():
         ("", False),
     ],
 )
-def test_a_value_stands_by_itself(answer, named):
+def test_a_value_must_not_be_part_of_a_longer_word(answer, named):
     assert contains(answer, "1234") is named
