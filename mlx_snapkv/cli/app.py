@@ -31,11 +31,12 @@ from .plan import plan
 from .serve import serve
 
 INTERRUPTED = 130  # exit status after Ctrl-C
+HELP_WIDTH = 100  # columns, on terminals that have as many
 
 app = typer.Typer(
     help="Long prompts with mlx-lm, faster or in less memory. --snapkv evicts entries: it saves memory, and time per "
     "token of the answer. --sparse keeps all entries and reads few: it saves time to the first token, and per token.",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -11,7 +11,7 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..planning.options import RequestOptions
-from .command import flag_of
+from .command import KV_CACHE, flag_of
 from .options import one_of, parse_bytes
 
 if TYPE_CHECKING:
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
 
-PrefillStepSize = Annotated[int, Option(min=1, help="Maximum number of prompt tokens per chunk.")]
-Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
+PrefillStepSize = Annotated[
+    int, Option(min=1, help="Maximum number of prompt tokens per chunk.", rich_help_panel=KV_CACHE)
+]
+Snapkv = Annotated[
+    str | None, Option(help='Keep what SnapKV selects of the prompt, such as "top_k=1024".')
+]
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,19 @@ class CacheOptions:
     prefill_step_size: PrefillStepSize = 2048
     kv_group_size: Annotated[
         int,
-        Option(parser=one_of(32, 64, 128), help="Values per quantisation group: 32, 64 or 128."),
+        Option(
+            parser=one_of(32, 64, 128),
+            help="Values per quantisation group: 32, 64 or 128.",
+            rich_help_panel=KV_CACHE,
+        ),
     ] = 64
     kv_bits: Annotated[
         int | None,
-        Option(parser=one_of(2, 3, 4, 6, 8), help="Quantise the entries to 2, 3, 4, 6 or 8 bits."),
+        Option(
+            parser=one_of(2, 3, 4, 6, 8),
+            help="Quantise the entries to 2, 3, 4, 6 or 8 bits.",
+            rich_help_panel=KV_CACHE,
+        ),
     ] = None
 
     @property
@@ -67,14 +79,16 @@ class MLXCacheOptions(CacheOptions):
         int | None,
         Option(
             min=1,
-            help="Size of mlx-lm's rotating cache in entries, for models that don't make their own caches.",
+            help="Size of mlx-lm's rotating cache, for models that allow one.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = None
     quantized_kv_start: Annotated[
         int | None,
         Option(
             min=0,
-            help="Without a policy, --kv-bits applies from this many tokens on; mlx-lm's default is 5000.",
+            help="Tokens before --kv-bits quantises a full cache; default: 5000.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = None
 
@@ -159,17 +173,14 @@ def parse_setting(option: str, text: str) -> Setting:
 class PolicyOptions:
     """The policy that compresses prompts, or the sparse attention that reads them."""
 
-    snapkv: Snapkv = None
     policy: Annotated[
         str | None,
-        Option(help='A policy, such as "keydiff:budget=25%"; mlx-snapkv policies lists them.'),
+        Option(help='A policy such as "keydiff:budget=25%" (see mlx-snapkv policies).'),
     ] = None
+    snapkv: Snapkv = None
     sparse: Annotated[
         str | None,
-        Option(
-            help='Sparse attention with these options, such as "top_k=2048" ("" for the defaults): all entries '
-            "stay, and chunks of the prompt and tokens of the answer choose which few they read."
-        ),
+        Option(help='Keep all entries and read few, such as "top_k=2048" ("" for defaults).'),
     ] = None
 
     @property
@@ -197,10 +208,7 @@ class AutoPolicyOptions(PolicyOptions):
 
     policy: Annotated[
         str | None,
-        Option(
-            help='A policy, such as "keydiff:budget=25%" (mlx-snapkv policies lists them), or auto, which '
-            "chooses one for the prompt, the task and this machine."
-        ),
+        Option(help='auto, or a policy such as "keydiff:budget=25%" (see mlx-snapkv policies).'),
     ] = None
     kv_memory: Annotated[
         int | None,
@@ -208,6 +216,7 @@ class AutoPolicyOptions(PolicyOptions):
             parser=parse_bytes,
             metavar="SIZE",
             help="KV memory limit for --policy auto, such as 2GB.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = None
 

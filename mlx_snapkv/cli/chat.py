@@ -19,17 +19,16 @@ def chat(
     context: typer.Context,
     *,
     model: options.ShardedModelOptions,
+    system_prompt: options.SystemPrompt = None,
+    compression: cache_options.CompressionOptions,
+    cache: cache_options.MLXCacheOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
-    system_prompt: options.SystemPrompt = None,
-    cache: cache_options.MLXCacheOptions,
-    compression: cache_options.CompressionOptions,
     quiet: options.Quiet = False,
 ) -> None:
-    """Chat with a model, on a compressed KV cache, or with --sparse. Commands start with a slash; /help lists them.
+    """Chat with a model. Commands start with a slash; /help lists them.
 
     \b
-      mlx-snapkv chat --model demo
       mlx-snapkv chat --model MODEL --sparse budget=6.25%
       mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """

@@ -16,6 +16,10 @@ from .config import SETTING_OPTIONS, ConfigValue, config_values
 
 Group = TypeVar("Group")
 
+# The panels of `--help`, in its order. An option without a panel is one of the "Options".
+PANELS = "Arguments", "Options", "KV cache", "Sampling", "Output", "Model and prompt", "Server"
+ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
+
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes each field of the function's dataclass parameters as an option of its own.
@@ -54,7 +58,8 @@ def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
             default = inspect.Parameter.empty
         annotation = annotations[each.name]
         if "help" in each.metadata:
-            annotation = Annotated[annotation, typer.Option(help=each.metadata["help"])]
+            option = typer.Option(help=each.metadata["help"], rich_help_panel=KV_CACHE)
+            annotation = Annotated[annotation, option]
         yield inspect.Parameter(
             each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
@@ -130,6 +135,20 @@ class Command(TyperCommand):
             if is_named and not is_typed(ctx, option.name):
                 ctx.params[option.name] = option.default
                 del configured[option.name]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options to the help text, in one section for each panel, without types and negative flags."""
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
+        options: list[Any] = self.get_params(ctx)
+        for option in options:
+            default = ARGUMENTS if option.param_type_name == "argument" else OPTIONS
+            flags, text = option.get_help_record(ctx)
+            flags = re.sub(r" <.*>| / --no-\S+", "", flags)
+            panels[option.rich_help_panel or default].append((flags, text))
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. An error that names an option from a variable or config.toml also gives its origin."""

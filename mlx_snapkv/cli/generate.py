@@ -14,7 +14,7 @@ from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from ..planning.options import OPTIONS
 from . import cache_options, options
-from .command import flag_of, typed_only
+from .command import OUTPUT, flag_of, typed_only
 from .loading import require_one_process
 from .options import one_of
 from .prompt_console import PromptConsole
@@ -48,7 +48,9 @@ class AnswerOutputOptions(options.OutputOptions):
     verbose: Annotated[
         str,
         Option(
-            parser=one_of("True", "T", "False", "F"), help="mlx-lm's option; False means --quiet."
+            parser=one_of("True", "T", "False", "F"),
+            help="mlx-lm's option; False means --quiet.",
+            rich_help_panel=OUTPUT,
         ),
     ] = "True"
 
@@ -62,7 +64,9 @@ class ConstraintOptions:
     json_schema: Annotated[
         str | None,
         Option(
-            metavar="FILE_OR_TEXT", help="JSON schema that the answer obeys, as text or in a file."
+            metavar="FILE_OR_TEXT",
+            help="JSON schema that the answer obeys, as text or in a file.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None
 
@@ -145,29 +149,20 @@ def generate(
     *,
     model: options.ShardedModelOptions,
     prompt: QuestionOptions,
-    sampling: options.SamplingOptions,
-    constraint: ConstraintOptions,
-    seed: options.Seed = None,
-    cache: cache_options.MLXCacheOptions,
-    draft: options.DraftOptions,
     compression: cache_options.CompressionOptions,
+    cache: cache_options.MLXCacheOptions,
+    sampling: options.SamplingOptions,
+    seed: options.Seed = None,
+    constraint: ConstraintOptions,
+    draft: options.DraftOptions,
     output: AnswerOutputOptions,
 ) -> None:
-    """Answer a prompt. --snapkv and --policy compress its KV cache; --sparse keeps every entry and reads few.
-
-    The answer goes to stdout; progress and figures go to stderr.
+    """Answer a prompt on stdout, and print progress and figures on stderr.
 
     \b
-      mlx-snapkv generate --model demo \\
-          --prompt "The access code of the opal oak is 481516. What is the access code of the opal oak?"
-      mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv top_k=1024
-      mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --sparse budget=6.25%
+      mlx-snapkv generate --model demo --prompt-file book.txt --prompt "Who did it?" --policy auto
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
-      mlx-snapkv generate --model demo --prompt "Name a town." \\
-          --json-schema '{"type": "object", "properties": {"town": {"type": "string"}}}'
-      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+      mlx-snapkv generate --model demo --prompt "Name a town." --json-schema town.json
     """
     from ..models.distributed import from_first
     from .saved_prompt import SavedPrompt

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 from typer import BadParameter, Context, Option
 
-from ..demo import MODELS
 from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
-from .command import invalid_value
+from .command import KV_CACHE, MODEL, OUTPUT, SAMPLING, invalid_value
 
 MAX_PROMPT_TOKENS = 10_000_000
 BYTE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -105,35 +104,59 @@ def json_object(text: Any) -> dict[str, Any]:
     raise BadParameter("must be a JSON object, such as '{\"enable_thinking\": false}'")
 
 
-Model = Annotated[
-    str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
-]
+Model = Annotated[str, Option(help="Model folder, Hugging Face repository, or demo (built in).")]
 IgnoreChatTemplate = Annotated[
-    bool, Option("--ignore-chat-template", help="Use the prompt as raw text.")
+    bool,
+    Option("--ignore-chat-template", help="Use the prompt as raw text.", rich_help_panel=MODEL),
 ]
 ChatTemplateConfig = Annotated[
-    Any, Option(parser=json_object, help="Options for the chat template.", metavar="JSON")
+    Any,
+    Option(
+        parser=json_object,
+        help="Options for the chat template.",
+        metavar="JSON",
+        rich_help_panel=MODEL,
+    ),
 ]
 SystemPrompt = Annotated[str | None, Option(help="System message for the chat template.")]
 MaxTokens = Annotated[
     int, Option("--max-tokens", "-m", min=1, help="Maximum number of answer tokens.")
 ]
-Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Sampling seed.")]
+Seed = Annotated[
+    int | None, Option(min=0, max=2**64 - 1, help="Sampling seed.", rich_help_panel=SAMPLING)
+]
 Facts = Annotated[int, Option(min=1, max=32, help="Number of facts to hide and ask for.")]
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress or figures on stderr.")]
-AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[
+    bool,
+    Option("--quiet", "-q", help="Print no progress or figures on stderr.", rich_help_panel=OUTPUT),
+]
+AsJson = Annotated[
+    bool, Option("--json", help="Print one JSON object on stdout.", rich_help_panel=OUTPUT)
+]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     model: Model
-    adapter_path: Annotated[str | None, Option(help="Folder of LoRA adapters.")] = None
+    adapter_path: Annotated[
+        str | None, Option(help="Folder of LoRA adapters.", rich_help_panel=MODEL)
+    ] = None
     quantize_activations: Annotated[
         bool,
-        Option("--quantize-activations", "-qa", help="Quantise activations as the weights are."),
+        Option(
+            "--quantize-activations",
+            "-qa",
+            help="Quantise activations as the weights are.",
+            rich_help_panel=MODEL,
+        ),
     ] = False
-    trust_remote_code: Annotated[bool, Option(help="Let the tokenizer run its own code.")] = False
+    trust_remote_code: Annotated[
+        bool,
+        Option(
+            help="Let the tokenizer run its own code.", show_default=False, rich_help_panel=MODEL
+        ),
+    ] = False
 
     def load(self) -> tuple[Any, Any]:
         """Return the model and its tokenizer. Raises: SnapKVError: see `load_model`."""
@@ -159,7 +182,8 @@ class ChatModelOptions(ModelOptions):
 
     chat_template_config: ChatTemplateConfig = None
     extra_eos_token: Annotated[
-        list[str] | None, Option(help="Another token that ends answers; repeatable.")
+        list[str] | None,
+        Option(help="Another token that ends answers; repeatable.", rich_help_panel=MODEL),
     ] = None
 
     def load(self) -> tuple[Any, Any]:
@@ -175,7 +199,9 @@ class ShardedModelOptions(ChatModelOptions):
     pipeline: Annotated[
         bool,
         Option(
-            help="On several Macs (mlx.launch), give each Mac whole layers instead of a slice of every layer."
+            help="With mlx.launch, give each Mac whole layers, not slices of each.",
+            show_default=False,
+            rich_help_panel=MODEL,
         ),
     ] = False
 
@@ -188,10 +214,14 @@ class ShardedModelOptions(ChatModelOptions):
 @dataclass(frozen=True)
 class DraftOptions:
     draft_model: Annotated[
-        str | None, Option(help="Small model with the same tokenizer that drafts tokens.")
+        str | None,
+        Option(
+            help="Small model with the same tokenizer that drafts tokens.", rich_help_panel=MODEL
+        ),
     ] = None
     num_draft_tokens: Annotated[
-        int, Option(min=1, help="Tokens that the draft model drafts at a time.")
+        int,
+        Option(min=1, help="Tokens that the draft model drafts at a time.", rich_help_panel=MODEL),
     ] = 3
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
@@ -232,6 +262,7 @@ class ConcurrencyOptions:
             parser=parse_bytes,
             metavar="SIZE",
             help="KV memory limit, such as 4GB; a request waits until it fits.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = None
 
@@ -239,14 +270,27 @@ class ConcurrencyOptions:
 @dataclass(frozen=True)
 class SamplingOptions:
     temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
-    top_p: Annotated[float, Option(min=0, max=1, help="Sampling top-p; 1 turns it off.")] = 1.0
-    min_p: Annotated[float, Option(min=0, max=1, help="Sampling min-p; 0 turns it off.")] = 0.0
-    top_k: Annotated[int, Option(min=0, help="Sampling top-k; 0 turns it off.")] = 0
+    top_p: Annotated[
+        float,
+        Option(min=0, max=1, help="Sampling top-p; 1 turns it off.", rich_help_panel=SAMPLING),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Option(min=0, max=1, help="Sampling min-p; 0 turns it off.", rich_help_panel=SAMPLING),
+    ] = 0.0
+    top_k: Annotated[
+        int, Option(min=0, help="Sampling top-k; 0 turns it off.", rich_help_panel=SAMPLING)
+    ] = 0
     min_tokens_to_keep: Annotated[
-        int, Option(min=1, help="Minimum number of tokens that min-p keeps.")
+        int,
+        Option(min=1, help="Minimum number of tokens that min-p keeps.", rich_help_panel=SAMPLING),
     ] = 1
-    xtc_probability: Annotated[float, Option(min=0, max=1, help="XTC probability.")] = 0.0
-    xtc_threshold: Annotated[float, Option(min=0, max=0.5, help="XTC threshold.")] = 0.1
+    xtc_probability: Annotated[
+        float, Option(min=0, max=1, help="XTC probability.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, Option(min=0, max=0.5, help="XTC threshold.", rich_help_panel=SAMPLING)
+    ] = 0.1
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":

@@ -15,7 +15,7 @@ from ..chat.prompts import common_prefix
 from ..completions.chat_template import apply_template, template_failures
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
-from .command import flag_of
+from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
@@ -63,7 +63,9 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    prefill_response: Annotated[str | None, Option(help="Text that the answer begins with.")] = None
+    prefill_response: Annotated[
+        str | None, Option(help="Text that the answer begins with.", rich_help_panel=MODEL)
+    ] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: ChatModelOptions, console: PromptConsole) -> tuple[Any, Any, list[int]]:

@@ -17,6 +17,7 @@ from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
+from .command import KV_CACHE, SERVER
 from .loading import require_one_process
 from .options import parse_bytes
 from .process import raise_on_interrupt
@@ -39,29 +40,34 @@ class HTTPOptions:
     port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
     api_key: Annotated[
         str | None,
-        Option(
-            help="Key that clients must send (or set MLX_SNAPKV_API_KEY); required unless --host is a loopback address."
-        ),
+        Option(help="Key that clients must send; required if --host is not this machine."),
     ] = None
     allow_origin: Annotated[
-        list[str] | None, Option(help="Origin whose pages may send requests (CORS); repeatable.")
+        list[str] | None,
+        Option(
+            help="Origin whose pages may send requests (CORS); repeatable.", rich_help_panel=SERVER
+        ),
     ] = None
     allow_host: Annotated[
         list[str] | None,
         Option(
-            help="Another name of this machine by which clients without a key may reach it, such as "
-            "host.docker.internal; repeatable."
+            help="Another host name of this machine, for clients without a key; repeatable.",
+            rich_help_panel=SERVER,
         ),
     ] = None
-    alias: Annotated[list[str] | None, Option(help="Another name for the model; repeatable.")] = (
-        None
-    )
-    timeout: Annotated[float | None, Option(min=0.1, help="Maximum seconds per request.")] = None
+    alias: Annotated[
+        list[str] | None,
+        Option(help="Another name for the model; repeatable.", rich_help_panel=SERVER),
+    ] = None
+    timeout: Annotated[
+        float | None, Option(min=0.1, help="Maximum seconds per request.", rich_help_panel=SERVER)
+    ] = None
     volatile_header: Annotated[
         list[str],
         Option(
-            help="NAME of header lines 'NAME: …' to drop from the start of a system prompt, so that the prefix "
-            "cache matches the rest; repeatable; '' drops none. Default: Claude Code's."
+            help="NAME of 'NAME: …' lines dropped from system prompts; default: Claude Code's.",
+            show_default=False,
+            rich_help_panel=SERVER,
         ),
     ] = field(default_factory=lambda: [BILLING])
 
@@ -83,7 +89,12 @@ class HTTPOptions:
 @dataclass(frozen=True)
 class LimitOptions(options.ConcurrencyOptions):
     queue: Annotated[
-        int, Option(min=0, help="Maximum number of waiting requests; further ones get a 429.")
+        int,
+        Option(
+            min=0,
+            help="Maximum number of waiting requests; others get a 429.",
+            rich_help_panel=SERVER,
+        ),
     ] = 64
     max_context: Annotated[
         int | None, Option(min=1, help="Maximum prompt length in tokens; longer prompts get a 400.")
@@ -98,8 +109,8 @@ class PrefixOptions:
         int | None,
         Option(
             parser=parse_bytes,
-            help=f"Size of the prefix cache; default: 4GB in memory, {DEFAULT_PREFIX_DIR_SIZE} in files, or what a "
-            "prompt of the model's context takes, up to half of what is free.",
+            help="Size of the prefix cache, such as 8GB; default: by memory and model.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = None
     prefix_dir: Annotated[
@@ -108,7 +119,9 @@ class PrefixOptions:
     prefix_dir_bytes: Annotated[
         Any,
         Option(
-            parser=parse_bytes, help="Size limit of --prefix-dir; the oldest prefixes are deleted."
+            parser=parse_bytes,
+            help="Limit of --prefix-dir; the oldest prefixes are deleted.",
+            rich_help_panel=KV_CACHE,
         ),
     ] = DEFAULT_PREFIX_DIR_SIZE
 
@@ -137,7 +150,7 @@ class AnswerOptions(options.SamplingOptions):
             "--max-tokens",
             "-m",
             min=1,
-            help="Maximum number of answer tokens, where a request does not set it.",
+            help="Maximum answer tokens, if a request sets none.",
         ),
     ] = 32768
 
@@ -145,14 +158,14 @@ class AnswerOptions(options.SamplingOptions):
 def serve(
     *,
     model: options.ShardedModelOptions,
+    compression: cache_options.CompressionOptions,
     http: HTTPOptions,
     limits: LimitOptions,
     prefixes: PrefixOptions,
-    sampling: AnswerOptions,
     cache: cache_options.CacheOptions,
-    compression: cache_options.CompressionOptions,
+    sampling: AnswerOptions,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, with compressed KV caches or with --sparse.
+    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac.
 
     \b
       mlx-snapkv serve --model demo --sparse top_k=1024

@@ -30,8 +30,7 @@ class RequestOptions:
     """
 
     store: str | None = option(
-        "Where --sparse keeps all entries: in memory, in 8bit or 4bit there, or in temporary files (file). "
-        "Default: memory."
+        "Where --sparse keeps entries: memory (the default), 8bit, 4bit or file."
     )
     store_dir: str | None = option(
         "Folder for --store file; default: TMPDIR.", changes_entries=False

@@ -2,6 +2,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import typer
 
 import mlx_snapkv
@@ -33,6 +34,21 @@ def test_a_flag_means_one_thing_in_every_command():
                 meanings[flag].add((tuple(each.opts), str(each.default), each.help))
     assert len(meanings) > 50
     assert {flag for flag, found in meanings.items() if len(found) > 1} == set()
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve"])
+def test_help_shows_the_options_that_matter_first_and_each_on_one_line(call, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = call(name, "--help")[1].splitlines()
+    first_panel = lines.index("Options:"), lines.index("KV cache:")
+    shown = " ".join(lines[slice(*first_panel)])
+    assert first_panel[1] < 25 and len(lines) < 60
+    for flag in ("--model", "--policy", "--snapkv", "--sparse", "--temp", "--max-tokens"):
+        assert f"{flag} " in shown
+    command = typer.main.get_command(program).commands[name]
+    described = [line for line in lines if line.startswith("  -")]
+    assert len(described) == len(command.params) + 1  # and --help
+    assert not any(line.startswith("   " * 3) for line in lines[first_panel[0] :])
 
 
 def test_a_chat_takes_store_dir_without_a_store_because_a_later_policy_may_use_it(call):
