@@ -2,14 +2,22 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ..errors import SnapKVError
+from ..models.distributed import from_first
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
+from ..planning.kv_limit import advice, machine_kv_limit
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
+
+NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that sets no limit
+RESERVED_ANSWER = (
+    2048  # tokens of an answer for which memory is reserved, at least if a request asks for more
+)
 
 
 class NeverFits(SnapKVError):
@@ -22,14 +30,17 @@ class Memory:
     Args:
         sizes: sizes of the model's entries.
         options: the keywords of the batch's `CompressedBatchGenerator`.
-        limit: bytes of KV memory.
+        limit: bytes of KV memory; None for what this machine has beside the model.
     """
 
-    def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int):
+    def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
         """Read prefill's chunk size and the setting from `options`; the model itself is not needed."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
+        self._is_given = limit is not None
+        if limit is None:
+            limit = from_first(partial(machine_kv_limit, sizes.model, config, step_size))
         self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
@@ -42,11 +53,35 @@ class Memory:
         plan = self._footprint.plan(n_prompt, max_tokens)
         need = self._footprint.need(plan, max_tokens)
         if need.most > self.limit:
+            limit = format_bytes(self.limit)
+            has = (
+                f"max_kv_bytes is {limit}: raise it"
+                if self._is_given
+                else f"this machine has {limit}"
+            )
             raise NeverFits(
                 f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(need.most)} of KV "
-                f"memory, and max_kv_bytes is {format_bytes(self.limit)}: raise it"
+                f"memory, and {has}; {advice(self._footprint, n_prompt, max_tokens, self.limit)}"
             )
         return need
+
+    def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
+        """Return how many tokens of an answer to reserve memory for: `max_tokens`, or fewer if this machine has less.
+
+        Clients ask for long answers and rarely get them, so they are not refused for an answer that would not fit. The
+        result is at least `RESERVED_ANSWER`, unless `max_tokens` is less. A limit that a user has set holds strictly.
+        """
+        n = max_tokens
+        while n > RESERVED_ANSWER and not self._is_given and not self._fits(n_prompt, n):
+            n = max(RESERVED_ANSWER, n // 2)
+        return n
+
+    def _fits(self, n_prompt: int, max_tokens: int) -> bool:
+        try:
+            self.need(n_prompt, max_tokens)
+        except NeverFits:
+            return False
+        return True
 
     def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
         """Return the bytes that the batch takes at most with another request; None if the request has to wait.

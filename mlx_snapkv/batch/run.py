@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..completions.answer import Completion
@@ -21,7 +21,7 @@ from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
-from .memory import Memory
+from .memory import NO_KV_LIMIT, Memory
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Run:
         about: the run's part of the answers' field `mlx_snapkv`.
         defaults: what applies to requests that leave a field out.
         concurrency: limit of requests in the batch.
-        max_kv_bytes: limit of KV memory; None for no limit.
+        max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
         seed: with a request's `custom_id` the seed of sampled requests that have none; None for random seeds.
         on_progress: called after every step.
 
@@ -102,7 +102,7 @@ class Run:
         limit = self.max_kv_bytes
         self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
         self._memory = (
-            None if limit is None else Memory(EntrySizes(self.model), self.options, limit)
+            None if limit == NO_KV_LIMIT else Memory(EntrySizes(self.model), self.options, limit)
         )
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
@@ -172,7 +172,11 @@ class Run:
         """Return the batch's request for a completion. Raises: SnapKVError: it would never fit, or can't be served."""
         need = None
         if self._memory is not None:
-            need = self._memory.need(len(completion.prompt), completion.max_tokens)
+            n_prompt = len(completion.prompt)
+            if completion.constraint is None:
+                n_answer = self._memory.longest_answer(n_prompt, completion.max_tokens)
+                completion = replace(completion, max_tokens=n_answer)
+            need = self._memory.need(n_prompt, completion.max_tokens)
         answer = Completion(completion, self.tokenizer)
         return Request(line=line, completion=completion, need=need, answer=answer)
 

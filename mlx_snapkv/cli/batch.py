@@ -91,7 +91,7 @@ def batch(
             about=about,
             defaults=Defaults(**vars(sampling)),
             concurrency=files.concurrency,
-            max_kv_bytes=files.max_kv_bytes,
+            max_kv_bytes=model.max_kv_bytes,
             seed=files.seed,
         )
         _answer(run, lines, files.quiet)

@@ -63,7 +63,14 @@ def cache_prompt(
     console = PromptConsole(quiet)
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
     keywords = {"policy": setting, **config.keywords, **vars(cache)}
-    console.announce(loaded, len(tokens), foretell=setting is not None, is_text=True, **keywords)
+    console.announce(
+        loaded,
+        len(tokens),
+        foretell=setting is not None,
+        max_kv_bytes=model.max_kv_bytes,
+        is_text=True,
+        **keywords,
+    )
     cost = partial(
         file_cost, loaded, config.store, folder=config.store_dir, saved_in=path.resolve().parent
     )

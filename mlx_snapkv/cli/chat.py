@@ -58,6 +58,7 @@ def chat(
         console=console,
         context=context,
         options=request,
+        max_kv_bytes=model.max_kv_bytes,
     )
     if lines.interactive:
         hint = "You can paste several lines, or end a line with a backslash. /help lists commands."

@@ -18,6 +18,7 @@ from typer import Context
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
 from ..planning.file_cost import FileCost, file_cost
+from ..planning.long_prompts import LongPrompts
 from ..sparse.options import Sparse
 from .options import SamplingOptions
 from .progress import stderr_console
@@ -117,6 +118,7 @@ class Session:
         console: prints progress and warnings, unless the chat is quiet.
         context: the command's context.
         options: the policy and the `RequestOptions` of new conversations, as keywords of `Conversation`.
+        max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
         names: the file name of each attached document, by the document's text.
         exported: the files that /export has written.
         speed: the speed of the last turn, as text.
@@ -129,6 +131,7 @@ class Session:
     console: PromptConsole
     context: Context
     options: dict[str, Any]
+    max_kv_bytes: int | None = None
     names: dict[str, str] = field(default_factory=dict)
     exported: set[Path] = field(default_factory=set)
     speed: str = ""
@@ -149,17 +152,32 @@ class Session:
         # The thread only counts: after Ctrl-C it runs on, and must not attach the document then.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
-        keywords = conversation.generation
-        if conversation.policy is not None:
-            keywords = {"policy": conversation.policy, **conversation.options, **keywords}
-        self.console.announce(conversation.model, n_tokens, len(conversation.read), **keywords)
+        n_before = len(conversation.read)
+        # A document that does not fit is refused with its message.
+        self.console.announce(
+            conversation.model, n_tokens, n_before, max_kv_bytes=0, **self._keywords
+        )
         return n_tokens
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        """The keywords of `generate_step` for the next turn."""
+        conversation = self.conversation
+        if conversation.policy is None:
+            return conversation.generation
+        return {"policy": conversation.policy, **conversation.options, **conversation.generation}
+
+    def _require_memory(self, n_new: int) -> None:
+        """Raise SnapKVError if a turn of `n_new` tokens will not fit in memory."""
+        conversation = self.conversation
+        prompts = LongPrompts(conversation.model, **self._keywords)
+        prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
         conversation = self.conversation
         last = None  # the last response, with the speeds
-        with self.console.bar(self._cost) as update:
+        with self.console.bar(self._cost, self._require_memory) as update:
             responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
                 for last in responses:

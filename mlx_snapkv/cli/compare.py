@@ -71,6 +71,7 @@ def compare(
     """
     from ..measure.compare import compare as compared
     from ..measure.compare_page import page
+    from ..planning.long_prompts import LongPrompts
 
     path = require_page(shown.output, ".html")
     # Mistakes are found before the model is loaded.
@@ -79,6 +80,10 @@ def compare(
     loaded, tokenizer, tokens = prompt.load(model, console)
     if not (shown.policy or shown.sparse):
         methods = _default_methods(len(tokens), request)
+    # The full cache takes the most memory.
+    LongPrompts(loaded, max_tokens=max_tokens).require_memory(
+        len(tokens), max_kv_bytes=model.max_kv_bytes
+    )
     answers: list[Compared] = []
     on_text = _ignore_text if shown.as_json else _AnswerPrinter().add
     with console.bar() as update:

@@ -194,7 +194,12 @@ def generate(
         keywords |= cache_options.recommended_keywords(recommendation)
         auto_keeps_all = compression.is_auto and keywords["policy"] is None
         console.announce(
-            loaded, len(tokens), foretell=not auto_keeps_all, max_tokens=max_tokens, **keywords
+            loaded,
+            len(tokens),
+            foretell=not auto_keeps_all,
+            max_kv_bytes=model.max_kv_bytes,
+            max_tokens=max_tokens,
+            **keywords,
         )
     else:
         saved = SavedPrompt(file, model.model, loaded, compression, cache.quantization)

@@ -69,6 +69,7 @@ def inspect(
     from ..measure.inspection import inspect_prompt
     from ..measure.inspection_page import page, write_picture
     from ..measure.sentences import special_tokens
+    from ..planning.long_prompts import LongPrompts
 
     settings = cache_options.parse_settings(shown.policy, shown.snapkv)
     if len(settings) not in (1, 2):
@@ -76,6 +77,7 @@ def inspect(
     path = require_page(shown.output, ".html", ".png")
     console = PromptConsole(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
+    LongPrompts(loaded).require_memory(len(tokens), max_kv_bytes=model.max_kv_bytes)
     inspections = []
     for setting in settings:
         with console.bar() as update:

@@ -28,6 +28,11 @@ def parse_bytes(text: Any, least: int = 1) -> int:
     return _parse_number(number, BYTE_UNITS, least=least, most=2**62, rule=rule)
 
 
+def parse_limit(text: Any) -> int:
+    """Return a limit in bytes, from text as `parse_bytes` takes it; 0 sets no limit."""
+    return parse_bytes(text, least=0)
+
+
 def parse_tokens(text: Any) -> int:
     """Return a number of tokens from text such as "4096", "128k" or "1M". Units are multiples of 1,024."""
     rule = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
@@ -157,6 +162,15 @@ class ModelOptions:
             help="Let the tokenizer run its own code.", show_default=False, rich_help_panel=MODEL
         ),
     ] = False
+    max_kv_bytes: Annotated[
+        int | None,
+        Option(
+            parser=parse_limit,
+            metavar="SIZE",
+            help="KV memory limit, such as 4GB; 0 for none. Default: what the machine has beside the model.",
+            rich_help_panel=KV_CACHE,
+        ),
+    ] = None
 
     def load(self) -> tuple[Any, Any]:
         """Return the model and its tokenizer. Raises: SnapKVError: see `load_model`."""
@@ -256,15 +270,6 @@ class ConcurrencyOptions:
     concurrency: Annotated[
         int, Option(min=1, max=1024, help="Maximum number of requests at once.")
     ] = 8
-    max_kv_bytes: Annotated[
-        int | None,
-        Option(
-            parser=parse_bytes,
-            metavar="SIZE",
-            help="KV memory limit, such as 4GB; a request waits until it fits.",
-            rich_help_panel=KV_CACHE,
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -67,22 +67,30 @@ class PromptConsole:
         return future.result()
 
     def announce(
-        self, model: Any, n_prompt: int, n_before: int = 0, foretell: bool = True, **options: Any
+        self,
+        model: Any,
+        n_prompt: int,
+        n_before: int = 0,
+        foretell: bool = True,
+        max_kv_bytes: int | None = None,
+        **options: Any,
     ) -> None:
-        """Print which entries of a prompt will be kept, and warnings if the prompt is too long.
-
-        A prompt is too long for the machine's memory or for the model's trained length.
+        """Print which entries of a prompt will be kept, and a warning if it exceeds the model's trained length.
 
         Args:
             model: the model that will read the prompt.
             n_prompt: number of tokens to read.
             n_before: number of tokens that were read before.
             foretell: whether to print which entries will be kept.
+            max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
             **options: the options of `LongPrompts`.
+
+        Raises: SnapKVError: the prompt will not fit in memory.
         """
         from ..planning.long_prompts import LongPrompts
 
         prompts = LongPrompts(model, **options)
+        prompts.require_memory(n_prompt, n_before, max_kv_bytes)
         if foretell:
             sentence = prompts.foretold(n_prompt, n_before)
             if sentence is not None:
@@ -91,19 +99,24 @@ class PromptConsole:
 
     @contextmanager
     def bar(
-        self, cost: Callable[[int], FileCost | None] | None = None
+        self,
+        cost: Callable[[int], FileCost | None] | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> Iterator[ProgressCallback]:
         """Show a progress bar within the context, and yield the `prompt_progress_callback` for mlx-lm that moves it.
 
         Args:
             cost: takes the number of tokens to read, and returns the bytes that reading writes to files, to be printed
                 first; None if nothing is written.
+            check: takes the number of tokens to read, and raises SnapKVError if they can't be read.
         """
         from .progress import prefill_bar
 
         bar = prefill_bar(self.rich_console)
 
         def update(done: int, total: int) -> None:
+            if done == 0 and check is not None:
+                check(total)
             if done == 0 and cost is not None:
                 file_cost = cost(total)
                 if file_cost is not None:

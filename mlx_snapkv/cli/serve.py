@@ -207,7 +207,7 @@ def serve(
             concurrency=limits.concurrency,
             queue=limits.queue,
             context=limits.max_context,
-            kv_bytes=limits.max_kv_bytes,
+            kv_bytes=model.max_kv_bytes,
         ),
         defaults=Defaults(**vars(sampling)),
         metrics=Metrics(),
@@ -250,7 +250,7 @@ class _Loader:
             self.options,
             this_machine(),
             given=self.prefixes.prefix_bytes,
-            max_kv_bytes=self.limits.max_kv_bytes,
+            max_kv_bytes=self.model.max_kv_bytes,
             max_context=self.limits.max_context,
         )
         self.room = from_first(compute_room)

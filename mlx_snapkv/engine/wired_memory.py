@@ -25,7 +25,9 @@ def hold_memory(model: Any) -> None:
     """
     if (said := complaint_here(has_metal=mx.metal.is_available())) is not None:
         raise SnapKVError(said)
-    mx.set_cache_limit(this_machine().buffers)
+    machine = this_machine()
+    mx.set_cache_limit(machine.buffers)
+    mx.set_memory_limit(machine.usable)  # MLX frees unused buffers before it takes more
     _WIRED.close()
     with contextlib.redirect_stdout(sys.stderr):  # it may warn, and answers go to stdout
         _WIRED.enter_context(mlx_generate.wired_limit(model))

@@ -1,8 +1,8 @@
-"""The lines that commands print about a prompt before reading it: what will be kept, and whether it is too long."""
+"""What commands say about a prompt before they read it: what will be kept, and whether it is too long."""
 
 from typing import Any
 
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from ..models.trained_length import beyond_trained_length
 from ..sparse.options import BUDGET_SHARE, LAST_TOKENS
 from ..sparse.prompt_caches import in_files
@@ -42,7 +42,7 @@ class LongPrompts:
     ):
         """Sort the options; nothing is computed before a prompt's length is known."""
         self._model = model
-        self._usable = this_machine().usable
+        self._room = this_machine().room
         set_options = {name: value for name, value in options.items() if value is not None}
         self._own_options = {name: set_options[name] for name in OPTIONS if name in set_options}
         self._config, mlx_options = CompressionConfig.from_keywords(
@@ -62,11 +62,8 @@ class LongPrompts:
         """
         if self._is_rotating:
             return []
-        problems = (
-            self._too_large(n_prompt),
-            beyond_trained_length(self._model, n_before + n_prompt),
-        )
-        return [problem for problem in problems if problem is not None]
+        problem = beyond_trained_length(self._model, n_before + n_prompt)
+        return [] if problem is None else [problem]
 
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
         """Return a sentence about the entries to be kept and the memory saved, or about why nothing is evicted.
@@ -93,26 +90,52 @@ class LongPrompts:
             return _sentence_sparse(footprint, plan)
         return _sentence_compressed(footprint, plan)
 
-    def _too_large(self, n_prompt: int) -> str | None:
-        """Return a sentence if a prompt will not fit in memory; None if it will, or can't be planned."""
+    def require_memory(
+        self, n_prompt: int, n_before: int = 0, max_kv_bytes: int | None = None
+    ) -> None:
+        """Raise SnapKVError if a prompt of `n_prompt` tokens will not fit in memory.
+
+        A prompt that can't be planned is refused later, or fits. A rotating cache always fits.
+
+        Args:
+            n_before: number of tokens read before; their entries are still there unless a policy evicts.
+            max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
+        """
+        if self._is_rotating or max_kv_bytes == 0:
+            return
+        n = n_prompt if self._config.compress is not None else n_before + n_prompt
         try:
             if self._planner is None:
                 self._planner = Planner(self._model, **self._planner_options)
-            plan, _ = self._planner.planned(n_prompt, self._config, self._kv_bits)
-            if plan.peak <= self._usable:
-                return None
-            request = AutoRequest(n_prompt, options=self._own_options, kv_bits=self._kv_bits)
-            recommendation = recommend(self._planner, request, self._usable)
-        except SnapKVError:  # it is read all the same
-            return None
-        too_large = (
-            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, but this machine has "
-            f"{format_bytes(self._usable)} for models"
-        )
+            plan, kv_bytes = self._planner.planned(n, self._config, self._kv_bits)
+        except SnapKVError:
+            return
+        if max_kv_bytes is not None:
+            if kv_bytes > max_kv_bytes:
+                raise SnapKVError(
+                    f"{n} tokens and their answer need {format_bytes(kv_bytes)} of KV memory, and {{}} is "
+                    f"{format_bytes(max_kv_bytes)}: raise it",
+                    Option("max_kv_bytes"),
+                )
+        elif plan.peak > self._room:
+            raise SnapKVError(
+                f"{n} tokens will take about {format_bytes(plan.peak)}, but this machine has "
+                f"{format_bytes(self._room)} for models; {self._what_fits(n)}, and {{}} reads them anyway",
+                Option("max_kv_bytes", "0"),
+            )
+
+    def _what_fits(self, n_prompt: int) -> str:
+        """Return words about the setting that makes a prompt fit in memory."""
+        assert self._planner is not None
+        request = AutoRequest(n_prompt, options=self._own_options, kv_bits=self._kv_bits)
+        try:
+            recommendation = recommend(self._planner, request, self._room)
+        except SnapKVError:
+            return "shorten the prompt"
         if not recommendation.fits:
-            return f"{too_large}; no policy makes them fit"
+            return "no policy makes them fit"
         flags = recommendation.config.flags or "the full cache"
-        return f"{too_large}; {flags} would take {format_bytes(recommendation.plan.peak)}"
+        return f"{flags} would take {format_bytes(recommendation.plan.peak)}"
 
 
 def _sentence_in_full(plan: Plan) -> str:

@@ -25,6 +25,11 @@ class Machine(NamedTuple):
     usable: int
 
     @property
+    def room(self) -> int:
+        """Return the bytes for weights and requests: the usable memory without a margin for freed buffers."""
+        return self.usable - self.usable // _BUFFERS_SHARE
+
+    @property
     def buffers(self) -> int:
         """Return the bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
         return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)

@@ -67,7 +67,7 @@ def prefix_room(
         options: the options of the `CompressedBatchGenerator`.
         machine: the machine, with its free memory.
         given: bytes that the user has set; None for the default.
-        max_kv_bytes: the server's limit of KV memory; None for no limit.
+        max_kv_bytes: the limit of KV memory that the user has set; None or 0 without one.
         max_context: the server's limit of a prompt's tokens; None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)
@@ -88,6 +88,6 @@ def prefix_room(
     else:
         half = max(MIN_PREFIX_BYTES, free // 2)
         limit = min(max(default, each), half)
-    if max_kv_bytes is not None and not in_files(config.store):
+    if max_kv_bytes and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
     return PrefixRoom(limit=limit, context=context, each=each)

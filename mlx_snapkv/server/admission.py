@@ -3,10 +3,10 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..batch.memory import Memory
+from ..batch.memory import NO_KV_LIMIT, RESERVED_ANSWER, Memory
 from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
@@ -22,7 +22,6 @@ from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
 DEFAULT_MAX_ANSWER = 1 << 20  # tokens of an answer, if the model's config has no trained length
-RESERVED_ANSWER = 2048  # tokens for which memory is reserved, if a request sets no limit
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Limits:
         concurrency: number of requests that are answered together.
         queue: number of requests that wait.
         context: number of tokens of a prompt.
-        kv_bytes: KV memory of all requests and the prefix cache.
+        kv_bytes: KV memory of all requests and the prefix cache; None for what this machine has beside the model,
+            `NO_KV_LIMIT` for no limit.
     """
 
     concurrency: int = 8
@@ -76,7 +76,7 @@ class Admission:
         )
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None
-        if limits.kv_bytes is not None:
+        if limits.kv_bytes != NO_KV_LIMIT:
             sizes = EntrySizes(model)
             self._memory = Memory(sizes, options, limits.kv_bytes)
             self._full_cache_memory = Memory(sizes, {}, limits.kv_bytes)
@@ -104,6 +104,22 @@ class Admission:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
+    def bounded(self, body: Body, request: CompletionRequest) -> CompletionRequest:
+        """Return the request, whose answer may be cut to what this machine has memory for; see `Memory`.
+
+        A schema's JSON has to end within its limit, which stays.
+        """
+        if self._memory is None or request.constraint is not None:
+            return request
+        n_prompt = len(request.prompt)
+        n_answer = self._memory_of(body).longest_answer(n_prompt, request.max_tokens)
+        return replace(request, max_tokens=n_answer)
+
+    def _memory_of(self, body: Body) -> Memory:
+        """Return the memory of requests like this one, with the full cache or compressed."""
+        assert self._memory is not None
+        return self._full_cache_memory if body.full_cache else self._memory
+
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
         """Return the memory that a request will take, or None if memory has no limit; log warnings on a long prompt.
 
@@ -118,8 +134,7 @@ class Admission:
         limit_of_body = body.max_completion_tokens or body.max_tokens
         if limit_of_body in (None, NO_LIMIT):
             n_answer = min(n_answer, RESERVED_ANSWER)
-        memory = self._full_cache_memory if body.full_cache else self._memory
-        return memory.need(n_prompt, n_answer)
+        return self._memory_of(body).need(n_prompt, n_answer)
 
     def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
         """Return whether a request fits beside the running requests; if so, shrink the prefix cache to make room.

@@ -275,7 +275,7 @@ class Engine:
 
     def _prepare(self, request: EngineRequest) -> None:
         """Set the request's `completion_request`. Raises: SnapKVError: the answer's form can't be forced."""
-        request.completion_request = completion_request(
+        prepared = completion_request(
             request.body,
             self.loaded.tokenizer,
             self._defaults,
@@ -283,6 +283,7 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
+        request.completion_request = self._admission.bounded(request.body, prepared)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start, after making room for it in memory."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -73,14 +74,22 @@ class Residual(NamedTuple):
             places: entries that the queries have chosen, uint32 `(B, n_kv_heads, k)`.
         """
         n_unread = self.unread(places)[:, :, None, None]
-        log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
         logits = scale * grouped_logits(queries, self.clusters.keys)
-        bias = logits * (self.temperature - 1) + log_unread + self.log_mass
-        is_visible = (n_unread > 0) & (self.log_mass > HIDDEN)
-        bias = mx.where(is_visible, bias, HIDDEN)
+        bias = _bias(logits, n_unread, self.log_mass, self.temperature)
         if queries.dtype == mx.float16:  # infinity would make the output NaN
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
+
+
+@partial(mx.compile, shapeless=True)
+def _bias(
+    logits: mx.array, n_unread: mx.array, log_mass: mx.array, temperature: mx.array
+) -> mx.array:
+    """Return `Residual.bias` by KV head, float32 `(B, n_kv_heads, group, L, n_clusters)`."""
+    log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
+    bias = logits * (temperature - 1) + log_unread + log_mass
+    is_visible = (n_unread > 0) & (log_mass > HIDDEN)
+    return mx.where(is_visible, bias, HIDDEN)
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:

@@ -88,12 +88,16 @@ def test_plan_lists_contexts_up_to_the_trained_length(call):
 def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, monkeypatch):
     monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(10**7, 10**7))
     path, _ = story
-    said = "this machine has 10 MB for models; no policy makes them fit"
+    said = (
+        "this machine has 9.38 MB for models; no policy makes them fit, and --max-kv-bytes 0 reads"
+    )
     text = ["--model", "demo", "--prompt-file", str(path)]
-    assert said in call("generate", *text, "-m", "1")[2]
+    code, out, err = call("generate", *text, "-m", "1")
+    assert code == 2 and not out and said in err
+    assert call("generate", *text, "-m", "1", "--max-kv-bytes", "0")[0] == 0
     small = ["--policy", "keydiff:budget=128,block=64"]
     assert "this machine" not in call("generate", *text, "-m", "1", *small)[2]
-    assert said in call("chat", "--model", "demo", stdin=f"/file {path}\n".encode())[2]
+    assert said in call("chat", "--model", "demo", stdin=f"/file {path}\nWho?\n".encode())[2]
     assert said in call("cache-prompt", *text, "-o", str(tmp_path / "story.safetensors"))[2]
 
 

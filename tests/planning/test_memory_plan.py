@@ -122,20 +122,42 @@ def test_prompts_that_stay_as_they_are(demo_llama):
     assert short.peak == plan_memory(demo_llama[0], 1000).peak
 
 
-def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
-    def warnings(n, usable, **options):
+def test_a_prompt_that_will_not_fit_is_refused_with_what_would(demo_llama, monkeypatch):
+    def refusal(n, room, limit=None, **options):
+        usable = room * 16 // 15
         monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(usable, usable))
-        return LongPrompts(demo_llama[0], **options).warnings(n)
+        prompts = LongPrompts(demo_llama[0], **options)
+        try:
+            prompts.require_memory(n, max_kv_bytes=limit)
+        except SnapKVError as error:
+            return str(error)
+        return None
 
     model, n = demo_llama[0], 65_536
-    said, _ = warnings(n, 10**9)  # the other is about the trained length
+    said = refusal(n, 10**9)
     peak = format_bytes(plan_memory(model, n).peak)
     assert said.startswith(f"65536 tokens will take about {peak}") and "has 1 GB for models" in said
+    assert said.endswith(" and max_kv_bytes=0 reads them anyway")
     policy = shlex.split(said.partition("--policy ")[2])[0]
     assert plan_memory(model, n, policy).peak < 10**9
-    assert warnings(4096, 10**9) == []
-    assert "no policy makes them fit" in warnings(n, 10**6)[0]
-    assert warnings(n, 10**6, max_kv_size=64) == []
+    assert refusal(4096, 10**9) is None
+    assert "no policy makes them fit" in refusal(n, 10**6)
+    assert refusal(n, 10**6, limit=0) is None
+    assert refusal(n, 10**6, max_kv_size=64) is None
+    assert "max_kv_bytes is 100 MB: raise it" in refusal(n, 10**12, limit=10**8)
+    assert refusal(n, 10**6, limit=10**9) is None
+
+
+@pytest.mark.parametrize("options, n", [({}, 30_000), ({"policy": SnapKV(budget=64)}, 100)])
+def test_tokens_read_before_count_unless_a_policy_evicts(demo_llama, monkeypatch, options, n):
+    monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(2**31, 2**31))
+    prompts = LongPrompts(demo_llama[0], **options)
+    prompts.require_memory(n)
+    if options:
+        prompts.require_memory(n, 10**6)
+    else:
+        with pytest.raises(SnapKVError, match=r"^1030000 tokens will take"):
+            prompts.require_memory(n, 10**6)
 
 
 def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
@@ -144,7 +166,7 @@ def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
 
     monkeypatch.setattr(Planner, "planned", fails)
     with pytest.raises(ZeroDivisionError):
-        LongPrompts(demo_llama[0]).warnings(1000)
+        LongPrompts(demo_llama[0]).require_memory(1000)
 
 
 def test_machines():

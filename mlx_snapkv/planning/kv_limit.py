@@ -1,0 +1,58 @@
+"""The KV memory that a machine has beside a model, and what to do about a request that needs more."""
+
+from typing import Any
+
+from ..errors import SnapKVError
+from ..models.trained_length import trained_length
+from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL
+from .config import CompressionConfig
+from .entry_sizes import EntrySizes, weight_bytes
+from .footprint import Footprint
+from .machine import this_machine
+
+STEPS = 16  # steps in which `longest_prompt` looks for a length
+
+
+def machine_kv_limit(model: Any, config: CompressionConfig, step_size: int) -> int:
+    """Return the bytes of KV memory that this machine has beside a model's weights and a chunk of the longest prompt.
+
+    Args:
+        config: how requests are compressed.
+        step_size: number of tokens of a chunk, at most.
+    """
+    machine = this_machine()
+    footprint = Footprint(EntrySizes(model), config, step_size)
+    longest = trained_length(model) or TYPICAL
+    try:
+        chunk = footprint.need(footprint.plan(longest), 0).chunk
+    except SnapKVError:  # requests of this length are refused, for another reason
+        chunk = 0
+    return max(0, machine.room - weight_bytes(model) - chunk)
+
+
+def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
+    """Return words about what would make a request fit: entries in fewer bits or in files, or a shorter prompt.
+
+    Args:
+        footprint: of the model and of the options by which the request does not fit.
+        limit: bytes of KV memory.
+    """
+    for config in (SPARSE_4BIT, SPARSE_IN_FILES):
+        other = Footprint(footprint.sizes, config, footprint.step_size)
+        if _fits(other, n_prompt, max_tokens, limit):
+            return f"{config.flags} would fit"
+    n = longest_prompt(footprint, n_prompt, max_tokens, limit)
+    return f"a prompt of {n:,} tokens would fit" if n else "no prompt would fit"
+
+
+def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
+    """Return a length up to `n_prompt` tokens, in sixteenths of it, of which a prompt fits; 0 if there is none."""
+    lengths = (n_prompt * step // STEPS for step in range(STEPS - 1, 0, -1))
+    return next((n for n in lengths if n and _fits(footprint, n, max_tokens, limit)), 0)
+
+
+def _fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bool:
+    try:
+        return footprint.need(footprint.plan(n_prompt, max_tokens), max_tokens).most <= limit
+    except SnapKVError:
+        return False
