@@ -244,6 +244,7 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
     """All options of a request: the policy, the sparse attention or auto, and those of `RequestOptions`."""
 
     def __post_init__(self) -> None:
+        """Check the options against each other, before a model is loaded."""
         from ..planning.config import CompressionConfig
 
         super().__post_init__()

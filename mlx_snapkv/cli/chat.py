@@ -26,7 +26,7 @@ def chat(
     seed: options.Seed = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Chat with a model. Commands start with a slash; /help lists them.
+    r"""Chat with a model. Commands start with a slash; /help lists them.
 
     \b
       mlx-snapkv chat --model MODEL --sparse budget=6.25%

@@ -211,6 +211,8 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 
     Args:
         name: the flag, variable or key that gave the value.
+        option: the option, as typer describes it.
+        value: the value that it was given.
         error: the `BadParameter` that typer or the option's `parser` raised.
     """
     kind = getattr(option, "type", option)  # older typers have the range on the option's type
@@ -228,6 +230,7 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 
 
 def flag_of(name: str) -> str:
+    """Return the flag of an option: `max_kv_size` is `--max-kv-size`."""
     return f"--{name.replace('_', '-')}"
 
 

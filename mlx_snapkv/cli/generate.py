@@ -56,11 +56,14 @@ class AnswerOutputOptions(options.OutputOptions):
 
     @property
     def is_quiet(self) -> bool:
+        """Return whether --quiet, or mlx-lm's --verbose False, is given."""
         return self.quiet or self.verbose.startswith("F")
 
 
 @dataclass(frozen=True)
 class ConstraintOptions:
+    """The option that makes an answer obey a JSON schema."""
+
     json_schema: Annotated[
         str | None,
         Option(
@@ -157,7 +160,7 @@ def generate(
     draft: options.DraftOptions,
     output: AnswerOutputOptions,
 ) -> None:
-    """Answer a prompt on stdout, and print progress and figures on stderr.
+    r"""Answer a prompt on stdout, and print progress and figures on stderr.
 
     \b
       mlx-snapkv generate --model demo --prompt-file book.txt --prompt "Who did it?" --policy auto

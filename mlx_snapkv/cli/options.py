@@ -44,7 +44,10 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
     """Return the value of a number that may end in a unit, rounded down.
 
     Args:
+        number: the text, such as "1.5k".
         units: the factor of each unit, which is one letter.
+        least: smallest value allowed.
+        most: largest value allowed.
         rule: what the option takes, for the error.
 
     Raises: BadParameter: it is not a number, or not from `least` to `most`.
@@ -102,6 +105,7 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
 
 
 def json_object(text: Any) -> dict[str, Any]:
+    """Return the object that a JSON text holds. Raises: BadParameter: the text holds no JSON object."""
     with contextlib.suppress(ValueError):
         value = json.loads(str(text))
         if isinstance(value, dict):
@@ -143,6 +147,8 @@ AsJson = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
+    """The options that name a model and say how it is loaded."""
+
     model: Model
     adapter_path: Annotated[
         str | None, Option(help="Folder of LoRA adapters.", rich_help_panel=MODEL)
@@ -201,6 +207,7 @@ class ChatModelOptions(ModelOptions):
     ] = None
 
     def load(self) -> tuple[Any, Any]:
+        """Return the model and its tokenizer, with the template's options and the additional end tokens."""
         model, tokenizer = super().load()
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
@@ -227,6 +234,8 @@ class ShardedModelOptions(ChatModelOptions):
 
 @dataclass(frozen=True)
 class DraftOptions:
+    """The options of a draft model."""
+
     draft_model: Annotated[
         str | None,
         Option(
@@ -259,6 +268,8 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
+    """The options of what a command prints on stdout and stderr."""
+
     quiet: Quiet = False
     as_json: AsJson = False
 
@@ -274,6 +285,8 @@ class ConcurrencyOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
+    """The options of sampling, which are mlx-lm's, and the limit of an answer's tokens."""
+
     temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[
         float,
@@ -364,6 +377,7 @@ def _has_token(tokenizer: Any, token: str) -> bool:
 
 
 def seed_sampling(seed: int | None) -> None:
+    """Seed MLX's generator; None leaves it as it is."""
     import mlx.core as mx
 
     if seed is not None:

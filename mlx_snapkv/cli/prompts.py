@@ -25,6 +25,8 @@ SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 @dataclass(frozen=True)
 class TextOptions:
+    """The options that give a text: on the command line, in a file, or on stdin."""
+
     prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt text, or - for stdin.")] = (
         None
     )
@@ -63,6 +65,8 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
+    """The options that give a prompt, as a text and as a chat."""
+
     prefill_response: Annotated[
         str | None, Option(help="Text that the answer begins with.", rich_help_panel=MODEL)
     ] = None
@@ -81,6 +85,8 @@ class PromptOptions(TextOptions):
         or the tokenizer has no template.
 
         Args:
+            tokenizer: the model's tokenizer.
+            text: the text of the user's message.
             today: the date for templates that contain it; None is the current date.
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.

@@ -36,6 +36,8 @@ DEFAULT_PREFIX_DIR_SIZE = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
+    """The options of the HTTP server: its address, and who may send requests."""
+
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
     api_key: Annotated[
@@ -88,6 +90,8 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.ConcurrencyOptions):
+    """The limits on requests: on their number, their length and their memory."""
+
     queue: Annotated[
         int,
         Option(
@@ -130,6 +134,7 @@ class PrefixOptions:
 
         Args:
             identity: the settings that entries depend on; see `CompressionConfig.identity`.
+            loaded: the model that is served.
         """
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
@@ -165,7 +170,7 @@ def serve(
     cache: cache_options.CacheOptions,
     sampling: AnswerOptions,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac.
+    r"""Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac.
 
     \b
       mlx-snapkv serve --model demo --sparse top_k=1024
@@ -270,6 +275,7 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
 
     Args:
         settings: the settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
+        loader: loads the model; it has done so once the engine has started.
         start: starts the engine.
     """
     from ..server.app import bind_socket, serve

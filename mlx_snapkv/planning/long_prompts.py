@@ -17,8 +17,8 @@ from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
 
-MIN_BUDGET_TO_SUGGEST = 16  # entries of a budget, below which to read fewer is worth no word
-LONG_PROMPT = 2048  # tokens from which a prompt without a policy is worth a word
+MIN_BUDGET_TO_SUGGEST = 16  # entries; smaller budgets are not suggested
+LONG_PROMPT = 2048  # tokens; shorter prompts get no line without a policy
 _PLANNER_OPTIONS = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 

@@ -167,7 +167,7 @@ def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
     """
     n_read = plan.n_prompt - n_new
     n_before_voters = plan.first - n_read
-    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no border to meet
+    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no boundary to choose
         return size
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
         sizes = range(size, size // 2 - 1, -MULTIPLE)
