@@ -1,4 +1,4 @@
-"""Make docs/policies.md and the README's table of policies from the registry and the docstrings of the policies."""
+"""Make docs/policies.md from the registry and the docstrings of the policies."""
 
 import inspect
 import re
@@ -41,15 +41,14 @@ def page() -> str:
     shared = meanings(Policy)
     rows = [(f"`{name}`", shared[name]) for name in Policy.options() if name in shared]
     options = options_table(("option", "meaning"), rows)
-    head = PAGE.format(summary="\n".join(summary_table("")), shared="\n".join(options))
+    head = PAGE.format(summary="\n".join(_summary_table()), shared="\n".join(options))
     return head + "".join(map(_section, POLICIES.values()))
 
 
-def summary_table(page_of_the_options: str) -> list[str]:
+def _summary_table() -> list[str]:
     """Return a Markdown table of all policies: name, how it chooses, and paper."""
     rows = [
-        (f"[`{name}`]({page_of_the_options}#{name})", cls.summary, _paper_link(cls))
-        for name, cls in POLICIES.items()
+        (f"[`{name}`](#{name})", cls.summary, _paper_link(cls)) for name, cls in POLICIES.items()
     ]
     return table(("policy", "how it chooses", "paper"), rows)
 

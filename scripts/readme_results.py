@@ -1,15 +1,24 @@
-"""Make the README's tables of results: predictions, facts found, speed and memory."""
+"""Make the README's tables of results: facts found, predictions and memory."""
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from results_page import Row, load, right, table
+import mlx.core as mx
+from mlx_lm.models.llama import Model, ModelArgs
+from results_page import load, right, table
 
 from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
+from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.units import format_bytes
 
-CONTEXT, LONG = 32768, 16384
+PLANNED_CONTEXTS = 8192, 32768, 131072
+PLANNED = {
+    "full cache": None,
+    "`--sparse budget=6.25%`": "sparse:budget=6.25%",
+    "`--snapkv top_k=4096`": "snapkv:top_k=4096",
+    '`--policy "keydiff:budget=8192 then snapkv:top_k=2048"`': "keydiff:budget=8192 then snapkv:top_k=2048",
+}
 SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
 TEXTS = {
     "fidelity": "essays",
@@ -25,18 +34,21 @@ NAMES = {
 def results() -> list[str]:
     """Return the tables, each after a sentence that explains it."""
     return [
-        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400. SnapKV and StreamingLLM "
-        "keep 1/8 of the entries; with sparse attention a token reads 1/16.",
+        "**Facts found**: RULER's score, of 100. SnapKV keeps 1/8 of the entries; with sparse attention a token reads "
+        "1/16 of them. The last row is a conversation with a built-in model.",
+        "",
+        *table(("model, prompt", "full cache", "SnapKV", "sparse"), [*_scores(), _conversation()]),
+        "",
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400, with 95% intervals. "
+        "SnapKV and StreamingLLM keep 1/8 of the entries; with sparse attention a token reads 1/16. StreamingLLM keeps "
+        "the first and the last, whatever the text says.",
         "",
         *table(("model, texts", "SnapKV", "StreamingLLM", "sparse"), _predictions()),
         "",
-        "**Facts**: RULER's score. SnapKV keeps 1/8 of the entries; with sparse attention a token reads 1/16 of all.",
+        "**KV memory**, by arithmetic, for an 8B model (32 layers, 8 KV heads of 128, bfloat16): what an answer is "
+        "decoded from, as `mlx-snapkv plan` prints it.",
         "",
-        *table(("model, prompt", "full cache", "SnapKV", "sparse"), _scores()),
-        "",
-        "**Speed and memory**: a random LLaMA, in which attention dominates. The chat is with `demo`.",
-        "",
-        *table(("", "full cache", "compressed or sparse"), [*_speed(), _facts()]),
+        *table(("prompt", *PLANNED), _memory()),
     ]
 
 
@@ -93,41 +105,40 @@ def _score(own: dict[str, Any]) -> str:
     return f"{100 * own['score']:.0f}"
 
 
-def _speed() -> list[tuple[str, ...]]:
-    """Return speed and memory of the random model."""
-    result = load("benchmarks")
-
-    def found(context: int, name: str) -> Row:
-        own = [row for row in result["speed"] if row["context"] == context]
-        return next(row for row in own if row["contender"].lower().startswith(name))
-
-    def row(what: str, context: int, names: dict[str, str], figures: Callable[[Row], str]):
-        full, *ours = (figures(found(context, name)) for name in ("full cache", *names))
-        return what, full, "; ".join(f"{name} {x}" for name, x in zip(names.values(), ours))
-
-    return [
-        row(
-            f"tokens per second, KV memory: 1/16 of {CONTEXT:,} entries",
-            CONTEXT,
-            {"snapkv": "SnapKV", "sparse": "sparse"},
-            lambda x: f"{1 / x['step_seconds']:.1f}, {format_bytes(x['kv_bytes'])}",
-        ),
-        row(
-            f"reading {LONG:,} tokens, peak memory",
-            LONG,
-            {"keydiff": "KeyDiff, 2,048 entries", "sparse": "sparse"},
-            lambda x: f"{x['read_seconds']:.0f} s, {format_bytes(x['peak_bytes'])}",
-        ),
-    ]
-
-
-def _facts() -> tuple[str, ...]:
-    """Return the facts that conversations found."""
+def _conversation() -> tuple[str, ...]:
+    """Return the facts that conversations with `demo` found."""
     result = load("facts")
     rows = {
         r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
     }
-    what = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn, with 1/16"
-    found = {"sparse": "sparse, memory", "SnapKV": "SnapKV"}
-    ways = ", ".join(f"{name} {right(rows[row])}" for name, row in found.items())
-    return what, right(rows["full cache"]), ways
+    what = f"`demo`, {result['facts']} facts of {result['tokens']:,} tokens, one a turn, with 1/16"
+    return what, *(right(rows[name]) for name in ("full cache", "SnapKV", "sparse, memory"))
+
+
+@cache
+def _planner() -> Planner:
+    """Return the planner of a model in the shape of LLaMA 3 8B in bfloat16, whose weights are never computed."""
+    shape = ModelArgs(
+        model_type="llama",
+        hidden_size=4096,
+        num_hidden_layers=32,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        vocab_size=128256,
+    )
+    model = Model(shape)
+    model.set_dtype(mx.bfloat16)
+    return Planner(model)
+
+
+def _memory() -> list[tuple[str, ...]]:
+    """Return the KV memory that `mlx-snapkv plan` computes, with a row for each context length."""
+    return [
+        (
+            f"{n:,} tokens",
+            *(format_bytes(_planner().plan(n, policy).kv) for policy in PLANNED.values()),
+        )
+        for n in PLANNED_CONTEXTS
+    ]

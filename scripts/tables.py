@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import policies_page
 import readme_results
 import sparse_page
 from results_page import Row, figures, load, measured, right, table
@@ -297,7 +296,6 @@ def options() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
-    "policies": lambda: policies_page.summary_table("docs/policies.md"),
     "choices": choices,
     "options": options,
     "settings": settings,
