@@ -186,6 +186,7 @@ def tokens_table(model: Any, n: int, n_layers: int) -> Table:
 
 
 def main() -> None:
+    """Print how many operations a prompt and a token launch, for each contender."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -45,8 +45,11 @@ def make_rows(
     """Return the first `samples` rows of a task.
 
     Args:
+        task: one of `TASKS`.
         tokenizer: a folder that transformers' AutoTokenizer reads.
         length: limit for the tokens of a prompt and its answer; lm_eval lets cwe and fwe exceed it by up to 75.
+        samples: number of rows.
+        seed: seed of the generator.
         essays: a folder of .txt files, the haystack of most niah tasks.
 
     Raises:

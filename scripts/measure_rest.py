@@ -1,8 +1,8 @@
-"""Measure how far answers are from the full cache's, by the means used for unread entries; writes docs/rest.json.
+r"""Measure how far answers are from the full cache's, by the means used for unread entries; writes docs/rest.json.
 
     make real-models
     python scripts/measure_rest.py
-    python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \\
+    python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \
         --documents 2 --out docs/rest-code; make docs
 
 Texts are joined, since few are long. A piece is read with the full cache. Then each method is fed the tokens that

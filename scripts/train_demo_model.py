@@ -1,4 +1,4 @@
-"""Train `demo` or `demo-qwen3-next` from scratch on synthetic documents: pip install -e '.[train]'
+"""Train `demo` or `demo-qwen3-next` from scratch on synthetic documents, after pip install -e '.[train]'.
 
     python scripts/train_demo_model.py llama --out build/llama
     python scripts/train_demo_model.py qwen3-next --out build/qwen3-next

@@ -124,7 +124,10 @@ class SequenceMaker:
         Turns are added until they exceed half of the length. The document fills the rest.
 
         Args:
+            mix: the length and the kinds of sequences.
+            head: the tokens before the document.
             document: makes a document of a number of tokens.
+            turns: prompts and answers, as tokens.
         """
         tail: list[int] = []
         labels: list[int] = []

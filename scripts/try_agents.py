@@ -185,6 +185,7 @@ def user_message(turn: Turn, call: str) -> str:
     """Return the message that makes the model do a turn.
 
     Args:
+        turn: the turn, with its commands, files or text.
         call: the call of a command, with COMMAND for it; if empty, the model answers with the files.
     """
     calls = (f"<tool_call>{call.replace('COMMAND', each)}</tool_call>" for each in turn.commands)

@@ -17,7 +17,8 @@ def machine_kv_limit(model: Any, config: CompressionConfig, step_size: int) -> i
     """Return the bytes of KV memory that this machine has beside a model's weights and a chunk of the longest prompt.
 
     Args:
-        config: how requests are compressed.
+        model: an mlx-lm model, its weights loaded or not.
+        config: the setting and the options of the requests.
         step_size: number of tokens of a chunk, at most.
     """
     machine = this_machine()
@@ -34,7 +35,9 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
     """Return words about what would make a request fit: entries in fewer bits or in files, or a shorter prompt.
 
     Args:
-        footprint: of the model and of the options by which the request does not fit.
+        footprint: computes the memory of requests with the options by which this request does not fit.
+        n_prompt: number of tokens of the prompt.
+        max_tokens: limit of the answer's tokens.
         limit: bytes of KV memory.
     """
     for config in (SPARSE_4BIT, SPARSE_IN_FILES):
@@ -46,7 +49,7 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
 
 
 def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
-    """Return a length up to `n_prompt` tokens, in sixteenths of it, of which a prompt fits; 0 if there is none."""
+    """Return a length up to `n_prompt` tokens, in sixteenths of it, of which a prompt fits; 0 if no length fits."""
     lengths = (n_prompt * step // STEPS for step in range(STEPS - 1, 0, -1))
     return next((n for n in lengths if n and _fits(footprint, n, max_tokens, limit)), 0)
 

@@ -98,6 +98,7 @@ class LongPrompts:
         A prompt that can't be planned is refused later, or fits. A rotating cache always fits.
 
         Args:
+            n_prompt: number of tokens to read.
             n_before: number of tokens read before; their entries are still there unless a policy evicts.
             max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
         """

@@ -147,7 +147,11 @@ class Answers:
         """Decode the answer to question `i`, and return its record.
 
         Args:
-            cache, report, begun: see `measure.compare.decode`.
+            method: the method that answers.
+            i: number of the question.
+            cache: see `measure.compare.decode`.
+            report: see `measure.compare.decode`.
+            begun: see `measure.compare.decode`.
             ahead: whether the first tokens of the answer were fed before the cache was compressed.
         """
         question = self._questions[i]

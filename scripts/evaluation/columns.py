@@ -153,6 +153,7 @@ def columns(
     assistant's turn. Without a chat template, a line break ends the question.
 
     Args:
+        tokenizer: the model's tokenizer.
         documents: a list of rows for each document.
         digest: digest of the data, part of the dataset's setting.
         template: whether to use the tokenizer's chat template, if it has one.

@@ -117,7 +117,9 @@ def make_task(
 
     Args:
         name: key of `TASKS`.
+        rng: draws the facts and the document.
         n_tokens: approximate length of the document.
+        count_tokens: returns the number of tokens of a text.
         hidden: approximate number of sentences that matter, at most 90.
     """
     sentences, questions = TASKS[name](rng, hidden)

@@ -76,6 +76,7 @@ def filled(
     """Return the longest document whose prompt has at most `length` tokens.
 
     Args:
+        length: limit of the prompt's tokens.
         parts: depth, 0 to 1, and text of each part that the document must contain.
         filler: pieces of text for the rest.
         n_prompt: returns the number of tokens of a document's prompt.
@@ -105,7 +106,9 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
     """Return a dataset whose documents hide `needles` facts, of which the question asks for one.
 
     Args:
+        tokenizer: the model's tokenizer.
         grid: lengths and depths; the fact that is asked for is at this depth, and the others are spread evenly.
+        needles: number of facts in each document.
         text: filler, which is cut between sentences, and repeated if it is too short; by default sentences like those
             that the embedded models were trained on.
     """
