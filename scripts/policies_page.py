@@ -10,6 +10,8 @@ from mlx_snapkv.compress.policy import POLICIES, Policy
 
 PAGE = """# The policies
 
+Look up here how each policy chooses entries, and what its options mean.
+
 `python scripts/write_docs.py` generates this page from the classes in `mlx_snapkv/compress/policies/`.
 `mlx-snapkv policies` prints the same names, options and defaults. [choose.md](choose.md) says which policy to use.
 

@@ -11,6 +11,10 @@ from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.planning.units import format_bytes
 
+ABOUT = (
+    "Look up here how far each policy, and sparse attention, move a model's predictions, and how many facts they\n"
+    "still find. Every section has its command; [measuring](measuring.md) says how to run it on your own texts."
+)
 METHOD_SECTION = """## How it was measured
 
 **Fidelity** needs no labelled data. A piece of a text is read once with the full cache, and every policy gets a copy.
@@ -38,8 +42,6 @@ gives the answer. Some commands below asked for that, too; where the question is
 compression* is the share of the answers' tokens that were decoded before it.
 
 Most answers in Qwen's part of 16,384 tokens and half of SmolLM2's sparse part of 2,048 were computed by an NVIDIA H200.
-Sparse attention's parts of Qwen, and of RULER, were measured when [the residual](sparse.md#the-residual) had means of
-pages instead of clusters.
 
 Intervals are 95%, paired by text or question, and bootstrapped over documents.
 
@@ -66,7 +68,7 @@ SETTINGS = {
 
 def page(result: dict[str, Any]) -> str:
     """Return the page, with a section for each part."""
-    lines = ["# How far answers move", "", written_by(result), "", METHOD_SECTION]
+    lines = ["# How far answers move", "", ABOUT, "", written_by(result), "", METHOD_SECTION]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
         lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *_gpu(part)]

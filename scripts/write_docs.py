@@ -17,12 +17,14 @@ from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
 NAME = "mlx-snapkv"
 COMMANDS = """# The commands
 
-`python scripts/write_docs.py` generates this page from the command line itself. `mlx-snapkv COMMAND --help` prints the
-same texts. An error is one line on stderr. The exit code is 2, or 1 if the disk is full.
+Look up here every flag of every command. `python scripts/write_docs.py` generates this page from the command line
+itself; `mlx-snapkv COMMAND --help` prints the same texts. An error is one line on stderr. The exit code is 2, or 1 if
+the disk is full.
 """
 
 MODELS = """# Model types
 
+Look up here whether your model's type can be compressed, and whether it can use sparse attention. \
 {n_supported} of mlx-lm's model types can be compressed, and {n_refused} are refused by name. \
 The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model. \
 It checks three things: the recorded queries equal those of the attention call bit for bit, \
@@ -36,7 +38,7 @@ The embedded models are of the types `llama` and `qwen3_next`.
 
 {supported}
 
-## What is special
+## Special model types
 
 - **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. A policy sees \
 both concatenated as the key, and the latent as the value. Queries multiply this key after the head's `embed_q` \

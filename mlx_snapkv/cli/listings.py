@@ -45,17 +45,17 @@ quality.md
 a chat, several questions about one text, and little memory
 All entries stay, in 4 bits. Chunks of the prompt and tokens of the answer choose which few they read.
 mlx-snapkv chat --model MODEL --sparse budget=6.25% --store 4bit
-sparse.md#what-conversations-find
+sparse.md#facts-found-in-conversations
 
 an agent, or several clients at once
 A prefix that several prompts share is read once, and answers are decoded together.
 mlx-snapkv serve --model MODEL
-server.md#beside-mlx-lms-server
+server.md#comparison-with-mlx-lms-server
 
 many documents overnight
 Each prompt is read and compressed on its own, and the small caches are decoded together.
 mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096
-batches.md#what-it-gains
+batches.md#speed-and-memory-of-a-batch
 
 a text too long for memory, such as a book
 Every entry goes to a file, from which chunks of the prompt and tokens of the answer read few.
