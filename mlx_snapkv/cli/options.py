@@ -173,7 +173,7 @@ class ModelOptions:
         Option(
             parser=parse_limit,
             metavar="SIZE",
-            help="KV memory limit, such as 4GB; 0 for none. Default: what the machine has beside the model.",
+            help="KV memory limit, such as 4GB; 0 for none; default: what the model leaves.",
             rich_help_panel=KV_CACHE,
         ),
     ] = None
