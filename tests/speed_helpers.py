@@ -1,4 +1,4 @@
-"""Speeds of machines that the tests make up, and a record that holds them."""
+"""Speeds of invented machines, and a speed record that holds them."""
 
 from mlx_snapkv import Sparse
 from mlx_snapkv.planning import speed_record
@@ -32,7 +32,7 @@ WINS_LATER = LOSES | {
 
 
 def measured(lines):
-    """What would be measured at `LENGTHS`."""
+    """Return the measurements that a machine with these lines makes at `LENGTHS`."""
     return [Measurement(kind, n, a + b * n) for kind, (a, b) in lines.items() for n in LENGTHS]
 
 

@@ -205,7 +205,7 @@ def test_answers_equal_answers_by_themselves_after_any_events(policy, events, re
 @pytest.mark.parametrize("when", ["faster", "always"])
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
 def test_requests_follow_the_speed_record(make, when, record):
-    """They measure nothing. A request that is known to be slower keeps all entries; without a record it chooses."""
+    """Requests in a batch measure nothing. A request that is known to be slower keeps all entries."""
     model, (prompt,) = make(), prompts_of(190)
     sparse = Sparse(budget=60, n_sink=4, n_window=16, when=when)
     for lines, is_compressed in ((None, True), (WINS_LATER, when == "always"), (LOSES, when == "always")):  # fmt: skip
@@ -226,7 +226,7 @@ def test_requests_follow_the_speed_record(make, when, record):
 
 
 def test_a_record_of_longer_texts_lets_requests_choose(record):
-    """Sparse attention wins from some length on, and another request of the batch is longer."""
+    """Sparse attention wins from some length on, and another request of the batch is that long."""
     model = make_llama()
     sparse = Sparse(budget=60, n_sink=4, n_window=16)
     lines = {kind: (a, 100 * b) for kind, (a, b) in WINS_LATER.items()}

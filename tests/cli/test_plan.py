@@ -106,8 +106,8 @@ def loaded():
     return load_without_weights("demo")
 
 
-def test_it_says_from_where_sparse_attention_pays(call, loaded, record):
-    """And recommends it there; but not for another machine."""
+def test_plan_says_from_which_length_sparse_attention_pays(call, loaded, record):
+    """Plan also recommends it from there, but not for another machine."""
     asked = [*PLAN, "--context", "16k"]
     assert "no request has measured yet whether sparse attention pays" in call(*asked)[1]
     found = json.loads(call(*asked, "--json")[1])
@@ -126,7 +126,7 @@ def test_it_says_from_where_sparse_attention_pays(call, loaded, record):
     assert other["taken"][0]["policy"] is None and other["sparse_pays"] == {}
 
 
-def test_a_bug_report_has_it_too(call, loaded, record):
+def test_doctor_says_from_which_length_sparse_attention_pays(call, loaded, record):
     for model in ([], ["--model", "demo"]):
         record.unlink(missing_ok=True)
         assert (

@@ -1,4 +1,4 @@
-"""Requests that evict while they read."""
+"""Requests with block policies, which evict while they read."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
 from mlx_snapkv.compress.policy import POLICIES
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 BLOCK = [name for name, cls in POLICIES.items() if "block" in cls.schedules]
 
@@ -77,7 +77,7 @@ def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(make, tokens):
     model, tokens = make(), tokens[:100]
     expected = plain(model, tokens, n=6, prefill_step_size=16)
     for name in BLOCK:
-        for budget in (106, 103):  # the second one fits the prompt but not the answer
+        for budget in (106, 103):  # 103 has room for the prompt, but not for the answer
             cache, reports = make_prompt_cache(model), []
             options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}
             items = steps(model, tokens, n=6, policy=spec(name, "block", budget), **options)

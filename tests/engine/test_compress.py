@@ -13,7 +13,7 @@ POLICY = SnapKV(**SIZES, pool_kernel=5, pool="avg", on_full="slide")
 
 
 def test_kept_entries_and_their_share_equal_the_float64_reference(tiny_model, tokens):
-    """Votes, pooling and selection of every layer and head, from the model's own queries and keys."""
+    """The reference votes, pools and selects for every layer and head, from the model's own queries and keys."""
     caches, queries = filled_cache(tiny_model, tokens, 16)
     full = list(caches)
     report = compress_prompt_cache(tiny_model, caches, POLICY, queries=queries)
@@ -54,7 +54,7 @@ def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
     assert all(type(c) is KVCache and c.offset == 200 for c in caches)
 
 
-def test_caches_that_no_model_filled_so_are_refused(tokens):
+def test_caches_that_no_model_fills_like_this_are_refused(tokens):
     model = make_llama()
     caches, queries = filled_cache(model, tokens, 16)
     caches[1].trim(10)
@@ -64,7 +64,7 @@ def test_caches_that_no_model_filled_so_are_refused(tokens):
         compress_prompt_cache(model, [RotatingKVCache(8), RotatingKVCache(8)], POLICY)
 
 
-def test_the_memory_of_the_full_entries_is_given_back():
+def test_the_memory_of_the_full_entries_is_freed():
     model = make_llama(head_dim=64, num_key_value_heads=4)
     caches, queries = filled_cache(model, mx.random.randint(0, 64, (3000,)), 16)
     mx.eval([c.state for c in caches])

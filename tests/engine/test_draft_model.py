@@ -1,4 +1,4 @@
-"""Draft models on a compressed main cache: the greedy answer without a draft, token for token."""
+"""Draft models with a compressed main cache: the answer equals the greedy answer without a draft model."""
 
 import random
 
@@ -20,7 +20,7 @@ PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
 
 
 def wild(vocab_size: int, noise: float = 0.0):
-    """A random model of large weights: its answers don't repeat, and every row it sees matters."""
+    """Return a random model with large weights: its answers don't repeat, and every entry it reads matters."""
     model = make_llama(vocab_size=vocab_size, tie_word_embeddings=False)
 
     def scaled(w):
@@ -33,7 +33,7 @@ def wild(vocab_size: int, noise: float = 0.0):
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_llama):
-    """The embedded one, whose end of sequence no answer here reaches."""
+    """Yield the embedded tokenizer without an end-of-sequence token, so that answers have their full length."""
     _, tokenizer = demo_llama
     eos, tokenizer.eos_token_ids = tokenizer.eos_token_ids, []
     yield tokenizer
@@ -47,7 +47,7 @@ def main(tokenizer):
 
 @pytest.fixture(scope="module")
 def draft(tokenizer):
-    """Sometimes right."""
+    """Return a draft model that is sometimes right."""
     return wild(len(tokenizer), noise=0.01)
 
 
@@ -77,7 +77,7 @@ def test_a_poor_draft_changes_nothing(main, draft, tokenizer, policy, k, n):
 
 
 @pytest.mark.parametrize("n", [1, 5, 6])
-def test_answers_that_end_where_the_draft_starts(main, draft, tokenizer, n):
+def test_answers_that_end_when_drafting_would_start(main, draft, tokenizer, n):
     mine = list(stream_generate(main, tokenizer, PROMPT, n, draft, policy=LOOKING))
     assert said(mine) == said(stream_generate(main, tokenizer, PROMPT, n, policy=LOOKING))
     assert mine[-1].finish_reason == "length" and mine[-1].generation_tokens == n
@@ -95,14 +95,14 @@ def test_processors_see_the_whole_text(main, draft, tokenizer):
 
 
 @pytest.mark.parametrize("keywords", [{}, {"snapkv": {}}, {"policy": "keydiff:budget=400"}])
-def test_without_compression_it_is_mlx_lms_own(main, draft, tokenizer, keywords):
+def test_without_compression_answers_equal_mlx_lms(main, draft, tokenizer, keywords):
     theirs = list(mlx_generate.stream_generate(main, tokenizer, PROMPT, 20, draft))
     mine = list(stream_generate(main, tokenizer, PROMPT, 20, draft, **keywords))
     assert [(r.token, r.from_draft) for r in mine] == [(r.token, r.from_draft) for r in theirs]
     assert all(mx.array_equal(a.logprobs, b.logprobs) for a, b in zip(mine, theirs))
 
 
-def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, tokenizer):
+def test_a_failure_before_the_compression_leaves_the_callers_caches_alone(main, draft, tokenizer):
     def fail(done, total):
         raise RuntimeError("stop")
 
@@ -132,14 +132,14 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
         ({"prompt_cache": [RotatingKVCache(64), RotatingKVCache(64)]}, "layers with RotatingKVCache"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exact_is_refused_at_the_call(main, draft, tokenizer, keywords, message):
+def test_requests_that_cannot_be_exact_are_refused_at_the_call(main, draft, tokenizer, keywords, message):
     options = {"model": main, "draft_model": draft} | keywords
-    prompt = [token % 64 for token in PROMPT]  # as all of these models know
+    prompt = [token % 64 for token in PROMPT]  # every model here knows these ids
     with pytest.raises(SnapKVError, match=message):
         stream_generate(tokenizer=tokenizer, prompt=prompt, **options)
 
 
-def test_a_given_cache_that_evicts_is_refused_and_one_that_grows_goes_on(main, draft, tokenizer):
+def test_a_given_cache_that_evicts_is_refused_and_one_that_grows_is_continued(main, draft, tokenizer):
     for policy in (KEYDIFF, RING):
         cache, _ = prefill(main, PROMPT[:-1], policy)
         options = {"prompt_cache": cache + make_prompt_cache(draft), "num_draft_tokens": 3}

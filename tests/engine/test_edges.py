@@ -1,4 +1,4 @@
-"""Requests at the edges: prompts of a few tokens, answers of one, arguments that people mistake."""
+"""Edge cases of requests: prompts of a few tokens, answers of one token, misused arguments."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ SHORT = [
 
 
 def assert_told(report):
-    """Either entries were dropped, or a reason says why not."""
+    """Assert that entries were evicted, or that the report gives a reason."""
     assert report.compressed or report.reason
     if report.compressed:
         assert 0 < report.entries <= report.prompt_tokens
@@ -49,7 +49,7 @@ def assert_told(report):
     [*((make_llama, policy) for policy in SHORT), *((make_qwen, SHORT[i]) for i in (0, 4, -1))],
     indirect=["tiny_model"],
 )
-def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy):
+def test_a_prompt_of_a_few_tokens_is_served(tiny_model, tokens, policy):
     for n in (1, 4, 40):
         reports = []
         cache, report = prefill(tiny_model, tokens[:n], policy)
@@ -73,7 +73,7 @@ SPARSE = [
 
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("store", ["memory", "file"])
-def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, sparse, store):
+def test_a_prompt_of_a_few_tokens_is_served_with_sparse_attention(tiny_model, tokens, sparse, store):
     for n in (1, 9):
         reports, cache = [], make_prompt_cache(tiny_model)
         options = {"sparse": sparse, "on_report": reports.append, "store": store}
@@ -91,7 +91,7 @@ def test_a_prompt_of_a_few_tokens_that_is_read_sparsely(tiny_model, tokens, spar
     [{"policy": p} for p in SHORT] + [{"sparse": sparse} for sparse in SPARSE],
     ids=str,
 )
-def test_turns_of_a_few_tokens(demo_llama, how):
+def test_turns_of_a_few_tokens_are_served(demo_llama, how):
     talk = Conversation(*demo_llama, max_tokens=7, **how)
     for text in ("a", "And the blue one, what is it called?", "b"):
         assert list(talk.send(text))
@@ -106,7 +106,7 @@ def positions(model, cache):
 @pytest.mark.parametrize(
     "policy", [SNAPKV, f"keydiff:budget=20,block=8 then {SNAPKV}", "tova:budget=20,schedule=once"]
 )
-def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, policy):
+def test_a_policy_may_be_a_string_and_only_queries_of_its_window_vote(tiny_model, tokens, policy):
     obs_window = resolve_compress(policy=policy).decode_policy.obs_window
     kept = []
     for n in (obs_window, 4 + obs_window, 100):
@@ -117,7 +117,7 @@ def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, po
     assert all(np.array_equal(a, b) for other in kept[1:] for a, b in zip(kept[0], other))
 
 
-def test_embeddings_on_entries_that_are_evicted_by_choice_are_refused_at_the_call(tokens):
+def test_embeddings_on_a_block_cache_are_refused_at_the_call(tokens):
     model = make_llama()
     cache, _ = prefill(model, tokens, "keydiff:budget=20,block=8")
     embeddings = model.model.embed_tokens(tokens[:9])
@@ -129,7 +129,7 @@ AHEAD = f"{FEW},lookahead=5"
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, tokens, n, monkeypatch):
+def test_an_answer_that_ends_before_the_compression_costs_no_selection(tiny_model, tokens, n, monkeypatch):
     monkeypatch.delattr(policy_mode, "choose_entries")
     reports = []
     options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}
@@ -138,7 +138,7 @@ def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, token
     assert not report.compressed and "ended before" in report.reason
 
 
-def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_full_caches(
+def test_a_short_answer_after_block_prefill_reports_that_it_read_the_kept_entries(
     tiny_model, tokens
 ):
     reports = []
@@ -152,7 +152,7 @@ def test_an_answer_that_ends_before_the_cut_of_what_was_read_in_blocks_is_no_ful
 @pytest.mark.parametrize("n_read", [0, 1, 9])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("policy", [AHEAD, "keydiff:budget=20,block=8"])
-def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
+def test_there_is_one_report_however_many_tokens_are_taken(tokens, n_read, given, policy):
     model, reports = make_llama(), []
     options = {"prompt_cache": make_prompt_cache(model)} if given else {}
     options |= {"policy": policy, "on_report": reports.append, "max_tokens": 9}
@@ -161,7 +161,7 @@ def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
         next(answer)
     answer.close()
     ahead = compressed_voters(resolve_compress(policy=policy), tokens.size).n_ahead
-    # Who never started, or stops before the cut and sees no cache, is told nothing: there was no answer.
+    # A caller who takes no token, or stops before the compression and gave no cache, gets no report.
     assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
     if given:
         is_cut = [layer_cache(c).is_compressed for c in options["prompt_cache"]]
@@ -177,10 +177,10 @@ def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
         f"tova:budget=20,n_window=1,block=8,min_ctx=80 then {SNAPKV}",
     ],
 )
-def test_turns_after_one_that_was_left_alone_hold_the_budget_and_a_block(
+def test_turns_after_an_uncompressed_one_hold_the_budget_and_a_block(
     demo_llama, policy, monkeypatch
 ):
-    """Nobody has voted on its entries when the next one comes; later, the queries of the answer before vote."""
+    """The first turn's entries have no votes when the second comes; later, queries of the last answer vote."""
     chosen, compressed, held = resolve_compress(policy=policy), [], []
     append = BlockKVCache.append
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, classes are restored and the caller's cache is as it was, or fully compressed."""
+"""After any failure, classes are restored, and the caller's cache is unchanged or fully compressed."""
 
 import mlx.core as mx
 import pytest
@@ -42,7 +42,7 @@ def test_nan_attention_is_one_sentence_and_leaves_the_cache_alone(tokens, top_k)
 
 
 def test_one_cache_list_serves_one_request(tokens):
-    """Rows that someone else put there after the call are not thrown away."""
+    """Entries that another caller adds after the call are kept."""
     model = make_llama()
     shared = make_prompt_cache(model)
     first, second = (
@@ -80,7 +80,7 @@ PROMPTS = [([], "is empty"), ([[1, 2]], "got shape"), ([0.5], "whole numbers"), 
 
 
 @pytest.mark.parametrize("method", [{}, {"snapkv": SMALL}, {"sparse": True}])
-def test_no_way_in_reads_prompts_or_chunks_that_can_not_be(demo_llama, method):
+def test_every_entrance_refuses_impossible_prompts_and_chunks(demo_llama, method):
     model, tokenizer = demo_llama
     ways = [
         lambda prompt, **how: generate_step(prompt, model, **method, **how),
@@ -93,6 +93,6 @@ def test_no_way_in_reads_prompts_or_chunks_that_can_not_be(demo_llama, method):
             with pytest.raises(SnapKVError, match=f"{STEP}{size}"):
                 way([1, 2, 3], prefill_step_size=size)
         for prompt, words in PROMPTS:
-            if not (prompt == "x" and way is ways[2]):  # which takes texts
+            if not (prompt == "x" and way is ways[2]):  # stream_generate takes texts
                 with pytest.raises(SnapKVError, match=words):
                     way(prompt)

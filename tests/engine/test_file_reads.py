@@ -1,4 +1,4 @@
-"""Entries in files that can't be read: one sentence, and caches that go on when they can be again."""
+"""Files of entries that can't be read cause one sentence, and the caches continue once the files are readable."""
 
 import copy
 
@@ -15,13 +15,13 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
 
-# What is read of entries in files: some by every chunk and token, or some by every token.
+# Chunks and tokens choose what they read from files, or tokens only.
 WAYS = [{"sparse": "budget=40"}, {"sparse": "budget=40,read=dense"}]
 SENTENCE = r"^entries kept in a file can't be read: [^\n]+$"
 
 
 def descriptors(model, caches):
-    """Of the files of keys and values, layer by layer."""
+    """Return the file descriptors of keys and values, layer by layer."""
     stores = [layer.cache_in(caches).store for layer in attention_layers(model, caches)]
     parts = [part for store in stores for part in store._parts]
     return [file._file.fileno() for part in parts for file in part.files]
@@ -31,9 +31,9 @@ def state(caches):
     return [(id(c), c.offset, c.n_entries, c.store.n_entries) for c in caches]
 
 
-@pytest.mark.parametrize("which", [0, -1])  # the first layer's keys, the last one's values
+@pytest.mark.parametrize("which", [0, -1])  # the first layer's keys, the last layer's values
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_a_request_fails_and_its_caches_are_as_they_were(tokens, how, which):
+def test_a_failed_request_leaves_its_caches_unchanged(tokens, how, which):
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
     options = {"store": "file"} | how
@@ -48,15 +48,15 @@ def test_a_request_fails_and_its_caches_are_as_they_were(tokens, how, which):
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, monkeypatch):
-    """Each of its tokens reads the files. Its prompt's caches go on when they are mended, as if it had been stopped."""
+def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, how, monkeypatch):
+    """Each token reads the files. When they are readable again, the caches continue as after a stopped answer."""
     exact_up_to(monkeypatch, 0)
     model, made = make_llama(head_dim=32), []
     options = {"store": "file"} | how
     for damaged in (False, True):
         caches = make_prompt_cache(model)
         answer = generate_step(tokens, model, prompt_cache=caches, **options)
-        list(zip(range(2), answer))  # the first, which read all, and one more
+        list(zip(range(2), answer))  # the first token reads all entries, the second chooses
         if damaged:
             mends = [cut_short(number) for number in descriptors(model, caches)]
             before = state(caches)
@@ -72,7 +72,7 @@ def test_an_answer_under_way_fails_and_leaves_its_prompt(tokens, how, monkeypatc
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
-    """Files are cut short between two turns; the conversation forgets the turn that fails, and no other."""
+    """Files are cut short between two turns; the conversation forgets only the failed turn."""
     model, tokenizer = demo_llama
     options = {"store": "file", "max_tokens": 4} | how
     conversation, other = (Conversation(model, tokenizer, **options) for _ in range(2))
@@ -91,8 +91,8 @@ def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
 
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
-def test_a_chunk_that_can_not_read_its_pages_fails_and_nothing_was_read(damage, monkeypatch):
-    """In the middle of a long prompt, whose first chunks have gone to the files by then."""
+def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeypatch):
+    """The chunk is in the middle of a long prompt, whose first chunks are in files already."""
     model = make_llama(head_dim=32)
     tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
     options = {"sparse": f"budget=50%,read_top_k={PAGE_SIZE}", "store": "file"}

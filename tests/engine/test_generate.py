@@ -1,4 +1,4 @@
-"""generate_step, stream_generate and generate: gates, what is kept, and the figures."""
+"""generate_step, stream_generate and generate: gates, compression, reports and figures."""
 
 import dataclasses
 import time
@@ -16,7 +16,7 @@ from mlx_snapkv.engine import compress
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import CompressionReport
 
-# Gates: off means off.
+# Gates: without compression, the output is mlx-lm's.
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, reason):
 
 
 def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens):
-    """In the hybrid, layer 0 is linear and has no offset to look at."""
+    """In the hybrid model, layer 0 is linear and its cache has no offset."""
     mine, theirs = (make_prompt_cache(tiny_model) for _ in range(2))
     for cache in (mine, theirs):
         plain(tiny_model, tokens[:100], n=3, prompt_cache=cache)
@@ -51,13 +51,13 @@ def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens):
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
-    """And from then on every cache holds the budget."""
+def test_tokens_before_the_compression_are_the_full_caches_own(tiny_model, tokens, lookahead):
+    """From the compression on, every cache holds the budget."""
     reports, cache = [], make_prompt_cache(tiny_model)
     options = {"prompt_cache": cache, "on_report": reports.append}
     policy = SMALL | {"on_full": "slide", "lookahead": lookahead}
     out = steps(tiny_model, tokens, n=40, snapkv=policy, **options)
-    # One more is computed before the cut, since mlx-lm runs one step ahead.
+    # mlx-lm runs one step ahead, so one more token is computed before the compression.
     n = max(1, lookahead) + 1
     expected = plain(tiny_model, tokens, n=40)
     assert_same(out[:n], expected[:n])
@@ -69,7 +69,7 @@ def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, looka
 
 
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
-    """Nothing of the vocabulary's width is evaluated but the last position's log-probabilities."""
+    """Of all arrays as wide as the vocabulary, only the last position's log-probabilities are evaluated."""
     model = make_llama(vocab_size=97)
     shapes, evaluate = [], mx.eval
 
@@ -98,7 +98,7 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
         options["logits_processors"] = [watch]
         options["prompt_progress_callback"] = lambda *at, done=done: done.append(at)
         run(tiny_model, tokens, n=3, prefill_step_size=64, **options)
-        # The chunks are a little shorter, so that the observation window has one of its own.
+        # Chunks are a little shorter, because the observation window is a chunk by itself.
         found.append((seen[0], [len(s) for s in seen], done[0], done[-2:]))
     assert found[0] == found[1] == found[2] and found[0][0] == tokens.tolist()
 
@@ -117,7 +117,7 @@ def test_two_requests_at_a_time_equal_requests_alone(tiny_model, tokens, threads
 
 
 def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch):
-    """A cut made a second slower does not slow the speed reported after it."""
+    """A selection that takes a second more must not lower the reported speed after it."""
     now = [100.0]
 
     def clock(seconds=1e-6):
@@ -154,7 +154,7 @@ def test_verbose_prints_the_answer_and_the_figures(demo_llama, ask, capsys):
     assert "Compression: " in out and "56 entries kept" in out
 
 
-def test_only_what_is_no_gain_is_told():
+def test_warnings_are_given_only_without_a_gain():
     figures = {"kv_bytes_before": 9, "kv_bytes_after": 8, "full_token_seconds": 2.0}
     gained = CompressionReport("snapkv", 1000, **figures, token_seconds=1.0)
     assert gained.warnings == []

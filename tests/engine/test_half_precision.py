@@ -1,6 +1,6 @@
 """Models in half precision, on a GPU's branches: no NaN, and answers as near to the full cache's as in float32.
 
-Every value of what may differ (weights, entries, dtype, method, model, size of keys) meets most values of the others.
+The cases vary weights, entries, dtype, method, model and size of keys, and combine most pairs of values.
 """
 
 import itertools
@@ -23,13 +23,13 @@ METHODS = {
     "sparse": {"sparse": "top_k=48,read_top_k=64,when=always"},
 }
 SIZES = {"head_dim": 32, "sliding_window": 64, "num_experts": 0, "attention_bias": True}
-# Where they are normed, a norm's weight makes them large.
+# In models with normed queries and keys, the weights of the norms make them large.
 BIAS = {"k_proj.bias": 2000, "q_proj.bias": 100}
 LARGER = "q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"
 
 
 def model_of(name, larger, weights):
-    """A random model whose keys and queries are so many times as large, or with a "bias" for logits of 100,000."""
+    """Return a random model with queries and keys `larger` times as large, or with a "bias" for logits of 100,000."""
     model, by = make_model(name, CONFIGS[name] | SIZES), BIAS
     if larger != "bias":
         by = dict.fromkeys(LARGER, larger)
@@ -44,13 +44,13 @@ def model_of(name, larger, weights):
 
 
 def forced():
-    """A sampler that gives the answer's tokens, whatever is likely."""
+    """Return a sampler that gives the tokens of ANSWER."""
     answer = itertools.chain(ANSWER, itertools.repeat(0))
     return lambda _: mx.array([next(answer)])
 
 
 def divergence(model, how, n):
-    """KL of predictions after `n` tokens from the same model's with its full cache, the mean."""
+    """Return the mean KL of predictions after `n` tokens to the model's own predictions with the full cache."""
     full = plain(model, TOKENS[:n], len(ANSWER), sampler=forced())
     ours = steps(model, TOKENS[:n], len(ANSWER), sampler=forced(), **how)
     wanted, found = (
@@ -70,8 +70,8 @@ def divergence(model, how, n):
     ("gemma3_text", 30, None, None, F16, "sparse", 300), ("gemma3_text", 30, 8, 8, F16, "snapkv", 100),
     ("gemma3_text", 5, 4, None, B16, "keydiff", 100), ("gemma3_text", 1, None, 8, B16, "sparse", 300),
 ])  # fmt: skip
-def test_they_are_as_near(name, larger, weights, entries, dtype, method, n):
-    """Of 900 tokens some chunks choose what they read, too."""
+def test_half_precision_is_as_near_to_the_full_cache_as_float32(name, larger, weights, entries, dtype, method, n):
+    """In prompts of 900 tokens, some chunks choose what they read, too."""
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":
         how["store"] = "memory" if entries is None else f"{entries}bit"

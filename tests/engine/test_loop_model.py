@@ -1,4 +1,4 @@
-"""Models as mlx-lm's loops see them: turns read as if token by token, and chunks that show progress."""
+"""Models as mlx-lm's loops call them: turns equal single tokens, and long chunks report progress."""
 
 import mlx.core as mx
 import numpy as np
@@ -36,8 +36,8 @@ TURN = mx.array(np.random.default_rng(1).integers(1, 64, 48))
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_generate_step_reads_a_turn_as_one_by_one(make, tokens, policy, before):
-    """Whether the caches have just chosen or chose some tokens ago; linear layers read every token once."""
+def test_generate_step_reads_a_turn_as_token_by_token(make, tokens, policy, before):
+    """The caches have evicted just now or some tokens ago; linear layers read every token once."""
     tiny_model = make()
     caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
     with recording(attention_classes(tiny_model)):
@@ -57,7 +57,7 @@ def test_generate_step_reads_a_turn_as_one_by_one(make, tokens, policy, before):
             assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
 
 
-# Chunks are evaluated some layers at a time where someone looks on.
+# With a progress callback, chunks are evaluated some layers at a time.
 
 SNAPKV = "snapkv:budget=60,n_window=16,lookahead=4"
 
@@ -69,7 +69,7 @@ def answered(model, tokens, **options):
 
 
 @pytest.mark.parametrize("policy", [None, SNAPKV, "keydiff:budget=60,block=64"])
-def test_what_is_computed_is_the_same_with_progress(tokens, policy):
+def test_progress_callbacks_do_not_change_results(tokens, policy):
     model, told = make_llama(num_hidden_layers=5), []
     plain = answered(model, tokens, policy=policy)
     progress = {"prompt_progress_callback": lambda *at: told.append(at)}
@@ -77,10 +77,10 @@ def test_what_is_computed_is_the_same_with_progress(tokens, policy):
     assert all(mx.array_equal(a, b) for a, b in zip(plain, paced)) and told[-1] == (200, 200)
 
 
-def test_a_chunk_that_takes_long_tells_how_far_it_is(tokens, monkeypatch):
+def test_a_slow_chunk_reports_its_progress(tokens, monkeypatch):
     monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
     monkeypatch.setattr(loop_model, "FAST", 0)
     told = []
     model = make_llama(num_hidden_layers=4)
     answered(model, tokens, prompt_progress_callback=lambda done, total: told.append(done))
-    assert told == [0, 49, 99, 149, 199, 200]  # 199 are the first chunk
+    assert told == [0, 49, 99, 149, 199, 200]  # the first chunk has 199 tokens

@@ -1,4 +1,4 @@
-"""The model's calls: one a chunk of the prompt, and one a token of the answer."""
+"""The model's calls: one for each chunk of the prompt, and one for each token of the answer."""
 
 import mlx.core as mx
 import pytest
@@ -10,7 +10,8 @@ from mlx_snapkv import Conversation
 from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE
 
 STAGES = f"{KEYDIFF} then {SNAPKV}"
-ONCE, BLOCKS = [64, 64, 64, 7], [16] * 12 + [7]  # of 200 tokens; the last one is a call of its own
+# Chunks of 200 tokens; the last token is a separate call.
+ONCE, BLOCKS = [64, 64, 64, 7], [16] * 12 + [7]
 CASES = [
     ({}, ONCE),
     ({"policy": SNAPKV}, ONCE),
@@ -20,16 +21,16 @@ CASES = [
     ({"policy": KEYDIFF}, BLOCKS),
     ({"policy": "h2o:budget=40,block=16"}, BLOCKS),
     ({"policy": STAGES}, BLOCKS),
-    ({"sparse": "budget=40,read=dense"}, [61, 61, 61, 16]),  # of which 16 queries weigh the rest
+    ({"sparse": "budget=40,read=dense"}, [61, 61, 61, 16]),  # the last 16 weigh the residual
     ({"sparse": "budget=40,read=dense", "store": "file"}, [61, 61, 61, 16]),
-    ({"sparse": "budget=40"}, [199]),  # one chunk of ours
+    ({"sparse": "budget=40"}, [199]),  # one sparse chunk
     ({"sparse": "budget=40", "store": "file"}, [199]),
 ]
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(model) -> a list that gets the number of tokens of each of its calls."""
+    """Return a function of a model that returns a list; each call of the model adds its number of tokens."""
 
     def make(model):
         calls, call = [], type(model).__call__
@@ -51,10 +52,10 @@ def watch(monkeypatch):
         *((make_qwen, *CASES[i]) for i in (1, 5, -1)),
     ],
 )
-def test_a_prompt_is_computed_once_a_chunk_and_an_answer_once_a_token(
+def test_the_model_is_called_once_per_chunk_and_once_per_token(
     make, options, chunks, tokens, watch
 ):
-    """mlx-lm's loop asks for a token more than it gives."""
+    """mlx-lm's loop computes one token more than it returns."""
     model = make()
     calls = watch(model)
     assert len(steps(model, tokens, 12, prefill_step_size=64, **options)) == 12
@@ -62,10 +63,10 @@ def test_a_prompt_is_computed_once_a_chunk_and_an_answer_once_a_token(
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
-def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_in_two(
+def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(
     watch, store
 ):
-    """Whatever chunk somebody asks for: by so many tokens they choose together, unless nobody may choose."""
+    """prefill_step_size does not matter: CHUNK_SIZE tokens choose together, and only a chunk that chooses is split."""
     model = make_llama()
     calls, n = watch(model), 2 * CHUNK_SIZE + LAST_TOKENS + 9
     tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))
@@ -77,7 +78,7 @@ def test_a_long_prompt_is_read_in_whole_chunks_and_the_one_with_its_last_tokens_
 
 
 @pytest.mark.parametrize("how", [{"policy": SNAPKV}, {"sparse": "budget=40,when=always"}])
-def test_a_later_turn_reads_no_more_than_is_new(how, demo_llama, watch):
+def test_a_later_turn_reads_only_new_tokens(how, demo_llama, watch):
     model, tokenizer = demo_llama
     conversation = Conversation(model, tokenizer, max_tokens=4, **how)
     calls = watch(model)
@@ -86,6 +87,6 @@ def test_a_later_turn_reads_no_more_than_is_new(how, demo_llama, watch):
         n_before = len(conversation.read)
         assert len(list(conversation.send(text))) == 4
         n_new = len(conversation.read) - n_before
-        # The first token of an answer is fed while its prompt's caches are still read on.
+        # The first tokens of an answer are read before the caches are replaced.
         n_read = n_new - (2 if "sparse" in how else 5)
         assert calls == [n_read] + [1] * 5

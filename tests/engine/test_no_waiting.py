@@ -1,4 +1,4 @@
-"""Nothing waits for the device inside a model's call, also where every layer evicts in the middle of it."""
+"""Nothing waits for the device within a model's call, even if every layer evicts in the middle of it."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 BLOCK = "budget=40,n_sink=2,schedule=block,block=16"
 SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,lookahead=4"
@@ -26,9 +26,9 @@ POLICIES = [
 
 
 def traced(model, inputs, caches):
-    """The model's call, for the device not to be waited for in it.
+    """Call the model under `mx.compile`, which fails if the call waits for the device.
 
-    Under `mx.compile` MLX itself refuses to compute whatever depends on the inputs, or on what the caches hold.
+    While MLX traces a function, it refuses to evaluate arrays that depend on the inputs or on the caches' arrays.
     """
 
     def call(inputs, held):
@@ -40,7 +40,7 @@ def traced(model, inputs, caches):
 
 
 def arrays_of(cache):
-    """The attributes of a cache that are arrays, or made of them."""
+    """Return the attributes of a cache that are arrays or consist of arrays."""
     leaves = {name: [x for _, x in tree_flatten(value)] for name, value in vars(cache).items()}
     made = [n for n, xs in leaves.items() if xs and all(isinstance(x, mx.array) for x in xs)]
     return {name: vars(cache)[name] for name in made}
@@ -48,7 +48,7 @@ def arrays_of(cache):
 
 @pytest.fixture
 def evictions(monkeypatch):
-    """The caches that have evicted, one item for each time."""
+    """Return a list that gets a cache at each of its evictions."""
     made, original = [], BlockKVCache.evict
 
     def watched(self):
@@ -60,7 +60,7 @@ def evictions(monkeypatch):
 
 
 def about_to_evict(model, tokens, policy, n):
-    """Caches of a compressed prompt whose next `n` tokens don't fit in, and no fewer do not."""
+    """Return caches of a compressed prompt, and of its attention layers, that will evict within the next `n` tokens."""
     cache, _ = prefill(model, tokens, policy)
     layers = [layer.cache_in(cache) for layer in attention_layers(model, cache)]
     with recording(attention_classes(model)):
@@ -71,10 +71,10 @@ def about_to_evict(model, tokens, policy, n):
 
 
 @pytest.mark.parametrize("policy, n", [*zip(POLICIES, itertools.cycle([1, 3]))])
-def test_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evictions, monkeypatch):
+def test_nothing_waits_in_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evictions, monkeypatch):
     cache, layers = about_to_evict(tiny_model, tokens, policy, n)
     evictions.clear()
-    # What MLX allows while it traces a call, though it waits or costs as much.
+    # MLX allows these calls while it traces, although they wait or cost as much as a wait.
     for name in ("eval", "async_eval", "synchronize", "clear_cache"):
         monkeypatch.delattr(mx, name)
     with recording(attention_classes(tiny_model)):

@@ -1,4 +1,4 @@
-"""What becomes of an answer's own rows when it is longer than the recent window."""
+"""The entries of an answer that is longer than the recent window, with on_full=grow and on_full=slide."""
 
 import mlx.core as mx
 import pytest
@@ -25,11 +25,11 @@ def answer(model, tokens, n, on_full, **changes):
     return kept(cache), reports[0]
 
 
-def test_grow_keeps_every_generated_row(tiny_model, tokens):
+def test_grow_keeps_every_entry_of_the_answer(tiny_model, tokens):
     caches, report = answer(tiny_model, tokens, 150, "grow")
     assert report.entries == 56
     for cache in caches:
-        assert cache.size() == 56 + 150  # what the policy keeps is the prompt's
+        assert cache.size() == 56 + 150  # 56 entries of the prompt, and the answer
         assert cache.positions[0, 0, -150:].tolist() == list(range(200, 350))
 
 
@@ -48,11 +48,11 @@ def test_sliding_keeps_one_shape_and_the_budget(tiny_model, tokens, monkeypatch)
     assert {shape[2] for shape in shapes} == {56}
     for cache in caches:
         positions = set(cache.positions[0, 0].tolist())
-        assert len(positions) == 56, "no row is held twice"
+        assert len(positions) == 56, "an entry is held twice"
         assert {0, 1, 2, 3, *range(400 - 32, 400)} <= positions
 
 
-def test_an_answer_has_one_class_of_cache_whatever_a_full_window_does():
+def test_both_values_of_on_full_use_one_class_of_cache():
     for name in ("llama", "qwen3_next"):
         model = make_model(name)
         for policy in ("top_k=16", "top_k=16,on_full=slide"):
@@ -62,7 +62,7 @@ def test_an_answer_has_one_class_of_cache_whatever_a_full_window_does():
             assert layers and all(type(x.cache_in(cache)) is SnapKVCache for x in layers)
 
 
-def test_votes_that_nobody_recorded_are_told(tokens, tiny_model):
+def test_missing_votes_are_reported(tokens, tiny_model):
     policy = SnapKV(**SMALL, schedule="block", block=16)
     cache, _ = prefill(tiny_model, tokens[:-1], policy)
     with pytest.raises(SnapKVError, match="were not recorded: use mlx_snapkv's generate_step, or"):

@@ -1,4 +1,4 @@
-"""Prompts whose entries are in files: read sparsely, in memory that does not grow with them, and gone on from."""
+"""Prompts with entries in files: sparse reading, memory that does not grow with the prompt, and continued prompts."""
 
 import gc
 
@@ -27,19 +27,19 @@ def random_tokens(n, seed=0):
 
 @pytest.fixture(params=[make_llama, make_qwen])
 def wide(request):
-    """A random model whose heads can be quantised, of each family."""
+    """Return a random model of each family, with heads that can be quantised."""
     return request.param(head_dim=32)
 
 
 @pytest.mark.parametrize(
     "make, residual", [(make_llama, "means"), (make_llama, "none"), (make_qwen, "means")]
 )
-def test_an_answer_is_that_of_the_same_entries_in_memory(make, residual, monkeypatch):
-    """Bit for bit, over turns: in files they are as they were read.
+def test_entries_in_files_and_in_memory_give_equal_answers(make, residual, monkeypatch):
+    """Answers are equal bit for bit over several turns, because files hold entries as they were computed.
 
-    But for the last tokens, and the answer's first, which read everything where that is in memory.
+    The test has no last tokens, because last tokens read everything only if entries are in memory.
     """
-    monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # nobody is among them
+    monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # no token is among the last
     model, made = make(head_dim=32), []
     for way in ("memory", "file"):
         cache, options = (
@@ -52,10 +52,10 @@ def test_an_answer_is_that_of_the_same_entries_in_memory(make, residual, monkeyp
     assert_same(*made)
 
 
-def test_with_room_for_all_but_one_it_is_the_full_answer(wide, tokens):
+def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(wide, tokens):
     wanted = plain(wide, tokens, 30)
     found = steps(wide, tokens, 30, sparse="budget=199,n_window=16", store="file")
-    # One entry of 200 is missing.
+    # Each token lacks one entry of 200.
     assert all(mx.abs(found[i][1] - wanted[i][1]).max() < 0.025 for i in (0, 1))
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29
 
@@ -63,19 +63,19 @@ def test_with_room_for_all_but_one_it_is_the_full_answer(wide, tokens):
 @pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("options", [{"store": "file"}, {"store": "8bit"}])
 def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, options):
-    """It was left to mlx-lm, and what it says is not evicted."""
+    """The prompt was left to mlx-lm, and no entry of the answer is evicted."""
     model = make_llama(head_dim=32)
     found = steps(model, tokens[:n], 90, sparse="budget=20,n_window=8,when=always", **options)
     assert_same(found, plain(model, tokens[:n], 90))
 
 
 def test_memory_stays_flat_while_a_prompt_is_read():
-    """It grows by means of keys, one for every page; the last tokens choose more pages, but not all."""
+    """Memory grows only by the mean key of every page. The last tokens choose more pages, but not all."""
     model = make_llama(head_dim=64, num_hidden_layers=4)
     layer, made = 2 * 2 * 64 * 4, []  # bytes of a token in a layer
 
     def peaks(n):
-        """While its chunks choose, and in all; and what is in memory afterwards."""
+        """Return the memory taken: the peak while chunks choose, the peak of all, and the bytes in use afterwards."""
         tokens, seen = random_tokens(n), []
         gc.collect()
         mx.clear_cache()
@@ -90,16 +90,16 @@ def test_memory_stays_flat_while_a_prompt_is_read():
     few, many = 4 * CHUNK_SIZE, 7 * CHUNK_SIZE
     growth = [(b - a) / (many - few) / layer for a, b in zip(peaks(few), peaks(many))]
     reading, last, after = growth
-    means = 4 / (2 * PAGE_SIZE)  # of four layers' keys
-    # The last tokens also rank more pages; all entries would be 4 layers' worth.
+    means = 4 / (2 * PAGE_SIZE)  # mean keys of four layers
+    # The last tokens rank more pages. All entries would be four times the bytes of a layer.
     assert abs(reading) < 4 * means and abs(last) < 4 * means and abs(after) < 0.1
     for n, (caches, report) in zip((few, many), made, strict=True):
         assert report.file_bytes == 4 * n * layer
         assert all(type(c) is StoredKVCache and c.offset == n for c in caches)
 
 
-def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(monkeypatch):
-    """Over turns, the last of them behind fewer entries."""
+def test_index_and_means_outside_memory_give_the_same_answer(monkeypatch):
+    """There are several turns; before the last, the caches are trimmed."""
     exact_up_to(monkeypatch, 64)
     model, made, held = make_llama(head_dim=32), [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
@@ -118,7 +118,7 @@ def test_an_answer_is_the_same_where_little_of_index_and_means_is_in_memory(monk
     assert held[1] < 0.6 * held[0]
 
 
-def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, monkeypatch):
+def test_an_index_lasts_over_turns_and_is_rebuilt_if_it_is_missing(wide, monkeypatch):
     exact_up_to(monkeypatch, 64)
     made, make = [], FullView.make_index
     monkeypatch.setattr(
@@ -134,7 +134,7 @@ def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, m
         steps(wide, random_tokens(n), 1, prompt_cache=cache, **IN_FILES)
         held = {len(layer.cache_in(cache).index) for layer in layers}
         assert held == {layer.cache_in(cache).offset for layer in layers} and len(held) == 1
-        assert len(made) == n_made  # by layer; of more than twice as many entries all is made anew
+        assert len(made) == n_made  # one per layer; an index is rebuilt when entries have doubled
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_index_lasts_over_turns_and_is_made_again_where_it_is_missing(wide, m
     [("file", "float32"), ("8bit", "8 bits")],
 )
 def test_the_report_of_a_text_reads_none_of_its_entries(store, dtype, monkeypatch):
-    """Of a book, those of one layer may be more than there is memory."""
+    """The entries of one layer of a book may exceed the memory."""
 
     def held(*_):
         raise AssertionError("all entries are read")

@@ -1,4 +1,4 @@
-"""Which tokens of a sparse answer read all entries: by the times that a clock tells, and in real requests."""
+"""Which tokens of a sparse answer read all entries, given the times of tokens: by simulation and in real requests."""
 
 import itertools
 import random
@@ -30,20 +30,20 @@ def switches(seconds, n_tokens, n_prompt=10_000):
     return found
 
 
-def test_the_faster_way_goes_on():
+def test_the_faster_way_continues():
     far_slower = switches(lambda n, reads_all: 1.0 if reads_all else 2.0, 4000)
     assert far_slower == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
     assert switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 4000) == [FIRST_TOKENS]
 
 
 @pytest.mark.parametrize("few, wins", [(0.98, False), (0.96, True)])
-def test_a_sparse_token_has_to_be_a_little_faster(few, wins):
+def test_a_sparse_token_must_be_a_little_faster(few, wins):
     found = switches(lambda n, reads_all: 1.0 if reads_all else few, FIRST_TOKENS + TRIAL)
     assert (len(found) == 1) == wins
 
 
 def test_the_first_tokens_after_a_switch_do_not_count():
-    """They allocate buffers; one slow token among those that are measured does not count either."""
+    """They allocate buffers. One slow token among the measured ones does not count either."""
     since = itertools.count()
 
     def seconds(n, reads_all):
@@ -55,7 +55,7 @@ def test_the_first_tokens_after_a_switch_do_not_count():
     assert switches(seconds, 1000) == [FIRST_TOKENS]
 
 
-def test_a_way_that_is_not_much_slower_is_tried_again_ever_more_rarely():
+def test_a_way_that_is_not_much_slower_is_tried_again_less_and_less_often():
     found = switches(lambda n, reads_all: 1.0 if reads_all else 1.1, 2000, n_prompt=100_000)
     tries = found[::2]
     compared = [FIRST_TOKENS + TRIAL]
@@ -66,7 +66,7 @@ def test_a_way_that_is_not_much_slower_is_tried_again_ever_more_rarely():
 
 
 def test_the_winner_may_change_as_the_text_grows():
-    """Also if it was much slower before: a text that has grown by half is another one."""
+    """A much slower way is also tried again, once the text has grown by half."""
     n_prompt = 1000
 
     def seconds(n, reads_all):
@@ -76,10 +76,10 @@ def test_the_winner_may_change_as_the_text_grows():
     assert found[:2] == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
     third = found[2]
     assert abs(third - (GROWTH - 1) * n_prompt - FIRST_TOKENS) < 3 * TRIAL
-    assert CLOSE * (n_prompt + FIRST_TOKENS) / 1000 < 1.4  # so only its growth brought the try
+    assert CLOSE * (n_prompt + FIRST_TOKENS) / 1000 < 1.4  # so the growth caused the trial
 
 
-# Requests, whose tokens take what a clock of the test's says.
+# Requests with an invented clock.
 
 BUDGET = "budget=60,n_sink=4,n_window=16,read=dense"
 NEARLY_ALL = "budget=199,n_sink=4,n_window=4,read=dense"
@@ -88,7 +88,7 @@ N = 200
 
 @pytest.fixture
 def clock(monkeypatch):
-    """clock(seconds) -> a clock by which a token takes `seconds(reads_all)`; it sees what the pace has asked for."""
+    """Return a function that sets a clock by which a token takes `seconds(reads_all)`."""
 
     def make(seconds):
         paces = []
@@ -114,14 +114,14 @@ def dense(reads_all):
 
 
 def assert_equal(found, wanted):
-    """The prompt may come in other chunks, whose sums are rounded differently."""
+    """Assert equal tokens and nearly equal log-probabilities: other chunks round sums differently."""
     assert [token for token, _ in found] == [token for token, _ in wanted]
     assert all(mx.allclose(a, b, atol=1e-4) for (_, a), (_, b) in zip(found, wanted))
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-def test_a_short_answer_is_the_full_caches(make, tokens):
-    """Without an index; the cache holds the answer, too."""
+def test_a_short_answer_equals_the_full_caches(make, tokens):
+    """It needs no index, and the cache holds the answer, too."""
     model, reports, cache = make(), [], make_prompt_cache(make())
     options = {"sparse": BUDGET, "on_report": reports.append, "prompt_cache": cache}
     found = steps(model, tokens, FIRST_TOKENS - 1, **options)
@@ -135,7 +135,7 @@ def test_a_short_answer_is_the_full_caches(make, tokens):
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
-def test_an_answer_goes_on_sparsely_where_that_is_faster(make, tokens, clock):
+def test_an_answer_continues_sparsely_if_that_is_faster(make, tokens, clock):
     clock(sparse)
     model, reports = make(), []
     found = steps(model, tokens, 60, sparse=BUDGET, on_report=reports.append)
@@ -148,12 +148,12 @@ def test_an_answer_goes_on_sparsely_where_that_is_faster(make, tokens, clock):
 
 
 @pytest.mark.parametrize(("make", "tries"), [(make_llama, 3), (make_qwen, 1)])
-def test_an_answer_goes_on_with_all_entries_where_that_is_faster(
+def test_an_answer_continues_with_all_entries_if_that_is_faster(
     make, tries, tokens, clock, monkeypatch
 ):
-    """Tokens that read all entries are near the full cache's, though others before them chose."""
+    """Tokens that read all entries are near the full cache's tokens, although earlier tokens chose."""
     clock(dense)
-    if tries > 1:  # and older tokens of the answer are among those that later ones choose from
+    if tries > 1:  # older tokens of the answer can be chosen, too
         monkeypatch.setattr(cache_module, "MAX_RECENT", 8)
         monkeypatch.setattr(pace, "FIRST_GAP", 8)
         monkeypatch.setattr(pace, "CLOSE", 3)
@@ -174,8 +174,8 @@ def test_an_answer_goes_on_with_all_entries_where_that_is_faster(
 
 
 @pytest.mark.parametrize("times", [sparse, dense])
-def test_turns_go_on_from_what_was_read(times, demo_model, clock):
-    """The cache holds the tokens up to the last switch; a hybrid's linear states are those of its entries."""
+def test_turns_continue_from_the_tokens_that_were_read(times, demo_model, clock):
+    """The cache holds the tokens up to the last switch, and a hybrid's linear states belong to these tokens."""
     clock(times)
     model, tokenizer = demo_model
     text, facts = make_haystack(tokenizer, random.Random(4), 2, 600)

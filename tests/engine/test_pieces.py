@@ -1,4 +1,4 @@
-"""Chunks of a prompt are read in pieces where their scores would take too much memory."""
+"""Chunks of a prompt are read in pieces if their scores would take too much memory."""
 
 import gc
 
@@ -24,13 +24,13 @@ WAYS = {
     "sparse": (
         {"sparse": "top_k=128,read_top_k=128,when=always"},
         0.5,
-    ),  # pieces choose for themselves
+    ),  # each piece chooses separately, so answers differ
 }
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Tokens of the model's calls, and the entries before them, those that it holds."""
+    """Return a list of the model's calls: the number of tokens, and the number of held entries before them."""
     found, call = [], llama.Model.__call__
 
     def counted(self, inputs, cache=None, **kwargs):
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
 
 def peak(run):
-    """The most bytes that it takes, beside what there is."""
+    """Return the most bytes that `run` takes, beyond the memory in use before."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -55,7 +55,7 @@ def peak(run):
 
 @pytest.mark.parametrize("way, most", WAYS.values(), ids=WAYS)
 def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch):
-    """Predictions stay the same."""
+    """Pieces must not change the predictions."""
     model = make_model("llama", WIDE)
     wanted = steps(model, TOKENS[:N], 3, **way)
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit := 1 << 20)
@@ -68,7 +68,7 @@ def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch
 
 
 def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
-    """Whose chunk stores all scores; ours at most the limit, beside entries and what is made of a piece's tokens."""
+    """mlx-lm's chunk stores all scores. Ours stores at most the limit, entries, and the arrays of one piece."""
     model, limit, n = make_model("llama", WIDE | {"num_attention_heads": 8}), 2 << 20, 1000
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit)
     theirs = peak(lambda: plain(model, TOKENS[:n], 2))
@@ -79,8 +79,8 @@ def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
     assert theirs > pair * n * n and ours < most < 0.4 * theirs
 
 
-def test_what_is_read_in_one_call_per_chunk(calls, monkeypatch):
-    """Fused heads, blocks between evictions, and what is left to mlx-lm."""
+def test_chunks_are_not_split_without_need(calls, monkeypatch):
+    """This concerns fused heads, blocks between evictions, and prompts that are left to mlx-lm."""
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", 1 << 20)
     plain(model := make_model("llama", WIDE), TOKENS[:N], 1)
     steps(model, TOKENS[:N], 1, policy="snapkv:top_k=4096")

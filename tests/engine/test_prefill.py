@@ -16,8 +16,8 @@ from mlx_snapkv.sparse.stored_cache import StoredKVCache
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
 
-def test_the_cache_is_cut_and_lookahead_leaves_no_trace_but_its_votes(tiny_model, tokens):
-    """The tokens looked ahead at are undone, in the linear layers' states too."""
+def test_the_cache_is_compressed_and_the_lookahead_leaves_only_its_votes(tiny_model, tokens):
+    """The lookahead's tokens are undone, also in the states of linear layers."""
     full = make_prompt_cache(tiny_model)
     plain(tiny_model, tokens, 0, prompt_cache=full)
     cache, report = prefill(tiny_model, tokens, POLICY)
@@ -39,7 +39,7 @@ def test_the_cache_is_cut_and_lookahead_leaves_no_trace_but_its_votes(tiny_model
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
-def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
+def test_the_policys_chunk_size_wins_and_the_window_is_a_separate_chunk(tokens, chunk):
     done = []
     policy = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=32, prefill_chunk=chunk)
     options = {"prompt_progress_callback": lambda n, total: done.append(n)}
@@ -72,7 +72,7 @@ def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens):
         ([1, 2], "snapvk", "unknown policy"),
     ],
 )
-def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
+def test_impossible_prompts_and_policies_are_refused(tiny_model, tokens, policy, message):
     with pytest.raises(SnapKVError, match=message):
         prefill(tiny_model, tokens, policy)
 
@@ -80,10 +80,10 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 @pytest.mark.parametrize("sparse", ["budget=60", "budget=200"])  # the second has nothing to choose
 @pytest.mark.parametrize("given", [False, True])
-def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
+def test_a_text_read_sparsely_is_complete_in_the_requested_store(
     tokens, store, sparse, given, tmp_path
 ):
-    """In the caller's list, if there is one; and can be saved."""
+    """The caches are in the caller's list, if there is one, and can be saved."""
     model = make_llama(head_dim=32)
     own = make_prompt_cache(model) if given else None
     cache, report = prefill(model, tokens, sparse=sparse, store=store, prompt_cache=own)
@@ -102,13 +102,13 @@ def test_a_text_read_for_questions_to_come_is_whole_where_it_belongs(
     assert answers[0] == answers[1]
 
 
-def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
+def test_the_chunk_size_leaves_a_short_chunk_before_the_voting_queries():
     def chunk_size(setting, limit):
         return plan_request(make_llama(), CompressionConfig(setting), 1000).chunk_size(limit)
 
-    # 744 = 2 * 352 + 40, the least that is left.
+    # 744 = 2 * 352 + 40, the smallest remainder.
     assert chunk_size(Compress(SnapKV(top_k=20)), 512) == 352
     assert chunk_size(Compress(KeyDiff(budget=100, schedule="once")), 512) == 512  # no query votes
     assert chunk_size(Compress(KeyDiff(budget=100, block=100)), 512) == 100
-    assert chunk_size(Sparse(budget=500), 2048) == CHUNK_SIZE  # the last tokens come by themselves
+    assert chunk_size(Sparse(budget=500), 2048) == CHUNK_SIZE  # the last tokens are a chunk
     assert chunk_size(Sparse(budget=500, read="dense"), 512) == 480  # 984 = 2 * 480 + 24

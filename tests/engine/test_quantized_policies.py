@@ -1,4 +1,4 @@
-"""Quantised entries with every kind of cache, and a model's dtype, which is its caches'."""
+"""Quantised entries in every kind of cache, and caches in the model's dtype."""
 
 import functools
 import sys
@@ -13,16 +13,15 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import BlockKVCache
 from mlx_snapkv.entries.quantization import Quantised, pack, unpack
 
-pytestmark = pytest.mark.usefixtures("short_blocks")  # of LagKV
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
-HYBRID = functools.partial(
-    make_qwen, num_experts=0
-)  # MLX computes experts in float32 only on a CPU
+# On a CPU, MLX computes experts in float32 only.
+HYBRID = functools.partial(make_qwen, num_experts=0)
 CASES = [*SPECS[::3], f"{SNAPKV},on_full=slide", f"{SNAPKV},on_full=grow"]
 
 
 def answered(model, tokens, policy, bits, n=40):
-    """The caches after an answer of fixed tokens, the log-probabilities of each, and the report."""
+    """Return the caches after an answer of fixed tokens, the log-probabilities of each token, and the report."""
     cache, reports, answer = make_prompt_cache(model), [], iter(range(n + 1))
     options = {"kv_bits": bits, "kv_group_size": 32, "on_report": reports.append}
     options["sampler"] = lambda logprobs: mx.array([next(answer) % 64])
@@ -31,8 +30,8 @@ def answered(model, tokens, policy, bits, n=40):
 
 
 @pytest.mark.parametrize("policy, bits", [(p, (8, 4)[i % 2]) for i, p in enumerate(CASES)])
-def test_the_plain_run_with_rounded_entries_within_its_bound(tokens, policy, bits, monkeypatch):
-    """mlx-lm's quantised attention on packed entries against its plain attention on the same, unpacked."""
+def test_quantised_attention_is_near_plain_attention_on_rounded_entries(tokens, policy, bits, monkeypatch):
+    """mlx-lm's quantised attention reads packed entries, its plain attention the unpacked ones."""
     model = make_llama(head_dim=32)
     cache, near, report = answered(model, tokens, policy, bits)
     plain, _, unquantised = answered(model, tokens, policy, None)
@@ -50,11 +49,11 @@ def test_the_plain_run_with_rounded_entries_within_its_bound(tokens, policy, bit
         for name, value in vars(module).copy().items():
             if value in (pack, unpack):
                 monkeypatch.setattr(module, name, instead[value])
-    monkeypatch.delattr(Quantised, "bits")  # which mlx-lm's attention asks for
+    monkeypatch.delattr(Quantised, "bits")  # mlx-lm checks for it to choose its quantised attention
     rounded, exact, _ = answered(model, tokens, policy, bits)
     for one, other in zip(cache, rounded, strict=True):
         assert mx.array_equal(one.positions, other.positions)
-    # A value near the middle of two steps may be rounded either way by the two orders of summing up.
+    # The two attentions sum in different orders, so a value between two steps may be rounded either way.
     assert mx.abs(near - exact).max() < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Which chunks of a prompt read all entries: by the times that a clock tells, and in real requests."""
+"""Which chunks of a prompt read all entries, given the times of tokens: by simulation and in real requests."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*trained length")
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch):
-    """Both ways were read in this process before."""
+    """Let this process have read both ways before."""
     monkeypatch.setattr(reading_pace, "compiled", {True, False})
 
 
@@ -72,19 +72,19 @@ def slower(start, chooses):
     return 2.0 if chooses else 1.0
 
 
-def test_where_choosing_loses_it_is_tried_when_the_text_has_doubled():
+def test_a_slower_choice_is_tried_again_when_the_text_has_doubled():
     chose, _ = read(slower, 40_000)
     assert chose == [(n, CHUNK_SIZE) for n in (2048, 4096, 8192, 16_384, 32_768)]
 
 
-def test_where_choosing_wins_it_goes_on():
+def test_a_faster_choice_continues():
     chose, _ = read(faster, 10_000)
     assert chose[0] == (STEP, CHUNK_SIZE) and sum(n for _, n in chose) == 10_000 - STEP
     assert chose[-1] == (10_000 - request_plan.LAST_TOKENS, 272) or chose[-1][0] > 9000
 
 
 @pytest.mark.parametrize("few, wins", [(0.98, False), (0.96, True)])
-def test_a_token_has_to_be_a_little_faster(few, wins):
+def test_a_token_must_be_a_little_faster(few, wins):
     chose, _ = read(lambda start, chooses: few if chooses else 1.0, 6000)
     assert (len(chose) > 2) == wins
 
@@ -95,8 +95,8 @@ def test_the_winner_may_change_with_the_length():
     assert sum(n for start, n in chose if start >= 16_384) == 40_000 - 16_384
 
 
-def test_the_first_chunks_of_a_process_compile(monkeypatch):
-    """So neither the first that reads everything counts, nor the first that chooses."""
+def test_the_first_chunks_of_a_process_do_not_count_because_they_compile(monkeypatch):
+    """The first chunk that reads everything does not count, nor does the first that chooses."""
     monkeypatch.setattr(reading_pace, "compiled", set())
     slow = []
 
@@ -110,7 +110,7 @@ def test_the_first_chunks_of_a_process_compile(monkeypatch):
     assert all(x.seconds < 99 for x in pace.measurements)
 
 
-def test_always_is_always():
+def test_when_always_every_chunk_after_the_first_chooses():
     chose, pace = read(slower, 10_000, when="always")
     assert sum(n for _, n in chose) == 10_000 - STEP and not pace.measurements
 
@@ -139,7 +139,7 @@ def recorded(few, every):
     "speed, wins", [(recorded(1, 2), True), (recorded(2, 1), False), (Speed(), False)]
 )
 def test_a_short_turn_follows_the_record(speed, wins):
-    """It is too short to be measured. Without a record it reads everything, as with the full cache."""
+    """A short turn is not measured. Without a record it reads everything, as with the full cache."""
     chose, _ = read(slower, 9100, n_held=9000, speed=speed)
     assert chose == ([(9000, 100)] if wins else [])
 
@@ -149,7 +149,7 @@ def test_a_long_turn_measures_again():
     assert chose[0][0] == 9000 + STEP
 
 
-# Requests, whose chunks take what a clock of the test's says.
+# Requests with an invented clock.
 
 BUDGET = "budget=400,n_sink=4,n_window=32,read_top_k=32"
 N = 3 * STEP
@@ -158,7 +158,7 @@ PROMPT = mx.array(np.random.default_rng(0).integers(1, 64, N))
 
 @pytest.fixture
 def clock(monkeypatch):
-    """clock(seconds): a token takes `seconds(start, chooses)`; returns the chunks that are read, as they come."""
+    """Return a function that lets a token take `seconds(start, chooses)`, and returns the chunks as they are read."""
 
     def make(seconds):
         chunks = []

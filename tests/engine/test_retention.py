@@ -1,4 +1,4 @@
-"""Requests whose entries all stay: what they refuse and leave alone, and what they keep."""
+"""Requests that keep all entries: refused options, kept entries, and counted memory."""
 
 import functools
 import tempfile
@@ -31,12 +31,12 @@ WRONG = [
 
 @pytest.fixture
 def wide():
-    """A random model whose heads can be quantised."""
+    """Return a random model with heads that can be quantised."""
     return make_llama(head_dim=32)
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_what_can_not_be_served_is_refused_at_the_call(wide, tokens, options, message):
+def test_impossible_stores_are_refused_at_the_call(wide, tokens, options, message):
     with pytest.raises(SnapKVError, match=message):
         steps(wide, tokens, **{"policy": POLICY} | options)
 
@@ -48,11 +48,11 @@ KEEPING = [
 
 
 @pytest.mark.parametrize("options", KEEPING, ids=str)
-def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, options):
-    """The next request votes over all entries: it keeps what one request for the whole prompt would."""
+def test_a_prompt_cache_holds_the_whole_prompt_and_can_be_continued(wide, tokens, options):
+    """The next request votes over all entries, so it answers as one request for the whole prompt."""
     reports, cache = [], make_prompt_cache(wide)
     steps(wide, tokens[:150], 6, prompt_cache=cache, **options)
-    # The first token of the answer was fed before the compression.
+    # The first token of the answer was read before the compression.
     assert {c.offset for c in cache} == {151}
     for c in cache:
         c.trim(1)
@@ -87,8 +87,8 @@ WAYS = [
 
 @pytest.mark.parametrize("few", [50, 8192])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, monkeypatch):
-    """Every array once: what a token reads, the index among it, and beside that what stays."""
+def test_the_kv_memory_counts_every_array_in_memory(wide, tokens, options, few, monkeypatch):
+    """Each array counts once: arrays that a token reads, the index among them, and arrays that stay besides."""
     exact_up_to(monkeypatch, few)
     config, _ = CompressionConfig.from_keywords(options, turns=True)
     caches, found = make_caches(wide, config.store), []
@@ -107,7 +107,7 @@ def test_the_kv_memory_counts_all_that_is_in_memory(wide, tokens, options, few, 
     read = index + one * (sum(report.entries_kept) + report.means * len(caches))
     assert report.kv_bytes_staying == stays
     assert report.kv_bytes_after == report.kv_bytes_read + stays
-    # What the prompt chose has room for more.
+    # Without a choice, the buffers of entries have free room.
     assert report.kv_bytes_read == pytest.approx(read) if chooses else report.kv_bytes_read > read
     assert report.file_bytes == sum(cache.store.file_nbytes for cache in caches)
     where = format_bytes(report.file_bytes or stays)

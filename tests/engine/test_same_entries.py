@@ -1,4 +1,4 @@
-"""One decision: the same prompt and policy keep the same entries, whatever the way in."""
+"""A prompt and a policy keep the same entries through every entrance."""
 
 import random
 
@@ -14,7 +14,7 @@ from mlx_snapkv.engine import compress
 
 FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{FEW},lookahead=4"
-MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
+MANY = "snapkv:budget=56,lookahead=4"  # more voting queries than entries in the window
 VOTING = [SNAPKV, MANY]
 BLOCK = [
     "keydiff:budget=48,n_sink=2,block=16",
@@ -26,7 +26,7 @@ BLOCK = [
 
 @pytest.fixture
 def kept(monkeypatch):
-    """kept(request) -> what its compression keeps: by layer, positions `(B, H, n)` and keys."""
+    """Return a function that runs a request and returns the kept positions `(B, H, n)` and keys, by layer."""
     layers = []
     original = compress.decode_cache
 
@@ -54,20 +54,20 @@ def assert_same_entries(found, wanted, atol=1e-5):
 
 @pytest.fixture
 def stepped(kept, tiny_model, tokens):
-    """What our generate_step keeps."""
+    """Return a function of a policy that returns the entries that generate_step keeps."""
     return lambda policy: kept(
         lambda: list(generate_step(tokens, tiny_model, max_tokens=8, policy=policy))
     )
 
 
 @pytest.mark.parametrize("policy, step", [*((p, 5) for p in VOTING), *((p, 500) for p in BLOCK)])
-def test_prefill_in_other_chunks_keeps_the_same(kept, stepped, tiny_model, tokens, policy, step):
+def test_prefill_in_other_chunks_keeps_the_same_entries(kept, stepped, tiny_model, tokens, policy, step):
     found = kept(lambda: prefill(tiny_model, tokens.tolist(), policy, prefill_step_size=step))
     assert_same_entries(found, stepped(policy))
 
 
 @pytest.mark.parametrize("policy", VOTING)
-def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
+def test_a_cache_filled_and_recorded_by_the_caller_keeps_the_same_entries(kept, stepped, tiny_model, tokens, policy):
     policy = policy.replace("lookahead=4", "lookahead=0")
     plain, given = filled_cache(tiny_model, tokens)
     found = kept(lambda: compress_prompt_cache(tiny_model, plain, policy, queries=given))
@@ -82,17 +82,17 @@ def haystack(demo_llama):
 @pytest.mark.parametrize(
     "policy, turns", [(MANY, 1), *((policy, 1) for policy in BLOCK), (SNAPKV, 1)]
 )
-def test_a_turn_keeps_what_a_request_for_the_whole_chat_does(
+def test_a_turn_keeps_the_entries_of_a_request_for_the_whole_chat(
     kept, demo_model, haystack, policy, turns
 ):
-    """Messages are longer than the observation window: only a turn's own queries vote."""
+    """Messages are longer than the observation window, so only queries of the turn itself vote."""
     document, facts = haystack
     talk = Conversation(*demo_model, policy=policy, max_tokens=8)
     talk.attach(document)
     for fact in facts[:turns]:
         found = kept(lambda fact=fact: list(talk.send(fact.question)))
     read = mx.array(talk.read[: talk.report.prompt_tokens])
-    # Like a conversation's, a request's answer may end before the cut.
+    # Answers may end before the compression, so both must have the same length.
     options = {"prompt_cache": make_prompt_cache(demo_model[0]), "max_tokens": 8, "policy": policy}
     wanted = kept(lambda: list(stream_generate(*demo_model, read, **options)))
     assert_same_entries(found, wanted, atol=1e-4)

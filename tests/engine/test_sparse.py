@@ -1,4 +1,4 @@
-"""Sparse attention as a request: what its answer's tokens read, when they begin to, and what is left to mlx-lm."""
+"""Sparse attention as a request: what tokens read, when they begin to choose, and prompts left to mlx-lm."""
 
 import itertools
 
@@ -32,13 +32,13 @@ def random_tokens(n, seed=0):
     return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
 
 
-# Grouped queries, sinks, a hybrid, entries that other layers borrow, keys wider than values, learned positions.
+# Grouped queries, sinks, a hybrid, shared entries, keys wider than values, learned positions.
 FAMILIES = "llama gpt_oss qwen3_next gemma3n gemma4_text minicpm3 gpt2".split()
 
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
+def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(name, index, monkeypatch):
     exact_up_to(monkeypatch, 0 if index else 8192)
     model = make_model(name)
     prompt = random_tokens(100)
@@ -51,11 +51,11 @@ def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatc
         found = steps(model, prompt, 8, sparse=sparse, **sampler)
         return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
 
-    assert 0 < away(99) < 0.5 * away(20)  # which sees the rest by its means
+    assert 0 < away(99) < 0.5 * away(20)  # tokens of both see unread entries as means
 
 
-def test_the_entries_read_are_those_of_the_tokens_own_votes():
-    """By NumPy: softmax of the token's queries over all entries, the mean of a group; beside sink and window."""
+def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
+    """NumPy computes the votes: the softmax over all entries, averaged over a group's heads."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
     caches = make_caches(model, "memory")
@@ -85,8 +85,8 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
 @pytest.mark.parametrize(
     "options", [{}, {"store": "file"}, {"policy": SNAPKV}]
 )  # fmt: skip
-def test_tokens_that_choose_by_themselves_begin_at_once(options):
-    """The first was computed together with the prompt's end; the second chooses already. A policy looks ahead."""
+def test_sparse_tokens_choose_from_the_second_token_on(options):
+    """The first token is computed with the end of the prompt. A policy with lookahead waits longer."""
     model, reports = make_llama(), []
     prompt = random_tokens(100)
     sparse = None if "policy" in options else "budget=40,n_sink=4,n_window=16,when=always"
@@ -99,7 +99,7 @@ def test_tokens_that_choose_by_themselves_begin_at_once(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"store": "file"}])
-def test_a_prompt_that_fits_the_budget_is_mlx_lms_bit_for_bit_and_touches_no_class(
+def test_a_prompt_that_fits_the_budget_is_left_to_mlx_lm_without_patches(
     tiny_model, tokens, options, monkeypatch
 ):
     monkeypatch.delattr(patch, "_wrapped")
@@ -128,14 +128,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("options, sentence", WRONG)
-def test_what_can_not_be_done_is_one_sentence(tokens, options, sentence):
+def test_an_impossible_option_is_one_sentence(tokens, options, sentence):
     with pytest.raises(SnapKVError, match=sentence):
         steps(make_llama(), tokens, **options)
 
 
 @pytest.mark.parametrize("few, layer", [(0, 0), (8192, 0), (0, -1)])
 def test_attention_that_gives_nan_is_one_sentence(tokens, few, layer, monkeypatch):
-    """And nothing is written where no entry is."""
+    """NaN scores must not lead to writes outside the entries either."""
     exact_up_to(monkeypatch, few)
     model = make_llama()
     projection = model.layers[layer].self_attn.k_proj
@@ -153,14 +153,17 @@ def test_a_draft_model_is_refused(tokens):
 @pytest.mark.parametrize("make, store", [(make_llama, "memory"), (make_qwen, "file")])
 @pytest.mark.parametrize("at", ["first", "sparse", "dense", "token", "later"])
 def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store, at, monkeypatch):
-    """In the first chunk, one that chooses, the last one, the first token; after it they hold the prompt."""
+    """The failure is in the first chunk, a chunk that chooses, the last chunk, or the first token.
+
+    After the first token, the caches hold the prompt.
+    """
     sparse, earlier, n = (
         f"budget=50%,read_top_k={PAGE_SIZE},when=always",
         random_tokens(50),
         CHUNK_SIZE + 100 + LAST_TOKENS,
     )
     model, prompt = make(), random_tokens(n)
-    # Chunks of CHUNK_SIZE, 100, CHUNK_SIZE - 100 and 99 tokens and one, and the answer.
+    # The calls have CHUNK_SIZE, 100, CHUNK_SIZE - 100, 99 and 1 tokens; then comes the answer.
     call = {"first": 1, "sparse": 2, "dense": 4, "token": 6, "later": 7}[at]
     for n_held in (0, 50):
         cache = make_prompt_cache(model)

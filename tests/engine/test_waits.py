@@ -19,7 +19,7 @@ BLOCK = 32
 
 @pytest.fixture
 def wide():
-    """A random model of several layers, whose heads can be quantised."""
+    """Return a random model with several layers, and heads that can be quantised."""
     return make_llama(head_dim=32, num_hidden_layers=N_LAYERS)
 
 
@@ -36,16 +36,16 @@ def waits(items):
     {"policy": "tova:budget=40,schedule=once"}, {"policy": f"h2o:budget=40,block={BLOCK}"},
 ], ids=["snapkv", "quantised", "lookahead", "slide", "keydiff", "tova", "h2o in blocks"])  # fmt: skip
 def test_a_prompts_end_waits_once_beyond_mlx_lms_loop(wide, tokens, options):
-    """Counted until some tokens have been decoded from the compressed cache."""
+    """Waits are counted until some tokens were decoded from the compressed cache."""
     in_blocks = "block=" in options.get("policy", "")
     mlx_lms = {"max_tokens": 9} | ({"prefill_step_size": BLOCK} if in_blocks else {})
     expected = waits(mlx_generate.generate_step(tokens, wide, **mlx_lms))
-    assert expected > 8  # or nothing was counted
+    assert expected > 8  # the counting works
     assert waits(generate_step(tokens, wide, **options, **mlx_lms)) == expected + 1
 
 
 def test_nan_in_the_last_layer_leaves_the_callers_cache_alone(wide, tokens, monkeypatch):
-    """The layers before it have been compressed by then."""
+    """All earlier layers have been compressed by then."""
     compressed, put = [], AttentionLayer.put
 
     def watched(self, prompt_cache, cache):

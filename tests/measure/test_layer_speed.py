@@ -1,4 +1,4 @@
-"""Timing one layer's attention instead of whole answers, for machines that have measured none."""
+"""One layer's attention is timed instead of whole answers, for machines without measurements."""
 
 import pytest
 from model_configs import make_model

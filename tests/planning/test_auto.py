@@ -1,4 +1,4 @@
-"""`policy="auto"`: what is taken for which prompt, task and machine, and why."""
+"""`policy="auto"`: the setting that is selected for each prompt, task and machine, and the reason."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def planner(demo_llama):
 
 
 def cost(planner, n, setting):
-    """The most bytes in use, and those of entries."""
+    """Return the most bytes in use, and the bytes of entries."""
     plan, kv = planner.planned(n, AutoRequest(n).completed(setting))
     return plan.peak, kv
 
@@ -80,8 +80,8 @@ def cost(planner, n, setting):
         (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
     ],
 )
-def test_what_is_taken(planner, n, task, lacks, setting, why):
-    """`lacks`: of what a byte is missing for the first setting."""
+def test_auto_selects_a_setting_and_says_why(planner, n, task, lacks, setting, why):
+    """`lacks` names the memory that is one byte too small for the first setting."""
     first = KEEP_ALL if n < MIN_TOKENS_TO_EVICT else CANDIDATES[task][0]
     _, kv = cost(planner, n, first)
     most = kv - 1 if lacks == "KV memory" else None
@@ -103,8 +103,8 @@ def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
 
 
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
-def test_less_memory_takes_the_next_setting_that_fits(planner, task):
-    """A question evicts before its entries go to files, a conversation after."""
+def test_with_less_memory_the_next_setting_that_fits_is_selected(planner, task):
+    """A question evicts entries before they go to files, a conversation after."""
     peaks = {
         setting: cost(planner, MIN_TOKENS_TO_EVICT, setting)[0] for setting in CANDIDATES[task]
     }
@@ -116,7 +116,7 @@ def test_less_memory_takes_the_next_setting_that_fits(planner, task):
         assert taken.config is not KEEP_ALL
 
 
-def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
+def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkeypatch):
     taken = recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT), 10**6)
     assert not taken.fits and taken.config in CANDIDATES[QUESTION][1:]
     monkeypatch.setattr(planner, "can_compress", False)
@@ -125,8 +125,8 @@ def test_where_nothing_fits_or_nothing_can_be_compressed(planner, monkeypatch):
 
 @pytest.mark.parametrize("n", [MIN_TOKENS_TO_EVICT - 8000, MIN_TOKENS_TO_EVICT])
 @pytest.mark.parametrize("store", ["file", "4bit"])
-def test_what_takes_the_least_does(planner, n, store):
-    """Not the last of a list, which may even leave the prompt as it is."""
+def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
+    """The last candidate is no good choice, because it may leave the prompt uncompressed."""
     request = AutoRequest(n, options={"store": store}, kv_memory=10**6)
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
@@ -136,7 +136,7 @@ def test_what_takes_the_least_does(planner, n, store):
     assert taken.config == replace(SPARSE, store=store)
 
 
-def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
+def test_every_candidate_is_a_valid_setting(demo_llama, planner):
     for task in CANDIDATES:
         for setting in CANDIDATES[task]:
             AutoRequest(None, task).completed(setting).require(demo_llama[0])
@@ -145,7 +145,7 @@ def test_every_setting_is_a_policy_and_a_memory(demo_llama, planner):
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
-    """Not only the entries: what a chunk holds while it is read, too."""
+    """The peak includes the arrays of a chunk while it is read, and not only entries."""
     peak, kv = cost(planner, MIN_TOKENS_TO_EVICT, SNAPKV)
     assert kv + planner.plan(1).weights < 0.9 * peak
     for usable, fits in ((peak, True), (peak - 1, False)):
@@ -155,7 +155,7 @@ def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
-def test_python_takes_it_and_the_report_tells(demo_llama, asked):
+def test_generate_step_takes_auto_and_reports_the_reason(demo_llama, asked):
     reports = []
     options = {"max_tokens": 1, "on_report": reports.append}
     next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
@@ -164,7 +164,7 @@ def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     assert report.reason == "at 100 tokens reading all entries costs little"
 
 
-def test_python_compresses_by_it(demo_llama, monkeypatch):
+def test_generate_step_compresses_with_the_selected_setting(demo_llama, monkeypatch):
     setting = CompressionConfig(resolve_compress(policy="streaming_llm:budget=50,schedule=once"))
     monkeypatch.setitem(module.CANDIDATES, QUESTION, (setting,))
     monkeypatch.setattr(module, "MIN_TOKENS_TO_EVICT", 60)
@@ -174,7 +174,7 @@ def test_python_compresses_by_it(demo_llama, monkeypatch):
     assert reports[0].entries == 50 and "streaming_llm" in reports[0].auto
 
 
-def test_conversations_and_batches_take_it(demo_llama):
+def test_conversations_and_batches_take_auto(demo_llama):
     model, tokenizer = demo_llama
     chat = Conversation(model, tokenizer, policy=AUTO)
     assert chat.policy is None and chat.store is None
@@ -186,7 +186,7 @@ def test_conversations_and_batches_take_it(demo_llama):
 BOTH = {"policy": AUTO, "snapkv": "top_k=64"}
 
 
-def test_auto_and_a_snapkv_are_two_policies(demo_llama):
+def test_auto_with_snapkv_is_refused_as_two_policies(demo_llama):
     model, tokenizer = demo_llama
     ways = [
         lambda: generate_step([5, 6, 7], model, **BOTH),
@@ -202,13 +202,13 @@ def test_auto_and_a_snapkv_are_two_policies(demo_llama):
             way()
 
 
-def test_auto_and_sparse_are_one_too_many(demo_llama):
+def test_auto_with_sparse_is_refused(demo_llama):
     with pytest.raises(SnapKVError, match="policy=auto chooses how entries are used, and so does"):
         generate_step([5, 6, 7], demo_llama[0], policy=AUTO, sparse=True)
 
 
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
-def test_what_can_not_choose_says_so(demo_llama, asked):
+def test_functions_that_cannot_take_auto_say_so(demo_llama, asked):
     model, tokenizer = demo_llama
     ways = [
         lambda: CompressedBatchGenerator(model, **asked),
@@ -230,7 +230,7 @@ def test_what_can_not_choose_says_so(demo_llama, asked):
         ({"draft_model": "a model"}, KEEP_ALL),
     ],
 )  # fmt: skip
-def test_a_long_question(demo_llama, options, setting):
+def test_options_narrow_what_auto_selects_for_a_long_question(demo_llama, options, setting):
     config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
     assert taken.config == setting == replace(config, has_draft_model=False)
     config.require(demo_llama[0])
@@ -240,13 +240,13 @@ def test_a_long_question(demo_llama, options, setting):
 
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])
-def test_what_is_worth_comparing_evicts_three_quarters_at_least(n):
+def test_policies_worth_comparing_evict_at_least_three_quarters(n):
     first, within = (resolve_compress(policy=text) for text in worth_comparing(n))
     assert first.policy.budget <= n / 4 and within.decode_policy.budget < first.policy.budget
     assert n < 20_000 or resolve_compress(policy=worth_comparing(n)[0]) == SNAPKV.setting
 
 
-# What the speed record of this machine says.
+# Selection by this machine's speed record.
 
 
 LITTLE_FASTER = LOSES | {READ_FEW: (1.06e-3, 0), SETUP: (1e-3, 0), DECODE_FEW: (0.0116, 0)}
@@ -256,7 +256,7 @@ LITTLE_FASTER = LOSES | {READ_FEW: (1.06e-3, 0), SETUP: (1e-3, 0), DECODE_FEW: (
 @pytest.mark.parametrize(
     "lines, setting", [(LOSES, KEEP_ALL), (LITTLE_FASTER, KEEP_ALL), (WINS_LATER, SPARSE)]
 )
-def test_sparse_attention_is_taken_where_it_was_clearly_faster(planner, lines, setting, task):
+def test_sparse_attention_is_selected_if_it_was_clearly_faster(planner, lines, setting, task):
     request = AutoRequest(LONG, task, speed=speed(lines))
     taken = recommend(planner, request, 10 * GB)
     assert taken.config == setting and taken.fits
@@ -268,8 +268,8 @@ def test_sparse_attention_is_taken_where_it_was_clearly_faster(planner, lines, s
             assert recommend(planner, replace(request, **other), 10 * GB).config == KEEP_ALL
 
 
-def test_a_faster_setting_that_does_not_fit_is_not_taken(planner):
-    """It holds more than the full cache."""
+def test_a_faster_setting_that_does_not_fit_is_not_selected(planner):
+    """Sparse attention holds more bytes than the full cache."""
     request = AutoRequest(LONG, speed=speed(WINS_LATER))
     peaks = {setting: cost(planner, LONG, setting)[0] for setting in (SPARSE, SNAPKV)}
     enough = math.ceil(peaks[SPARSE] / COMFORTABLE)
@@ -277,7 +277,7 @@ def test_a_faster_setting_that_does_not_fit_is_not_taken(planner):
     taken = recommend(planner, request, enough - 2)
     assert taken.config != SPARSE and "sparse would take" in taken.why
     slow = AutoRequest(LONG, CONVERSATION, speed=speed(LOSES))
-    assert recommend(planner, slow, peaks[SNAPKV]).config == SPARSE_4BIT  # memory leaves no choice
+    assert recommend(planner, slow, peaks[SNAPKV]).config == SPARSE_4BIT  # nothing else fits
 
 
 def test_auto_reads_the_record(demo_llama, record):

@@ -1,4 +1,4 @@
-"""Every row of the table of exclusions: options that it refuses, from when on, and what it says of them."""
+"""Every row of the table of exclusions refuses its options, at its time, in one sentence."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What entries in files are said to take before a prompt is read, against what they took."""
+"""The predicted disk space of entries in files equals the space that they take."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from mlx_snapkv.planning.file_cost import file_cost
 from mlx_snapkv.planning.units import format_bytes
 
 
-def test_it_takes_what_was_said(demo_model, ask):
+def test_the_files_have_the_predicted_size(demo_model, ask):
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 700, 8)
     cost, reports = file_cost(model, "file", len(prompt)), []
@@ -18,7 +18,7 @@ def test_it_takes_what_was_said(demo_model, ask):
     list(stream_generate(model, tokenizer, prompt, 4, **given))
     (disk,), n = cost.disks, len(prompt)
     assert cost.tokens == n
-    # The answer's first token was fed before the entries went to files.
+    # The files also have the answer's first token, which was read before the entries were moved.
     assert disk.need * (n + 1) == reports[0].file_bytes * n
     assert not cost.warnings
 
@@ -37,11 +37,11 @@ def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_
 
 
 @pytest.mark.parametrize("store, n", [(None, 900), ("memory", 900), ("4bit", 900), ("file", 0)])
-def test_other_turns_write_nothing(demo_llama, store, n):
+def test_turns_without_entries_in_files_have_no_cost(demo_llama, store, n):
     assert file_cost(demo_llama[0], store, n) is None
 
 
-def test_warnings(demo_llama):
-    """A library is more than any disk has room for."""
+def test_a_disk_without_enough_room_is_a_warning(demo_llama):
+    """No disk has room for 10^15 tokens."""
     (short,) = file_cost(demo_llama[0], "file", 10**15).warnings
     assert "does not have enough room: " in short and "--store-dir" in short

@@ -32,7 +32,7 @@ POLICIES = [config.setting and str(config.setting) for config in CANDIDATES[QUES
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV, f"{KEYDIFF} then {SNAPKV}"])
 def test_entries_take_no_more_than_was_planned(name, policy):
-    """In memory after the prompt, and after the answer."""
+    """Memory is measured after the prompt and after the answer."""
     model, n, reports = make_model(name), 700, []
     if policy is not None and name == "lfm2":
         policy = policy.replace("budget=256", "budget=320")
@@ -69,15 +69,15 @@ def test_a_longer_prompt_takes_no_less_and_fewer_bits_no_more(planners, n, more,
         assert (parts(plain) >= parts(eight)).all() and (parts(eight) >= parts(four)).all()
         for policy, short, bits, n_parts in (
             (None, n, None, 3),
-            (None, n + 5000, 8, 3),  # from where on mlx-lm quantises
+            (None, n + 5000, 8, 3),  # mlx-lm quantises from 5,000 tokens on
             (KEYDIFF, n + 256, 8, 2),
         ):
             one, longer = (planner.plan(x, policy, bits) for x in (short, short + more))
             assert (parts(one) <= parts(longer))[:n_parts].all()
 
 
-def test_a_gpus_kernel_holds_no_scores(demo_llama, monkeypatch):
-    """Of heads of 64, 80 or 128; others are computed as on a CPU."""
+def test_a_gpus_fused_kernel_stores_no_scores(demo_llama, monkeypatch):
+    """Only heads of 64, 80 or 128 channels have a fused kernel; other heads are planned as on a CPU."""
     n, cpu = 65_537, plan_memory(demo_llama[0], 65_537)
     monkeypatch.setattr(scores, "on_gpu", lambda: True)
     stored = 4 * 2048 * n * 4
@@ -106,7 +106,7 @@ def test_a_plan_computes_nothing_and_takes_less_than_a_second(demo_llama):
         ("deepseek_v32", 1000, {"policy": KEYDIFF}, "can't be compressed"),
     ],
 )
-def test_what_cant_be_planned_is_refused(name, n, options, words):
+def test_impossible_plans_are_refused(name, n, options, words):
     refused = REFUSED_CONFIGS.get(name)
     model = make_model(name, refused) if refused else without_weights(MODELS[name])
     assert plan_memory(model, 1000).peak > plan_memory(model, 1000).weights
@@ -114,15 +114,15 @@ def test_what_cant_be_planned_is_refused(name, n, options, words):
         plan_memory(model, n, **options)
 
 
-def test_prompts_that_stay_as_they_are(demo_llama):
-    """A single token, and where a policy would keep no entry."""
+def test_prompts_that_are_not_compressed_are_planned_in_full(demo_llama):
+    """One is a single token; for the other the policy would keep no entry."""
     plan = plan_memory(demo_llama[0], 1, SNAPKV)
     assert plan.reason and plan.kv == 3 * 2 * 2 * 64 * 4
     short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")
     assert short.peak == plan_memory(demo_llama[0], 1000).peak
 
 
-def test_a_prompt_that_will_not_fit_is_refused_with_what_would(demo_llama, monkeypatch):
+def test_a_prompt_that_will_not_fit_is_refused_with_a_policy_that_fits(demo_llama, monkeypatch):
     def refusal(n, room, limit=None, **options):
         usable = room * 16 // 15
         monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(usable, usable))
@@ -160,7 +160,7 @@ def test_tokens_read_before_count_unless_a_policy_evicts(demo_llama, monkeypatch
             prompts.require_memory(n, 10**6)
 
 
-def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
+def test_other_errors_of_planning_are_not_hidden(demo_llama, monkeypatch):
     def fails(*_):
         raise ZeroDivisionError
 
@@ -169,7 +169,7 @@ def test_only_what_cant_be_planned_is_passed_over(demo_llama, monkeypatch):
         LongPrompts(demo_llama[0]).require_memory(1000)
 
 
-def test_machines():
+def test_a_mac_may_use_two_thirds_or_three_quarters_of_its_memory():
     assert [mac(n << 30).usable >> 30 for n in (24, 64)] == [16, 48]
     assert 1 << 28 < this_machine().usable <= this_machine().memory
 
@@ -193,6 +193,6 @@ def test_machines():
          "in full, a token of the answer will read at most 512 of 4,096"),
     ],
 )  # fmt: skip
-def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, said):
+def test_kept_entries_are_announced_before_the_prompt_is_read(demo_llama, n, options, said):
     told = LongPrompts(demo_llama[0], **options).foretold(n)
     assert told is said is None or said in told

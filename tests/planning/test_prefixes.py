@@ -1,4 +1,4 @@
-"""What a server keeps of prompts by default, and whether that is what they take."""
+"""The default size of a server's prefix cache, and the planned size of a prefix."""
 
 import mlx.core as mx
 import pytest
@@ -21,7 +21,7 @@ SNAPKV = SnapKV(budget=200, n_sink=4, n_window=32, obs_window=32, lookahead=0)
 
 @pytest.fixture
 def of_8b():
-    """Layers as large as an 8B's, 131,072 bytes a token in half precision, and few weights."""
+    """Return a model with the cache of an 8B model, 131,072 bytes per token in half precision, and few weights."""
     model = make_llama(
         num_hidden_layers=32,
         num_key_value_heads=8,
@@ -45,7 +45,7 @@ def test_a_prompt_of_an_8bs_context_fits_where_the_memory_allows(of_8b):
     assert quarter.each < room.each / 2 and " hold 1 prompt of" in str(quarter)
 
 
-def test_what_was_asked_for_is_kept_and_other_limits_hold(of_8b):
+def test_a_given_limit_is_used_and_other_limits_hold(of_8b):
     machine = mac(64 << 30)
     assert prefix_room(of_8b, {}, machine, given=5 * GB).limit == 5 * GB
     assert prefix_room(of_8b, {}, machine, max_kv_bytes=GB).limit == GB
@@ -54,7 +54,7 @@ def test_what_was_asked_for_is_kept_and_other_limits_hold(of_8b):
     assert str(short) == "prefix cache: 4 GB hold 7 prompts of 4,096 tokens"
 
 
-def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
+def test_entries_in_files_take_at_most_half_of_the_free_disk(of_8b, monkeypatch):
     options = {"policy": Sparse(), "store": "file"}
     disk = type("Disk", (), {"free": 30 * GB})
     monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda folder: disk)
@@ -76,9 +76,9 @@ def test_entries_in_files_take_half_of_the_disk_at_most(of_8b, monkeypatch):
     ],
     ids=["full", "once", "block", "memory", "file"],
 )
-def test_a_kept_prompt_takes_what_was_counted(make, config):
+def test_a_prefix_takes_the_planned_memory(make, config):
     model, tokens = make(head_dim=32), mx.random.randint(0, 64, (1000,))
-    if config.setting is None or config.setting == Compress(SNAPKV):  # which compresses a copy
+    if config.setting is None or config.setting == Compress(SNAPKV):  # SnapKV compresses a copy
         cache = make_prompt_cache(model)
         mx.eval(model(tokens[None], cache=cache))
     else:
@@ -88,6 +88,6 @@ def test_a_kept_prompt_takes_what_was_counted(make, config):
     assert footprint.of_prefix(len(tokens)) == pytest.approx(taken, rel=0.25)
 
 
-def test_one_sentence_however_little_there_is():
+def test_a_room_of_any_size_is_one_sentence():
     assert str(PrefixRoom(100, 50, 200)).count("hold no prompt of 50 tokens") == 1
     assert str(PrefixRoom(100, 50, 0)) == "prefix cache: 100 B"

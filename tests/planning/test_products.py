@@ -1,4 +1,4 @@
-"""How many entries a chunk reads at little cost, beside what else the model multiplies."""
+"""The number of entries that a chunk reads at little cost, compared with the model's other multiplications."""
 
 import mlx.nn as nn
 import pytest
@@ -27,7 +27,7 @@ def found(model, share):
     return entries_for(share, model, attention_layers(model, make_prompt_cache(model)))
 
 
-def test_products_are_those_of_projections_and_mlp():
+def test_projections_and_mlp_are_counted():
     model = make_llama(**SHAPE, intermediate_size=992)
     wanted = (PROJECTIONS + 3 * HIDDEN * 992) / PER_ENTRY
     assert found(model, 1) == int(wanted) and found(model, 0.25) == int(wanted / 4)
@@ -35,11 +35,11 @@ def test_products_are_those_of_projections_and_mlp():
     assert found(model, 1) == int(wanted)
 
 
-def test_of_experts_those_count_that_a_token_goes_to():
+def test_only_the_experts_of_a_token_are_counted():
     config = {**SHAPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     model = make_model("qwen3_moe", config)
-    experts = 2 * 3 * HIDDEN * 96 + 8 * HIDDEN  # and the router
+    experts = 2 * 3 * HIDDEN * 96 + 8 * HIDDEN  # two experts, and the router
     assert found(model, 1) == int((PROJECTIONS + experts) / PER_ENTRY)
 
 

@@ -1,4 +1,4 @@
-"""What is decided about a request before it runs: readers do it, commands tell it, and nothing is changed by asking."""
+"""A request's plan: requests follow it, commands print it, and making it changes nothing."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def config(method, **more):
         ("keydiff:budget=96,block=32 then snapkv:budget=64", None),
     ],
 )
-def test_a_request_does_what_is_planned(llama, method, store):
+def test_a_request_follows_its_plan(llama, method, store):
     how, reports = config(method, store=store), []
     plan = plan_request(llama, how, N)
     given = {"sparse": how.sparse} if how.sparse else {"policy": how.compress}
@@ -52,20 +52,20 @@ def test_a_request_does_what_is_planned(llama, method, store):
         (None, {"store": "memory"}, "but no policy was given: give sparse instead, or drop"),
     ],
 )
-def test_no_plan_is_made_of_what_can_not_be(llama, method, more, words):
+def test_no_plan_is_made_of_conflicting_options(llama, method, more, words):
     with pytest.raises(SnapKVError, match=words):
         policy = method and setting_named(method)
         plan_request(llama, CompressionConfig(resolve_setting(policy=policy), **more), N)
 
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
-    """A share of less than a page is a page; none would mean that everything is read."""
+    """A share below one page counts as one page; no page would mean that the chunk reads everything."""
     how = config("sparse:budget=400,read_top_k=0.1%", store="memory")
     reading = plan_request(llama, how, 2 * N).sparse_reading
     assert reading.reach.n_chosen == 16 and reading.n_before < N
 
 
-def test_asking_changes_nothing(llama):
+def test_planning_changes_nothing(llama):
     cache = make_prompt_cache(llama)
     before, classes = list(cache), [type(x) for x in llama.modules()]
     plan = plan_request(llama, config("snapkv:budget=64"), N, cache)
@@ -76,7 +76,7 @@ def test_asking_changes_nothing(llama):
         plan.reason = "another"
 
 
-def test_why_a_prompt_is_left_to_mlx_lm(llama):
+def test_a_plan_says_why_a_prompt_is_left_to_mlx_lm(llama):
     held = make_prompt_cache(llama)
     llama(TOKENS[None, :8], cache=held)
     snapkv = config("snapkv:budget=64")
@@ -88,7 +88,7 @@ def test_why_a_prompt_is_left_to_mlx_lm(llama):
     assert turn.reason is None and (turn.n_held, turn.n_prompt) == (8, 100)
 
 
-def test_what_cant_be_served_cant_be_counted_either():
+def test_an_unsupported_policy_is_refused_by_both_kinds_of_plans():
     model = make_model("gemma2")
     expected = "expected_attention:budget=64"
     with pytest.raises(SnapKVError, match="cap their logits, such as model type 'gemma2'"):

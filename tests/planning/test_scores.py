@@ -1,4 +1,4 @@
-"""How many tokens are read at once where MLX stores their scores."""
+"""The number of tokens that are read at once if MLX stores their attention scores."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ from mlx_snapkv.planning.shapes import LayerShape, score_bytes
 
 
 @given(st.integers(0, 1 << 21), st.integers(1, 1000), st.integers(1, 1 << 30))
-def test_they_fill_the_limit_and_no_more(n_before, pair_bytes, limit):
-    """In steps of 32 tokens."""
+def test_scores_fill_the_limit_and_no_more(n_before, pair_bytes, limit):
+    """The number of tokens is a multiple of 32."""
     n = tokens_at_once(n_before, pair_bytes, limit)
 
     def taken(n):
@@ -36,14 +36,14 @@ def test_a_smaller_machine_allows_less(monkeypatch):
 @pytest.mark.parametrize("size, kind, stored", [
     (64, "GPU", 0), (80, "GPU", 0), (128, "GPU", 0), (192, "GPU", 32), (256, "GPU", 32), (64, "CPU", 32),
 ])  # fmt: skip
-def test_scores_are_stored_where_no_kernel_is_fused(size, kind, stored, monkeypatch):
-    """Of 16 heads, in half precision."""
+def test_scores_are_stored_without_a_fused_kernel(size, kind, stored, monkeypatch):
+    """The layer has 16 heads, in half precision."""
     monkeypatch.setattr(scores, "on_gpu", lambda: kind == "GPU")
     assert score_bytes(SimpleNamespace(n_heads=16), None, size, 2) == stored
 
 
-def test_a_layer_is_planned_to_store_the_limit_at_most():
-    """But for contexts so long that 32 tokens need more."""
+def test_a_layer_is_planned_to_store_at_most_the_limit():
+    """Very long contexts are an exception: even 32 tokens exceed the limit."""
     shape, limit = LayerShape(100, scores=32, window=UNLIMITED), 48 << 20
     others = replace(shape, scores=0)
     for seen, stored in ((512, 32 * 512 * 512), (4000, limit), (1 << 20, 32 * 32 << 20)):

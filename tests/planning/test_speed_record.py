@@ -1,4 +1,4 @@
-"""The speed record: lines through measurements, the file that keeps them, and what is predicted from them."""
+"""The speed record: lines through measurements, their file, and predictions from them."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_the_file_keeps_models_and_methods_apart(record, model):
     extend(model, SPARSE, ONE)
     kept = speed_of(model, SPARSE)
     assert kept.lines == {DECODE_ALL: line((1000, 0.5))}
-    assert speed_of(model, Sparse(when="always")) == kept  # when they choose is no method
+    assert speed_of(model, Sparse(when="always")) == kept  # `when` is not part of the method
     for other, sparse in ((make_qwen(), SPARSE), (model, Sparse(budget="3%"))):
         assert speed_of(other, sparse) == Speed()
         extend(other, sparse, ONE)
@@ -123,7 +123,7 @@ def test_an_unreadable_file_is_ignored_and_replaced(record, model, content):
     assert set(speed_of(model, SPARSE).lines) == {DECODE_ALL}
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, model, monkeypatch):
+def test_a_record_that_cannot_be_written_is_not_kept(tmp_path, model, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "speed.json", tmp_path, tmp_path / ("a" * 3000)):
         monkeypatch.setenv(PATH_VARIABLE, str(path))
@@ -153,7 +153,7 @@ def test_the_oldest_keys_are_dropped(record, model):
     assert speed_of(model, Sparse(budget=2002)) != Speed()
 
 
-def test_it_is_in_the_users_cache_folder(monkeypatch):
+def test_the_record_is_in_the_users_cache_folder(monkeypatch):
     monkeypatch.delenv(PATH_VARIABLE)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -179,16 +179,16 @@ def test_a_prompt_and_its_answer_are_predicted():
         assert speed(lacking).seconds(32_000, 256) is None
 
 
-def test_only_what_is_certain_loses():
+def test_sparse_attention_loses_only_if_that_is_certain():
     decoding = {DECODE_ALL: (0.01, 1e-6), DECODE_FEW: (0.02, 1e-7)}
     assert speed(decoding).loses(8000, 256) and not speed(decoding).loses(64_000, 256)
-    assert not speed(WINS_LATER).loses(8000, 1)  # it decodes more slowly, but reads faster
+    assert not speed(WINS_LATER).loses(8000, 1)  # slower decoding, but faster reading
     assert not Speed().loses(8000, 256)
     one = Speed({DECODE_ALL: line((1000, 0.1)), DECODE_FEW: line((1000, 0.11))})
     assert one.loses(1000, 0) and not one.loses(8000, 0)
 
 
-def test_from_where_it_pays_and_how_that_is_known():
+def test_break_evens_have_a_length_and_a_basis():
     found = break_evens(speed(WINS_LATER), Speed())
     assert found == {
         "reading": BreakEven("measured", 1024),
