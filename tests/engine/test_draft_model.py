@@ -132,14 +132,18 @@ def test_a_failure_before_the_compression_leaves_the_callers_caches_alone(main, 
         ({"prompt_cache": [RotatingKVCache(64), RotatingKVCache(64)]}, "layers with RotatingKVCache"),
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be_exact_are_refused_at_the_call(main, draft, tokenizer, keywords, message):
+def test_requests_that_cannot_be_exact_are_refused_at_the_call(
+    main, draft, tokenizer, keywords, message
+):
     options = {"model": main, "draft_model": draft} | keywords
     prompt = [token % 64 for token in PROMPT]  # every model here knows these ids
     with pytest.raises(SnapKVError, match=message):
         stream_generate(tokenizer=tokenizer, prompt=prompt, **options)
 
 
-def test_a_given_cache_that_evicts_is_refused_and_one_that_grows_is_continued(main, draft, tokenizer):
+def test_a_given_cache_that_evicts_is_refused_and_one_that_grows_is_continued(
+    main, draft, tokenizer
+):
     for policy in (KEYDIFF, RING):
         cache, _ = prefill(main, PROMPT[:-1], policy)
         options = {"prompt_cache": cache + make_prompt_cache(draft), "num_draft_tokens": 3}

@@ -73,7 +73,9 @@ SPARSE = [
 
 @pytest.mark.parametrize("sparse", SPARSE)
 @pytest.mark.parametrize("store", ["memory", "file"])
-def test_a_prompt_of_a_few_tokens_is_served_with_sparse_attention(tiny_model, tokens, sparse, store):
+def test_a_prompt_of_a_few_tokens_is_served_with_sparse_attention(
+    tiny_model, tokens, sparse, store
+):
     for n in (1, 9):
         reports, cache = [], make_prompt_cache(tiny_model)
         options = {"sparse": sparse, "on_report": reports.append, "store": store}
@@ -129,7 +131,9 @@ AHEAD = f"{FEW},lookahead=5"
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_an_answer_that_ends_before_the_compression_costs_no_selection(tiny_model, tokens, n, monkeypatch):
+def test_an_answer_that_ends_before_the_compression_costs_no_selection(
+    tiny_model, tokens, n, monkeypatch
+):
     monkeypatch.delattr(policy_mode, "choose_entries")
     reports = []
     options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}

@@ -69,7 +69,7 @@ def test_tokens_before_the_compression_are_the_full_caches_own(tiny_model, token
 
 
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
-    """Of all arrays as wide as the vocabulary, only the last position's log-probabilities are evaluated."""
+    """Only one array as wide as the vocabulary is evaluated: the last position's log-probabilities."""
     model = make_llama(vocab_size=97)
     shapes, evaluate = [], mx.eval
 

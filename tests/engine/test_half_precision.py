@@ -23,7 +23,7 @@ METHODS = {
     "sparse": {"sparse": "top_k=48,read_top_k=64,when=always"},
 }
 SIZES = {"head_dim": 32, "sliding_window": 64, "num_experts": 0, "attention_bias": True}
-# In models with normed queries and keys, the weights of the norms make them large.
+# Queries and keys that are normed are made large by the weights of the norms.
 BIAS = {"k_proj.bias": 2000, "q_proj.bias": 100}
 LARGER = "q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"
 
@@ -70,7 +70,9 @@ def divergence(model, how, n):
     ("gemma3_text", 30, None, None, F16, "sparse", 300), ("gemma3_text", 30, 8, 8, F16, "snapkv", 100),
     ("gemma3_text", 5, 4, None, B16, "keydiff", 100), ("gemma3_text", 1, None, 8, B16, "sparse", 300),
 ])  # fmt: skip
-def test_half_precision_is_as_near_to_the_full_cache_as_float32(name, larger, weights, entries, dtype, method, n):
+def test_half_precision_is_as_near_to_the_full_cache_as_float32(
+    name, larger, weights, entries, dtype, method, n
+):
     """In prompts of 900 tokens, some chunks choose what they read, too."""
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":

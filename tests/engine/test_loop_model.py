@@ -57,7 +57,7 @@ def test_generate_step_reads_a_turn_as_token_by_token(make, tokens, policy, befo
             assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
 
 
-# With a progress callback, chunks are evaluated some layers at a time.
+# Chunks with a progress callback are evaluated some layers at a time.
 
 SNAPKV = "snapkv:budget=60,n_window=16,lookahead=4"
 

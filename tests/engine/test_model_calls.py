@@ -63,9 +63,7 @@ def test_the_model_is_called_once_per_chunk_and_once_per_token(
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
-def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(
-    watch, store
-):
+def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(watch, store):
     """prefill_step_size does not matter: CHUNK_SIZE tokens choose together, and only a chunk that chooses is split."""
     model = make_llama()
     calls, n = watch(model), 2 * CHUNK_SIZE + LAST_TOKENS + 9

@@ -71,7 +71,9 @@ def about_to_evict(model, tokens, policy, n):
 
 
 @pytest.mark.parametrize("policy, n", [*zip(POLICIES, itertools.cycle([1, 3]))])
-def test_nothing_waits_in_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evictions, monkeypatch):
+def test_nothing_waits_in_a_chunk_in_which_every_layer_evicts(
+    tiny_model, tokens, policy, n, evictions, monkeypatch
+):
     cache, layers = about_to_evict(tiny_model, tokens, policy, n)
     evictions.clear()
     # MLX allows these calls while it traces, although they wait or cost as much as a wait.

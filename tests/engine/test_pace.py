@@ -121,7 +121,7 @@ def assert_equal(found, wanted):
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
 def test_a_short_answer_equals_the_full_caches(make, tokens):
-    """It needs no index, and the cache holds the answer, too."""
+    """A short answer needs no index, and the cache holds the answer, too."""
     model, reports, cache = make(), [], make_prompt_cache(make())
     options = {"sparse": BUDGET, "on_report": reports.append, "prompt_cache": cache}
     found = steps(model, tokens, FIRST_TOKENS - 1, **options)

@@ -30,7 +30,9 @@ def answered(model, tokens, policy, bits, n=40):
 
 
 @pytest.mark.parametrize("policy, bits", [(p, (8, 4)[i % 2]) for i, p in enumerate(CASES)])
-def test_quantised_attention_is_near_plain_attention_on_rounded_entries(tokens, policy, bits, monkeypatch):
+def test_quantised_attention_is_near_plain_attention_on_rounded_entries(
+    tokens, policy, bits, monkeypatch
+):
     """mlx-lm's quantised attention reads packed entries, its plain attention the unpacked ones."""
     model = make_llama(head_dim=32)
     cache, near, report = answered(model, tokens, policy, bits)

@@ -61,13 +61,17 @@ def stepped(kept, tiny_model, tokens):
 
 
 @pytest.mark.parametrize("policy, step", [*((p, 5) for p in VOTING), *((p, 500) for p in BLOCK)])
-def test_prefill_in_other_chunks_keeps_the_same_entries(kept, stepped, tiny_model, tokens, policy, step):
+def test_prefill_in_other_chunks_keeps_the_same_entries(
+    kept, stepped, tiny_model, tokens, policy, step
+):
     found = kept(lambda: prefill(tiny_model, tokens.tolist(), policy, prefill_step_size=step))
     assert_same_entries(found, stepped(policy))
 
 
 @pytest.mark.parametrize("policy", VOTING)
-def test_a_cache_filled_and_recorded_by_the_caller_keeps_the_same_entries(kept, stepped, tiny_model, tokens, policy):
+def test_a_cache_filled_and_recorded_by_the_caller_keeps_the_same_entries(
+    kept, stepped, tiny_model, tokens, policy
+):
     policy = policy.replace("lookahead=4", "lookahead=0")
     plain, given = filled_cache(tiny_model, tokens)
     found = kept(lambda: compress_prompt_cache(tiny_model, plain, policy, queries=given))

@@ -38,7 +38,9 @@ FAMILIES = "llama gpt_oss qwen3_next gemma3n gemma4_text minicpm3 gpt2".split()
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(name, index, monkeypatch):
+def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(
+    name, index, monkeypatch
+):
     exact_up_to(monkeypatch, 0 if index else 8192)
     model = make_model(name)
     prompt = random_tokens(100)

@@ -11,7 +11,7 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.exclusions import EXCLUSIONS, When, require_compatible
 from mlx_snapkv.planning.settings import setting_named
 
-REFUSED = [  # in the table's order
+REFUSED = [  # rows have the order of the table
     ("sparse", {"kv_bits": 4}),
     ("snapkv", {"store": "memory"}),
     ("sparse", {"draft_model": object()}),

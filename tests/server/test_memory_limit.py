@@ -14,7 +14,7 @@ from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.prompt_plan import PREFILL_STEP_SIZE
 from mlx_snapkv.server.admission import Limits
 
-ROW_BYTES = 3072  # of a token's entries in the demo model
+ENTRY_BYTES = 3072  # the entries of one token in the demo model
 
 
 def let_machine_have(monkeypatch, usable):
@@ -40,8 +40,8 @@ def test_on_a_machine_of_2_gb_a_request_of_3_never_starts(demo_llama, monkeypatc
     margin = (2 << 30) - weight_bytes(model) - memory.limit
     assert 128 << 20 < margin < 1 << 30
     with pytest.raises(NeverFits, match=r"and this machine has [\d.]+ GB; .* would fit"):
-        memory.need((3 << 30) // ROW_BYTES, 100)
-    half = memory.need(int(0.6 * memory.limit) // ROW_BYTES, 100)
+        memory.need((3 << 30) // ENTRY_BYTES, 100)
+    half = memory.need(int(0.6 * memory.limit) // ENTRY_BYTES, 100)
 
     class Running:
         need, report = half, None

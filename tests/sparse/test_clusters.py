@@ -1,4 +1,4 @@
-"""Clusters of entries by their keys: against NumPy, by block, and as a text grows."""
+"""Clusters of entries with similar keys: against NumPy, block by block, and as a text grows."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,14 +21,14 @@ def normal(*shape, seed=0):
 
 
 def means_by_numpy(entries, of, n):
-    """`(H, n, D)` float64, NaN of a cluster without an entry."""
+    """Return the clusters' means `(H, n, D)` in float64; a cluster without entries has NaN."""
     entries, of = np.array(entries[0], np.float64), np.array(of[0])
     members = of[:, None] == np.arange(n)[:, None]
     with np.errstate(invalid="ignore"):
         return (members @ entries) / members.sum(axis=-1, keepdims=True)
 
 
-def test_means_are_those_of_each_cluster_s_entries():
+def test_means_equal_the_means_of_the_clusters_entries():
     keys, values = normal(1, H, BLOCK_SIZE + 1000, D), normal(1, H, BLOCK_SIZE + 1000, D, seed=1)
     found = clusters_of(Entries(keys, values))
     assert found.n == BLOCK_SIZE // CLUSTER_SIZE + 4 and found.ids.dtype == mx.uint16
@@ -38,13 +38,12 @@ def test_means_are_those_of_each_cluster_s_entries():
         assert known.mean() > 0.99
         assert np.allclose(np.array(means[0])[known], wanted[known], atol=1e-5)
     of = np.array(found.ids[0])
-    assert (
-        of[:, :BLOCK_SIZE].max() < BLOCK_SIZE // CLUSTER_SIZE <= of[:, BLOCK_SIZE:].min()
-    )  # each block for itself
+    # A cluster has entries of one block only.
+    assert of[:, :BLOCK_SIZE].max() < BLOCK_SIZE // CLUSTER_SIZE <= of[:, BLOCK_SIZE:].min()
 
 
-def test_similar_keys_are_together_wherever_they_stand():
-    """Of four directions, dealt out like cards, a cluster has one."""
+def test_similar_keys_are_in_one_cluster_wherever_they_are():
+    """Keys of four directions alternate; each cluster must have keys of one direction."""
     n, kinds = 4 * CLUSTER_SIZE, mx.arange(4 * CLUSTER_SIZE) * 7 % 4
     keys = 10 * mx.eye(D)[kinds][None, None] + 0.1 * normal(1, 1, n, D)
     found = clusters_of(Entries(keys, keys))
@@ -53,15 +52,15 @@ def test_similar_keys_are_together_wherever_they_stand():
 
 
 @pytest.mark.parametrize("n", [1, 255, 257, 1000])
-def test_there_are_fewer_entries_than_a_cluster_has_or_a_few_more(n):
+def test_a_text_may_be_shorter_than_a_cluster_or_a_little_longer(n):
     keys = normal(1, H, n, D)
     found = clusters_of(Entries(keys, keys))
     assert found.n == -(-n // CLUSTER_SIZE)
     assert np.array(found.ids).max() < found.n
 
 
-def test_they_grow_as_the_text_does():
-    """Whole blocks stay as they are; what is behind them is clustered again."""
+def test_clusters_grow_with_the_text():
+    """Clusters of whole blocks stay; later entries are clustered again."""
     n = 2 * BLOCK_SIZE + 700
     entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
     every = clusters_of(entries)
@@ -112,7 +111,7 @@ def test_means_of_half_precision_are_summed_in_float32():
     assert np.allclose(np.array(found.keys[0], np.float64), wanted, rtol=1e-3)
 
 
-def test_those_of_a_file_hold_a_block_of_it_at_a_time():
+def test_clustering_entries_in_a_file_holds_one_block_at_a_time():
     store = FileStore()
     entries = Entries(*normal(2, 1, H, 8 * BLOCK_SIZE + 5, D))
     mx.eval(entries.keys, entries.values)

@@ -1,4 +1,4 @@
-"""Rows that grow, in memory and elsewhere, against one array of them."""
+"""Rows that grow in memory and in a file equal one array of all rows."""
 
 import copy
 
@@ -21,7 +21,7 @@ PACKED = pack(normal(1, 2, N, 32), Quantization(4, 32))
 
 @pytest.fixture(autouse=True, scope="module")
 def few_in_memory():
-    """The first 16, and up to 8 of the last."""
+    """Keep the first 16 rows, and up to 8 of the last, in memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_rows, "ENTRIES_IN_MEMORY", 16)
         patch.setattr(held_rows, "ENTRIES_MOVED", 8)
@@ -42,7 +42,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("stored", [PLAIN, PACKED, PLAIN.astype(mx.bfloat16)])
 @pytest.mark.parametrize("aside", [None, AsideFile])
-def test_rows_are_those_that_were_given(stored, aside):
+def test_rows_equal_the_appended_rows(stored, aside):
     found = held(stored, N, aside)
     assert len(found) == N and found.waits == (aside is not None)
     assert_same(found.between(0, N), stored)
@@ -51,24 +51,24 @@ def test_rows_are_those_that_were_given(stored, aside):
         assert_same(found.read(start, stop), rows(stored, start, stop))
 
 
-def test_no_more_than_the_first_and_a_block_are_in_memory():
+def test_only_the_first_rows_and_a_block_are_in_memory():
     one = n_bytes(rows(PLAIN, 0, 1))
     for n in (16, 60, N):
         found = held(PLAIN, n)
         used = 16 + (n - 16) % 8
-        assert used * one <= found.nbytes <= (used + 2 * 16) * one  # and room for more
+        assert used * one <= found.nbytes <= (used + 2 * 16) * one  # some room is free
         assert found.aside_nbytes == (n - used) * one
     assert held(PLAIN, N, None).nbytes >= N * one
 
 
-def test_a_row_stands_for_several_entries():
+def test_a_row_may_hold_several_entries():
     found = HeldRows(PLAIN[:, :, :0], 4, AsideFile)
     found.append(PLAIN)
     assert [*found.spans(0, 10)] == [(0, 4), (4, 6), (6, 8), (8, 10)]
     assert_same(found.between(0, N), PLAIN)
 
 
-def test_the_spans_of_some_rows_join_where_they_do_not_lie_together():
+def test_spans_end_where_rows_are_stored_elsewhere():
     found = held(PLAIN, 45)
     assert [*found.spans(0, 45)] == [(0, 16), (16, 24), (24, 32), (32, 40), (40, 45)]
     assert [*found.spans(20, 33)] == [(20, 24), (24, 32), (32, 33)]
@@ -76,8 +76,8 @@ def test_the_spans_of_some_rows_join_where_they_do_not_lie_together():
 
 
 @given(st.data())
-def test_cut_and_appended_again(data):
-    """A copy, and what is appended to it, are its own; the file is common to both."""
+def test_rows_can_be_truncated_and_appended_again(data):
+    """A copy is independent, also of later rows; copies share their file."""
     found, wanted = held(PLAIN, 0), np.array(PLAIN)[:, :, :0]
     kept = []
     for _ in range(data.draw(st.integers(1, 6))):

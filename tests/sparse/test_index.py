@@ -1,4 +1,4 @@
-"""The index of keys, against NumPy in float64."""
+"""The index of keys against float64 NumPy."""
 
 import copy
 
@@ -18,13 +18,13 @@ KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a 
 
 @pytest.fixture
 def low_rank():
-    """Keys that vary in half of their directions only, as many as are held, and queries."""
+    """Return keys that vary only in half of the directions, the number that the index holds, and queries."""
     keys = normal(B, H, T, D // 2) @ normal(B, H, D // 2, D, seed=1) + normal(B, H, 1, D, seed=2)
     return keys, normal(B, H * GROUPS, 5, D, seed=3)
 
 
 def asking(queries) -> Queries:
-    """They see all keys."""
+    """Return the queries with positions after all keys."""
     return Queries(queries, range(T, T + queries.shape[2]), scale=1.0)
 
 
@@ -33,7 +33,7 @@ def logits(keys, queries):
 
 
 def lacking(logits):
-    """By KV head, what each key lacks to the largest logit of any query."""
+    """Return for each KV head how far each key is below the largest logit, for the query that is nearest."""
     return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
 
 
@@ -52,15 +52,14 @@ def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     found = np.array(index.relevance(asking(queries), n))
     assert found.shape == (B, H, n)
     assert (found - wanted).std() <= 0.32 * wanted.std() + 1e-3  # 4 bits a component
-    assert (
-        index_bytes(keys) == keys.size * 2 // 8 * 17 // 16
-    )  # an eighth of the keys' in bfloat16, and powers of two
-    assert index_bytes(keys) <= index.nbytes <= 1.5 * index_bytes(keys)  # room for what comes
+    # An eighth of the keys' bytes in bfloat16, and 1/16 of that for powers of two.
+    assert index_bytes(keys) == keys.size * 2 // 8 * 17 // 16
+    assert index_bytes(keys) <= index.nbytes <= 1.5 * index_bytes(keys)  # free room for later keys
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256, 576])
-def test_heads_of_any_size(head_dim):
-    """Components are padded to what MLX multiplies together."""
+def test_heads_may_have_any_size(head_dim):
+    """Components are padded to a number that MLX can multiply."""
     keys, queries = normal(1, 2, T, head_dim), normal(1, 4, 1, head_dim, seed=1)
     index = KeyIndex(keys)
     index.append(keys)
@@ -74,14 +73,16 @@ def test_heads_of_any_size(head_dim):
 
 @pytest.fixture
 def few_in_memory(monkeypatch):
-    """Of an index, codes of the first 256 keys and of up to 128 of the last."""
+    """Keep the codes of the first 256 keys, and of up to 128 of the last, in memory."""
     monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", 256)
     monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 128)
 
 
 @pytest.mark.parametrize("logit_bytes", [0, 1 << 20])
-def test_codes_in_a_file_rank_as_those_in_memory(low_rank, few_in_memory, monkeypatch, logit_bytes):
-    """Whether all logits are held, or made twice."""
+def test_codes_in_a_file_rank_like_codes_in_memory(
+    low_rank, few_in_memory, monkeypatch, logit_bytes
+):
+    """All logits are held, or they are computed twice."""
     keys, queries = low_rank
     index, wanted = indexed(keys, queries, aside=AsideFile), indexed(keys, queries)
     assert index.nbytes < 0.8 * wanted.nbytes and index.codes.waits
@@ -103,8 +104,8 @@ def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     assert KeyIndex.restored(index.state, keys[:, :1, :1], AsideFile) is None
 
 
-def test_many_queries_and_keys_are_asked_in_turn(low_rank, monkeypatch):
-    """Blocks of keys, whose logits are made twice, give what one product does."""
+def test_blocks_of_keys_rank_like_all_keys_at_once(low_rank, monkeypatch):
+    """The logits of a block are computed twice."""
     keys, queries = low_rank
     index = indexed(keys, queries)
     whole = index.relevance(asking(queries), 550)
@@ -113,13 +114,13 @@ def test_many_queries_and_keys_are_asked_in_turn(low_rank, monkeypatch):
 
 
 def alike(keys, query, index):
-    """The correlation of what an index finds with what is so."""
+    """Return the correlation of the index's relevance with the exact one."""
     found = np.array(index.relevance(asking(query), T))
     return np.corrcoef(found.ravel(), lacking(logits(keys, query)).ravel())[0, 1]
 
 
-def test_channels_count_by_how_large_queries_are_in_them():
-    """Keys vary most where no query looks."""
+def test_channels_are_weighed_by_the_size_of_queries():
+    """The keys vary most in channels in which queries are small."""
     varied = mx.arange(D) < D // 2
     keys = KEYS * mx.where(varied, 10.0, 1.0)
     queries = normal(B, H * GROUPS, 64, D, seed=1) * mx.where(varied, 0.01, 1.0)
@@ -127,20 +128,20 @@ def test_channels_count_by_how_large_queries_are_in_them():
     assert alike(keys, one, indexed(keys, queries)) > 2 * alike(keys, one, indexed(keys))
 
 
-def test_keys_that_vary_in_all_directions_are_told_apart():
-    """Their likeliest entries are found by half of the directions, and not by a quarter in twice the bits."""
+def test_the_best_keys_are_found_even_if_keys_vary_in_all_directions():
+    """Half of the directions are enough for this; a quarter of them in twice the bits would not be."""
     found = indexed(KEYS, ONE).relevance(asking(ONE), T)
     for ours, wanted in zip(np.array(found)[0], lacking(logits(KEYS, ONE))[0]):
         assert len(set(np.argsort(-wanted)[:10]) & set(np.argsort(-ours)[:150])) >= 8
 
 
-def test_a_component_s_largest_values_are_held():
-    """A few keys lie far out, as those of a text's first tokens do."""
+def test_a_components_largest_values_are_represented():
+    """A few keys are far from the others, as the keys of a text's first tokens are."""
     keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * KEYS
     assert alike(keys, ONE, indexed(keys, ONE)) > 0.8
 
 
-def test_taken_back_and_copied(low_rank):
+def test_an_index_can_be_truncated_and_copied(low_rank):
     keys, queries = low_rank
     index, wanted = indexed(keys, queries), indexed(keys, queries).relevance(asking(queries), T)
     other = copy.deepcopy(index)

@@ -1,4 +1,4 @@
-"""Chunks of a prompt that choose the pages they read: by NumPy in float64, and through models of all kinds."""
+"""Chunks of a prompt that choose the pages they read: against float64 NumPy, and in models of all kinds."""
 
 import functools
 
@@ -41,7 +41,7 @@ from mlx_snapkv.sparse.prompt_caches import make_caches
 from mlx_snapkv.sparse.stores import FileStore
 
 N_CHOSEN = 4  # pages
-# The last chunk but one has three times as many pages to choose from.
+# The chunk from START on may choose among three times the pages that it reads.
 START = CHUNK_WINDOW + (1 + 3 * N_CHOSEN) * PAGE_SIZE + 5
 N = START + CHUNK_SIZE
 REACH = Reach(PAGE_SIZE, N_CHOSEN * PAGE_SIZE, CHUNK_WINDOW)
@@ -50,7 +50,7 @@ TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST_TOKENS))
 
 
 def sparse_caches(model, reach, store="memory", last_from=1 << 30):
-    """Caches that choose, and the views of all entries that they read by."""
+    """Return caches that choose, and the views of all entries from which they read."""
     caches = make_caches(model, store)
     views = []
     for layer in attention_layers(model, caches):
@@ -64,7 +64,7 @@ def sparse_caches(model, reach, store="memory", last_from=1 << 30):
 
 
 def read_by(model, caches, *ends):
-    """The logits of chunks that end there."""
+    """Read TOKENS in chunks that end at `ends`; return the logits of each chunk."""
     logits = []
     with recording(attention_classes(model)):
         for start, end in zip((0, *ends), ends):
@@ -74,7 +74,7 @@ def read_by(model, caches, *ends):
 
 
 def entries_and_queries(model):
-    """All keys and post-RoPE queries of the first layer, which depend on no other token; its scale."""
+    """Return all keys and rotated queries of the first layer, which depend on no other token, and its scale."""
     caches = make_caches(model, "memory")
     layer = attention_layers(model, caches)[0]
     layer.cache_in(caches).observe(0, N, N)
@@ -84,8 +84,10 @@ def entries_and_queries(model):
 
 
 def chosen_pages(keys, queries, scale):
-    """Pages `(n_kv_heads, N_CHOSEN)` that a chunk from `START` on chooses: by the share of a sampled query's attention
-    that a page's mean key receives, the largest one of all heads that read it."""
+    """Return the pages `(n_kv_heads, N_CHOSEN)` that the chunk from `START` on chooses.
+
+    A page's rank is the largest share of attention that a sampled query of any head gives to the page's mean key.
+    """
     keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
     asking = range(CHUNK_SIZE - 1, -1, -CHUNK_SIZE // RANKING_QUERIES)
     n_pages, group = (START - CHUNK_WINDOW) // PAGE_SIZE, len(queries) // len(keys)
@@ -108,7 +110,7 @@ def chosen_pages(keys, queries, scale):
 def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
     make, store, resident, monkeypatch
 ):
-    """Wherever the entries are, and the means of all but a few pages."""
+    """Entries may be in memory or in files, and so may the means of all but a few pages."""
     if resident is not None:
         monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident * PAGE_SIZE)
         monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 2 * PAGE_SIZE)
@@ -117,7 +119,7 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
     gathered, gather = [], view.gather
     view.gather = lambda places: gathered.append(np.array(places)) or gather(places)
     read_by(model, caches, START, N)
-    (places,) = gathered  # the first chunk has nothing to choose from
+    (places,) = gathered  # the first chunk has no earlier entries
     wanted = chosen_pages(*entries_and_queries(model))
     assert len({tuple(sorted(pages)) for pages in wanted}) > 1
     for found, pages in zip(places[0], wanted, strict=True):
@@ -128,18 +130,18 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_pages_means_are_held_in_8_bits(dtype):
-    """A byte a number, and for every 64 of them a scale and a bias of the keys' type."""
+    """Every number takes a byte, and 64 numbers share a scale and a bias of the keys' dtype."""
     model = make_llama(num_hidden_layers=1, head_dim=64)
     model.set_dtype(dtype)
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
     *_, means = caches[0].state
     B, H, n, D = view.read_keys(0, (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE).shape
-    held = rows(means, 0, n // PAGE_SIZE)  # but for room for more
+    held = rows(means, 0, n // PAGE_SIZE)  # without free room
     assert n_bytes(held) == B * H * n // PAGE_SIZE * (D + 2 * dtype.size)
 
 
-def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
+def test_ranking_pages_of_a_file_holds_one_block_of_keys_at_a_time():
     model = make_llama(num_hidden_layers=1, head_dim=64)
     store = FileStore()
     keys = mx.random.normal((1, 2, 8 * BLOCK_SIZE + PAGE_SIZE, 64))
@@ -151,7 +153,7 @@ def test_a_question_to_a_file_holds_a_block_of_its_keys_at_a_time():
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
-def test_means_that_can_not_be_quantised_are_held_as_they_are():
+def test_means_that_can_not_be_quantised_are_held_unquantised():
     model = make_llama(num_hidden_layers=1, head_dim=40)
     caches, (view,) = sparse_caches(model, REACH)
     read_by(model, caches, START, N)
@@ -161,8 +163,8 @@ def test_means_that_can_not_be_quantised_are_held_as_they_are():
     assert mx.array_equal(means[:, :, : wanted.shape[2]], wanted)
 
 
-def test_attention_is_that_of_numpy_over_what_was_chosen():
-    """The entries before a chunk come first, then its own tokens, each of which sees those up to itself."""
+def test_attention_over_the_chosen_entries_equals_numpys():
+    """The chosen entries come first, then the chunk's own tokens, each of which sees the tokens up to itself."""
     model = make_llama(num_hidden_layers=1)
     caches, _ = sparse_caches(model, REACH)
     read_by(model, caches, START)
@@ -193,7 +195,7 @@ def test_attention_is_that_of_numpy_over_what_was_chosen():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3n"])
-def test_chunks_that_may_read_everything_are_mlx_lms_bit_for_bit(name):
+def test_chunks_that_may_read_everything_equal_mlx_lms_bit_for_bit(name):
     model = make_model(name)
     ends, plain = (START // 2, START, N), make_prompt_cache(model)
     found = read_by(model, sparse_caches(model, ALL)[0], *ends)
@@ -202,7 +204,7 @@ def test_chunks_that_may_read_everything_are_mlx_lms_bit_for_bit(name):
 
 
 def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
-    """Of one layer, whose entries are the full cache's in any case."""
+    """The model has one layer, so its entries equal the full cache's in any case."""
     model = make_llama(num_hidden_layers=1)
     ends, plain = (START, N, N + LAST_TOKENS), make_prompt_cache(model)
     found = read_by(model, sparse_caches(model, REACH, last_from=N)[0], *ends)
@@ -211,13 +213,13 @@ def test_the_last_chunk_reads_everything_after_chunks_that_did_not():
     assert same == [True, False, True]
 
 
-# Grouped queries, linear layers, sinks, entries that later layers borrow, keys wider than values.
+# Grouped queries, linear layers, sinks, shared entries, keys wider than values.
 FAMILIES = "llama qwen3_next gpt_oss gemma4_text minicpm3"
 
 
 @pytest.mark.parametrize("name", FAMILIES.split())
-def test_the_more_a_chunk_reads_the_nearer_it_is_to_all(name):
-    """By the hidden states of its own tokens, in every position of it."""
+def test_a_chunk_that_reads_more_is_nearer_to_the_full_cache(name):
+    """The logits of the chunk's own tokens are compared, at every position."""
     model = make_model(name)
     full = read_by(model, make_prompt_cache(model), START, N)[1]
 
@@ -230,8 +232,8 @@ def test_the_more_a_chunk_reads_the_nearer_it_is_to_all(name):
     assert 0 < nearly.mean() < 0.4 * little.mean()
 
 
-def test_linear_states_are_those_of_each_token_read_once():
-    """Exactly before the first layer that reads sparsely, and nearly behind it."""
+def test_linear_states_read_each_token_once():
+    """States before the first sparse layer are exact; states after it are nearly the full cache's."""
     model = make_model("qwen3_next")
     plain = make_prompt_cache(model)
     full = {layer.index for layer in attention_layers(model, plain)}
@@ -255,7 +257,7 @@ LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST_TOKENS + 3))
 
 
 def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
-    """A request that has read its prompt, before its first token."""
+    """Return a request that has read its prompt and not yet computed its first token."""
     config = CompressionConfig(Sparse.from_string(sparse), store=store)
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
@@ -269,8 +271,8 @@ def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4_text"])
-def test_the_last_queries_are_recorded_of_all_readers(name):
-    """For the index of the answer, and for what it sees of the rest: one for each query head, in order."""
+def test_the_last_queries_of_all_reading_layers_are_recorded(name):
+    """The answer's index and residual need them: one for each query head, in order."""
     model = make_model(name)
     request = requested(model, LONG)
     for layer in request.layers:
@@ -283,7 +285,7 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
         layer.cache_in(plain).observe(request.plan.first, request.plan.last, LONG.size)
     with recording(attention_classes(model)):
         model(LONG[None], cache=plain)
-    first = request.layers[0]  # before which nothing was chosen
+    first = request.layers[0]  # its queries depend on no choice
     found, wanted = (first.cache_in(x).queries for x in (request.prompt_cache, plain))
     assert found.shape == wanted.shape
     own = first.attention.num_heads if hasattr(first.attention, "num_heads") else None
@@ -294,10 +296,10 @@ def test_the_last_queries_are_recorded_of_all_readers(name):
     "make, store",
     [(make_llama, "8bit"), (make_llama, "4bit"), (make_qwen, "file")],
 )
-def test_every_store_reads_the_same_prompt(make, store, monkeypatch):
-    """Quantised entries are chosen among as they are read; those in files are exactly those in memory.
+def test_every_store_reads_the_prompt_alike(make, store, monkeypatch):
+    """Quantised entries are read and ranked in their few bits; entries in files equal entries in memory.
 
-    But for the last tokens, which read everything where that is in memory.
+    The test has no last tokens, because last tokens read everything only if entries are in memory.
     """
     monkeypatch.setattr(request_plan, "LAST_TOKENS", 0)
     model = make(head_dim=32)
@@ -315,14 +317,14 @@ FOLLOW_UP = TOKENS[: CHUNK_SIZE + LAST_TOKENS]
 
 @functools.cache
 def after_follow_up(name, answer):
-    """Log-probabilities after LONG, a token of the answer and FOLLOW_UP, all of which read all before them."""
+    """Return log-probabilities after LONG, a token of the answer and FOLLOW_UP, computed with the full cache."""
     whole = mx.concatenate([LONG, mx.array([answer]), FOLLOW_UP])
     return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK_SIZE)[0][1]
 
 
 @pytest.mark.parametrize("name, store", [("llama", "memory"), ("qwen3_next", "file")])
-def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
-    """They read sparsely in what earlier requests have read, as one request would that had read both."""
+def test_follow_ups_continue_from_a_prompt_that_was_read_sparsely(name, store):
+    """A follow-up chooses among the entries of earlier requests, as one request for the whole text would."""
     model, reports = make_model(name), []
     options = {"store": store, "max_tokens": 1, "on_report": reports.append}
 
@@ -342,7 +344,7 @@ def test_follow_ups_go_on_from_a_prompt_read_sparsely(name, store):
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + FOLLOW_UP.size]
     most = Reach(PAGE_SIZE, (n_pages - 1) * PAGE_SIZE, CHUNK_WINDOW).most
-    # Of the first request no chunk had more to choose from.
+    # No chunk of the first request had more pages than it may read.
     assert (
         reports[0].read_per_chunk is None and most - PAGE_SIZE < reports[1].read_per_chunk <= most
     )
@@ -364,7 +366,7 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "iquestloopcoder", "plamo", "plamo2"])
-def test_what_can_not_be_read_sparsely_is_one_sentence(name):
+def test_a_model_type_without_sparse_attention_is_refused(name):
     sentence = rf"^sparse attention is not possible on model type '{name}': its .*\. Give a policy"
     for options in ({}, {"store": "file"}):
         with pytest.raises(SnapKVError, match=sentence):

@@ -1,4 +1,4 @@
-"""What a token does not read, as weighed means of clusters: by NumPy in float64, and through real models."""
+"""Unread entries as weighed means of clusters: against float64 NumPy, and in models."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ from mlx_snapkv.sparse.stores import MemoryStore
 from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 H, GROUP, D, N, M = 2, 3, 32, 150, residual.WEIGHING_QUERIES
-BLOCKED = 48  # entries of a block
+BLOCKED = 48  # entries in a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
 
@@ -35,10 +35,10 @@ def normal(*shape, seed):
 
 
 def choosing(observed, quantization=None):
-    """A cache of `N` random entries, with its layer's keys and values."""
+    """Return a cache of `N` random entries, with its layer's keys and values."""
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
     keys, values = normal(1, H, N, D, seed=1), normal(1, H, N, D, seed=2)
-    # In the second head, those that are hardly attended to have large values: here means mislead.
+    # Entries of the second head with little attention get large values, so that means mislead.
     values[:, 1] += mx.where(keys[:, 1].sum(axis=-1, keepdims=True) < 6, 40.0, 0.0)
     store = MemoryStore(quantization)
     store.append(Entries(keys, values))
@@ -54,7 +54,7 @@ def softmax(x):
 
 
 def read_by(logits, own):
-    """Which of the entries up to `own` a query's logits `(GROUP, N)` read."""
+    """Return masks `(N,)` of the entries that a query with logits `(GROUP, N)` at position `own` reads and sees."""
     seen = np.arange(logits.shape[1]) <= own
     share = softmax(np.where(seen, logits, -np.inf)).mean(axis=0)
     stop = own - QUOTA.n_window
@@ -67,7 +67,7 @@ def read_by(logits, own):
 
 
 def k_means(keys):
-    """Which cluster each of a head's keys is in: by NumPy, every block for itself."""
+    """Return the cluster of each of a head's keys, computed by NumPy block by block."""
     found, n_before = [], 0
     for start in range(0, len(keys), BLOCKED):
         block = keys[start : start + BLOCKED]
@@ -84,9 +84,9 @@ def k_means(keys):
 
 
 def output(query, keys, values, read, seen, pair):
-    """A head's attention `(head_dim,)` to what it reads, and to the means of clusters of what it does not.
+    """Return a head's attention `(head_dim,)` to read entries and to the means of clusters of unread entries.
 
-    Entries behind the prompt's are in no cluster: all of them are read.
+    Entries after the prompt are in no cluster, because all of them are read.
     """
     mass, temperature = pair
     logits, of = [keys[read] @ query], [values[read]]
@@ -103,7 +103,7 @@ def output(query, keys, values, read, seen, pair):
 
 @pytest.fixture
 def small_clusters(monkeypatch):
-    """And blocks of three of them."""
+    """Let a cluster have 16 entries on average, and a block three clusters."""
     monkeypatch.setattr(clusters, "CLUSTER_SIZE", 16)
     monkeypatch.setattr(clusters, "BLOCK_SIZE", BLOCKED)
     monkeypatch.setattr(clusters, "CLUSTERS_PER_BLOCK", BLOCKED // 16)
@@ -115,8 +115,8 @@ def float64(*arrays):
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization(8, 32)])
-def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantization):
-    queries = normal(1, H * GROUP, M, D, seed=3) + 0.7  # which agree
+def test_factors_and_outputs_equal_the_reference(small_clusters, quantization):
+    queries = normal(1, H * GROUP, M, D, seed=3) + 0.7  # similar queries
     cache, keys, values = choosing(Queries(queries, range(N - M, N), SCALE), quantization)
     keys, values, asked = float64(keys, values, queries * SCALE)
     pairs = list(itertools.product(residual.MASSES, residual.TEMPERATURES))
@@ -137,7 +137,7 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
     assert np.allclose(list(zip(mass, temperature)), best)
     assert len(set(best)) > 1 and max(best)[0] > 0
 
-    # A token of the answer, through the steps of a patched attention module.
+    # A token of the answer takes the steps of a patched attention module.
     query, new = normal(1, H * GROUP, 1, D, seed=4), normal(1, H, 1, D, seed=5)
     mask = cache.make_mask(1)
     out = cache.attend(query, *cache.update_and_fetch(new, new), SCALE, mask)
@@ -157,7 +157,7 @@ def test_factors_and_outputs_are_those_of_a_reference(small_clusters, quantizati
 
 
 def test_clusters_of_whole_blocks_may_be_known(small_clusters):
-    """The others are made of what is behind them, and the factors are the same."""
+    """Later entries are clustered, and the factors equal those of clustering all entries."""
     observed = Queries(normal(1, H * GROUP, M, D, seed=3) + 0.7, range(N - M, N), SCALE)
     cache, _, _ = choosing(observed)
     wanted = arrays(cache.ranking.residual)
@@ -173,8 +173,8 @@ def arrays(weighed):
     return held.ids, held.keys, held.values, weighed.log_mass, weighed.temperature
 
 
-def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monkeypatch):
-    """Caches of entries in files hold those of whole blocks, and drop what is trimmed."""
+def test_clusters_of_whole_blocks_are_kept_for_the_next_turn(small_clusters, monkeypatch):
+    """Caches of entries in files hold them, and drop clusters of trimmed entries."""
     model, made = make_llama(), mock.Mock(wraps=clusters.clusters_of)
     monkeypatch.setattr(token_ranking, "clusters_of", made)
     cache, known = make_prompt_cache(model), 0
@@ -195,8 +195,8 @@ def test_a_prompt_s_clusters_are_what_the_next_begins_with(small_clusters, monke
         assert x.clusters is None
 
 
-def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, monkeypatch):
-    """Of pages that are all alike any will do, each for as many as are left out."""
+def test_a_long_texts_factors_are_estimated_from_some_of_its_pages(small_clusters, monkeypatch):
+    """All pages are equal here, so any sample must give the exact result."""
     monkeypatch.setattr(residual, "SAMPLED_RUN", 16)
     n_pages, ends = 40, range(16, 16 * 41)
     entries = Entries(*(_alike(n_pages, seed) for seed in (1, 2)))
@@ -214,13 +214,13 @@ def test_a_long_text_s_factors_are_found_by_some_of_its_pages(small_clusters, mo
 
 
 def _alike(n_pages, seed):
-    """A first page, `n_pages` that are the same, and a last one: `(1, H, n, D)`."""
+    """Return the entries `(1, H, n, D)` of a first page, `n_pages` equal pages, and a last page."""
     first, middle, last = normal(3, 1, H, 16, D, seed=seed)
     return mx.concatenate([first, mx.tile(middle, (1, 1, n_pages, 1)), last], axis=2)
 
 
 def moved(model, prompt, **options):
-    """How far the predictions of the tokens after a prompt are from the full cache's, the mean KL."""
+    """Return the mean KL of predictions after a prompt to the full cache's predictions."""
 
     def logprobs(**more):
         said = itertools.cycle(range(5, 60))
@@ -236,7 +236,9 @@ FAMILIES = "llama qwen3_next gpt_oss".split()
 
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predictions_come_nearer_to_the_full_caches(name, store, small_clusters, monkeypatch):
+def test_means_bring_predictions_nearer_to_the_full_caches(
+    name, store, small_clusters, monkeypatch
+):
     if store == "8bit" and name != "llama":
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
@@ -247,7 +249,7 @@ def test_predictions_come_nearer_to_the_full_caches(name, store, small_clusters,
     assert 0 < weighed < 0.6 * moved(model, prompt, **options)
 
 
-def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(demo_llama, small_clusters):
+def test_a_batch_of_unequal_prompts_answers_as_single_requests(demo_llama, small_clusters):
     model, tokenizer = demo_llama
     prompts = [[5 + i % (40 + n) for i in range(n)] for n in (150, 90, 220)]
     options = {"sparse": "budget=24,n_sink=2,n_window=6"}

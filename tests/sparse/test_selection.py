@@ -1,4 +1,4 @@
-"""The best places, against a stable sort by NumPy."""
+"""Chosen places equal the best places of a stable sort by NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +9,7 @@ from mlx_snapkv.sparse.selection import best_places
 
 
 def stable_best(scores: np.ndarray, k: int) -> set[int]:
-    """The `k` best of a row of scores; NaN and infinities come last, and ties go to lower places."""
+    """Return the `k` best places of a row of scores; NaN and infinities come last, and ties go to lower places."""
     costs = np.where(np.isfinite(scores), -scores.astype(np.float64), np.inf)
     return {*np.argsort(costs, kind="stable")[:k].tolist()}
 
@@ -22,7 +22,7 @@ def stable_best(scores: np.ndarray, k: int) -> set[int]:
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None, max_examples=60)
-def test_the_best_places_are_exactly_those_of_a_stable_sort(m, first, share, odd, random):
+def test_the_best_places_equal_a_stable_sorts(m, first, share, odd, random):
     k = random.randint(1, m + 2)
     rng = np.random.default_rng(random.randint(0, 1 << 30))
     scores = -rng.exponential(size=(1, 2, m)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Long answers: the oldest of their entries are chosen from, so that a token reads no more and more."""
+"""Long answers: their oldest entries can be chosen like the prompt's, so that the entries read stay bounded."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ TOKENS = mx.random.randint(0, 64, (N + 120,), key=mx.random.key(0))
 
 @pytest.fixture(params=[True, False], ids=["index", "no index"])
 def index(request, monkeypatch):
-    """Whether what the answer chooses from has an index."""
+    """Return whether the entries that the answer chooses from have an index."""
     exact_up_to(monkeypatch, 0 if request.param else 8192)
     return request.param
 
@@ -43,7 +43,7 @@ def few_recent(monkeypatch):
 
 
 def choosing(model, quota):
-    """The caches of a prompt of `N` tokens, whose next tokens choose."""
+    """Return the caches of a prompt of `N` tokens, whose next tokens choose."""
     caches = make_caches(model, "memory")
     for layer in attention_layers(model, caches):
         layer.cache_in(caches).layer = layer
@@ -56,7 +56,7 @@ def choosing(model, quota):
 
 
 def said(model, caches, tokens, together=1):
-    """The logits `(tokens, vocabulary)` of tokens that are fed one by one, or some together."""
+    """Return the logits `(tokens, vocabulary)` of tokens that are read `together` at a time."""
     logits = []
     with recording(attention_classes(model)):
         for i in range(0, len(tokens), together):
@@ -66,13 +66,13 @@ def said(model, caches, tokens, together=1):
 
 
 def away(found, full):
-    """The mean KL of predictions."""
+    """Return the mean KL of predictions."""
     found, full = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (found, full))
     return (mx.exp(full) * (full - found)).sum(axis=-1).mean().item()
 
 
-def test_a_token_reads_no_more_of_a_long_answer(index, monkeypatch):
-    """Of 1,400 tokens, and less of it takes little from what they say."""
+def test_the_entries_read_stay_bounded_in_a_long_answer(index, monkeypatch):
+    """The answer has 1,400 tokens. Reading less of it must change predictions little."""
     model, together = make_llama(), 8
     answer = mx.random.randint(0, 64, (1400,), key=mx.random.key(1))
     full = model(mx.concatenate([TOKENS[:N], answer])[None])[0, N:]
@@ -89,8 +89,8 @@ def test_a_token_reads_no_more_of_a_long_answer(index, monkeypatch):
     assert moved < 3 * kept
 
 
-def test_where_everything_is_chosen_it_is_the_full_answer(index, few_recent):
-    """Wherever an entry went, it is seen as it was."""
+def test_tokens_that_choose_all_entries_equal_the_full_cache(index, few_recent):
+    """Entries must be unchanged after the move from recent to chosen ones."""
     model = make_llama()
     full = make_prompt_cache(model)
     model(TOKENS[None, :N], cache=full)
@@ -103,8 +103,8 @@ def test_where_everything_is_chosen_it_is_the_full_answer(index, few_recent):
         assert (cache.ranking.view.index is not None) == index
 
 
-def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypatch):
-    """By NumPy, of prompt and answer: of one layer, whose keys depend on no other token."""
+def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries(few_recent, monkeypatch):
+    """NumPy computes the votes over prompt and answer. In one layer, keys depend on no other token."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     caches, places, gather = choosing(model, LITTLE), [], FullView.gather
     (cache,) = caches
@@ -133,8 +133,8 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes(few_recent, monkeypa
     assert any(place >= N for places in wanted for place in places)
 
 
-def test_copies_go_on_by_themselves(index, few_recent):
-    """Taken before anything was moved, and after: each says what it would have said without the other."""
+def test_copies_are_independent(index, few_recent):
+    """Copies are made before and after entries have moved. Each must answer as if the other did not exist."""
     model = make_llama()
     wanted = said(model, choosing(model, LITTLE), TOKENS[N:])
     for n in (10, 50):
@@ -149,7 +149,7 @@ def test_copies_go_on_by_themselves(index, few_recent):
         assert mx.array_equal(*more)
 
 
-def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(index, few_recent):
+def test_a_batch_of_unequal_prompts_answers_as_single_requests(index, few_recent):
     prompts, limits = prompts_of(190, 120), [70, 60]
     run = Run(make_llama(), Sparse(budget=40, n_sink=2, n_window=8))
     uids = run.insert(prompts, limits)
@@ -157,7 +157,7 @@ def test_a_batch_of_unequal_prompts_answers_as_single_requests_do(index, few_rec
     run.assert_alone(uids, prompts, limits)
 
 
-def test_means_of_the_answers_entries_stand_for_those_that_are_not_read(few_recent, monkeypatch):
+def test_unread_entries_of_the_answer_are_seen_as_means(few_recent, monkeypatch):
     monkeypatch.setattr(clusters, "CLUSTER_SIZE", 16)
     model, answer = make_llama(), TOKENS[N:].tolist()
 

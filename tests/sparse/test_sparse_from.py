@@ -1,4 +1,4 @@
-"""What was read sparsely is marked, wherever it goes, so that nobody takes it for the full cache's."""
+"""Entries that were read sparsely are marked in caches and files, so that they never pass for the full cache's."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,8 +17,8 @@ QUESTION = mx.arange(1, 6)
 
 
 @pytest.mark.parametrize("store", ["memory", "4bit", "file"])
-def test_where_the_first_entry_is_that_was_computed_from_few_is_known(store, tmp_path):
-    """In every form of the caches and in files; those before it are the full cache's."""
+def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_path):
+    """Earlier entries equal the full cache's."""
     model = make_llama(head_dim=64)
     caches, _ = prefill(model, TEXT, sparse=OPTIONS, store=store)
     first = first_sparse(caches)

@@ -1,4 +1,4 @@
-"""Caches that hold all entries: what is in a store is as in a plain cache, in memory are a few entries or layers."""
+"""Caches that hold all entries in a store: they equal plain caches, and take the memory of a few entries or layers."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ SPARSE = Sparse(budget=64, n_sink=4, n_window=32, read="dense")
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
-    """Of the chunk, and of a token that chooses: 6 layers at once would be 6 times as much."""
+    """A chunk and a token that chooses are measured. All 6 layers at once would take 6 times the memory."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
     caches = [StoredKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
     for cache in caches:
@@ -113,10 +113,8 @@ CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 
 
 @given(CHUNKS, CHUNKS, st.booleans(), st.booleans())
-def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
-    before, since, goes_back, in_file
-):
-    """Nor are they changed by tokens that were undone."""
+def test_chunks_moved_to_the_store_one_by_one_keep_all_entries(before, since, goes_back, in_file):
+    """Tokens that were undone must not change them either."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
     cache = StoredKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
     n = feed(cache, rows, before)
@@ -133,11 +131,11 @@ def test_chunks_that_go_to_the_store_one_after_the_other_lose_nothing(
     assert_stored(cache, rows)
 
 
-def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
-    """Late keys lie elsewhere than early ones; an index made of those alone would see no difference among them."""
+def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
+    """Late keys differ from early keys in other directions; an index made for early keys would not tell them apart."""
     exact_up_to(monkeypatch, 50)
     few, values = rows_of(800, width=16)
-    # In fewer directions than an index holds, and along others.
+    # Keys vary in three directions, fewer than an index holds, and late keys are shifted in another.
     keys = (
         few[..., :3] @ mx.random.normal((3, 16), key=mx.random.key(1))
         + 6 * mx.arange(800)[:, None] / 800
@@ -158,8 +156,8 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
         assert np.corrcoef(np.array(found[0, head]), np.array(wanted[0, head]))[0, 1] > 0.9
 
 
-def test_an_index_grows_with_a_recording_cache_and_is_as_if_made_of_it_at_once(monkeypatch):
-    """What is trimmed leaves it, and where the cache is restored it is as it was."""
+def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
+    """Trimmed keys leave the index, and restoring the cache restores the index."""
     exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))

@@ -1,4 +1,4 @@
-"""What goes into a store comes out of it: bit for bit, or as mx.quantize makes it with fewer bits."""
+"""A store returns the entries that it was given: bit for bit, or as mx.quantize rounds them to fewer bits."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ HEADS = (2, 3)
 
 
 def rows_of(n, seed=0, dtype=mx.bfloat16):
-    """Keys and values, of different widths."""
+    """Return random keys and values of different widths."""
     key = mx.random.key(seed)
     return [mx.random.normal((*HEADS, n, D), key=key).astype(dtype) for D in (64, 128)]
 
@@ -48,7 +48,7 @@ def assert_bits_equal(found, wanted):
 
 
 def assert_holds(store, rows):
-    """Through everything that a store can be asked."""
+    """Assert through all methods of a store that it holds these rows."""
     n, how = rows[0].shape[2], store.quantization
     assert store.n_entries == n
     rows = [unpack(pack(x, how), how) for x in rows]
@@ -63,7 +63,7 @@ def assert_holds(store, rows):
 
 
 def saved(folder, rows):
-    """A store of these rows in files with names, and the files' paths."""
+    """Return a store of these rows in named files, and the files' paths."""
     files, n = [], rows[0].shape[2]
     for path, x in zip((folder / "keys", folder / "values"), rows):
         layout = Layout.of(x)
@@ -83,7 +83,7 @@ KINDS = [
 @settings(max_examples=30)
 @given(st.data())
 def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
-    """In any order, in any portions; each is as one that shares nothing with the others."""
+    """Steps come in any order and size; stores must be independent of each other."""
     rows = rows_of(20)
     in_book = kind == "saved"
     first = saved(tmp_path_factory.mktemp("book"), rows)[0] if in_book else holding(kind(how), rows)
@@ -121,29 +121,29 @@ def test_votes_over_several_stores(kind, how, monkeypatch):
     queries, places = mx.random.normal((2, 6, 3, 64)), range(T - 2, T + 1)
     view, asked = FullView(stores, layer=None), Queries(queries, places, 0.125)
     for found, n in zip(latest_votes(view.blocks(), asked, [2, 3]), (2, 3)):
-        assert "keys" not in vars(view)  # they are never all in memory
+        assert "keys" not in vars(view)  # the keys are never all in memory
         wanted = reference.votes(queries[:, :, -n:], keys, places[-n:], 0.125)
         np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_files_have_no_name_go_with_the_store_and_are_shared_by_copies(tmp_path, monkeypatch):
+def test_files_have_no_name_end_with_the_store_and_are_shared_by_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = holding(FileStore(), rows_of(2000))
     before = bytes_in_nameless_files(tmp_path)
     copies = [copy.deepcopy(store) for _ in range(3)]
     assert bytes_in_nameless_files(tmp_path) == before > 0 and not list(tmp_path.iterdir())
-    for one in copies[:2]:  # the first goes on in the files, and the second in files of its own
+    for one in copies[:2]:  # the first appends to the shared files, the second to new files
         holding(one, rows_of(10))
     assert bytes_in_nameless_files(tmp_path) == before * 2020 // 2000
-    copies[1].truncate(2004)  # which are that copy's alone
+    copies[1].truncate(2004)  # only this copy uses its new files
     assert bytes_in_nameless_files(tmp_path) == before * 2014 // 2000
     assert [one.n_entries for one in (store, *copies)] == [2000, 2010, 2004, 2000]
     del store, copies, one
     assert bytes_in_nameless_files(tmp_path) == 0
 
 
-def test_a_conversation_goes_on_in_the_same_files():
-    """Each turn's caches are a copy of those before, which are kept."""
+def test_the_turns_of_a_conversation_use_the_same_files():
+    """Each turn's caches are a copy of the caches before, which are kept for undo."""
     store, turns, wanted = FileStore(), [], rows_of(10)
     for seed in range(20):
         store = copy.deepcopy(store)
@@ -152,8 +152,8 @@ def test_a_conversation_goes_on_in_the_same_files():
     assert_bits_equal(turns[0].entries(), wanted)
 
 
-def test_what_a_failed_fork_leaves_is_nothing(monkeypatch):
-    """Where no files can be made, those that another store goes on in stay as they are."""
+def test_a_copy_that_cannot_make_new_files_leaves_the_shared_files_unchanged(monkeypatch):
+    """Another store has appended to the shared files, so the copy needs new ones."""
     first = holding(FileStore(), rows_of(10))
     other = copy.deepcopy(first)
     holding(first, rows_of(10, 1))
@@ -167,7 +167,7 @@ def test_what_a_failed_fork_leaves_is_nothing(monkeypatch):
 def bytes_in_nameless_files(folder):
     found = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found += os.stat(link).st_size * os.readlink(link).startswith(str(folder))
     return found
 
@@ -189,7 +189,7 @@ def test_a_file_without_space_is_left_as_it_was(n_before):
     assert_bits_equal([x[:, :, n_before:] for x in store.entries()], rows)
 
 
-def test_a_temporary_folder_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
+def test_a_missing_temporary_folder_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(SnapKVError, match="nowhere: No such file or directory"):
         holding(FileStore(), rows_of(2))
@@ -211,13 +211,13 @@ def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     store.gather(early)
     words = rf"{paths[kind]} is damaged: a checksum does not fit from byte \d[\d,]* on; put back"
     for read in (lambda: store.gather(early + 31), store.entries):
-        for _ in range(2):  # it does not become right by being asked again
+        for _ in range(2):  # a second read must fail, too
             with pytest.raises(SnapKVError, match=words):
                 read()
     flip(paths[kind], place)
     store.gather(early + 31)
     flip(paths[kind], place)
-    store.gather(early + 31)  # read before
+    store.gather(early + 31)  # not checked again
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -233,17 +233,17 @@ def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change
         SavedFile(paths[0], Layout.of(rows_of(1)[0]), 50, np.zeros(99, np.uint32), PIECE)
 
 
-def test_an_opened_file_may_be_removed_but_none_opened_then(tmp_path):
+def test_an_open_file_may_be_removed_but_a_removed_file_cannot_be_opened(tmp_path):
     store, paths = saved(tmp_path, rows_of(5))
     paths[1].unlink()
-    assert_holds(store, rows_of(5))  # it is open, and others may have replaced it since
+    assert_holds(store, rows_of(5))  # the store has the file open
     with pytest.raises(SnapKVError, match="values can't be read: No such file or directory"):
         SavedFile(paths[1], Layout.of(rows_of(1)[1]), 5, np.zeros(9, np.uint32), PIECE)
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_a_file_that_was_cut_short_is_neither_read_nor_filled_up(kind):
-    """The system would give zeros for what is missing before the place that is written to."""
+def test_a_file_that_was_cut_short_is_neither_read_nor_appended_to(kind):
+    """The system would fill the gap before the appended bytes with zeros."""
     store = holding(FileStore(), rows_of(20))
     file = store._parts[0].files[kind]
     mend = cut_short(file._file.fileno())
@@ -257,7 +257,7 @@ def test_a_file_that_was_cut_short_is_neither_read_nor_filled_up(kind):
     assert_bits_equal([x[:, :, 20:] for x in store.entries()], rows_of(7, seed=1))
 
 
-def test_what_is_put_aside_needs_room():
+def test_a_disk_without_room_for_offloaded_rows_is_one_sentence():
     with (
         full_disk(1000),
         pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another store"),
@@ -266,7 +266,7 @@ def test_what_is_put_aside_needs_room():
 
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
-def test_what_was_put_aside_can_not_be_read(damage):
+def test_offloaded_rows_that_can_not_be_read_are_one_sentence(damage):
     pair = rows_of(20)
     aside = AsideFile()
     reads = [aside.put(tuple(pair)) for _ in range(2)]

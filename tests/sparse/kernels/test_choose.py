@@ -10,7 +10,7 @@ from mlx_snapkv.sparse.kernels.launch import SCORE_BLOCK, Shape, choose, params_
 
 
 def scored(queries, index, scale, n_groups):
-    """The outputs of `score`: maxima of blocks, and logits below them."""
+    """Return the outputs of `score`: the maxima of blocks, and the logits' distances below them."""
     n_heads, H, n = queries.shape[1], index.codes.shape[1], index.n
     n_blocks = -(-n // SCORE_BLOCK)
     params = params_of(
@@ -29,13 +29,13 @@ def scored(queries, index, scale, n_groups):
 @pytest.mark.parametrize(
     "H, n, broken", [(1, 1, False), (2, 31, True), (2, 1025, False), (1, 2500, True)]
 )
-def test_logits_are_those_of_float64(shim, head_dim, group, dtype, H, n, broken):
+def test_logits_equal_float64(shim, head_dim, group, dtype, H, n, broken):
     rng = np.random.default_rng(n)
     index = Index(rng, H, n, head_dim)
     queries = normal(rng, 1, H * group, 1, head_dim, dtype=dtype)
     if broken:
-        index.powers[0, H - 1, n // 2] = 255  # NaN
-        queries[0, 0, 0, 0] = mx.inf  # no vote
+        index.powers[0, H - 1, n // 2] = 255  # a key of NaN
+        queries[0, 0, 0, 0] = mx.inf  # a query that casts no vote
     scale = head_dim**-0.5
     maxima, below = scored(queries, index, scale, n_groups=1 + n % 2)
     with np.errstate(invalid="ignore"):
@@ -51,7 +51,7 @@ def test_logits_are_those_of_float64(shim, head_dim, group, dtype, H, n, broken)
 
 
 def blocks(rng, kind, heads, n):
-    """Outputs of `score` that are hard to choose from."""
+    """Return outputs of `score` that are hard to choose from."""
     n_blocks = -(-n // SCORE_BLOCK)
     maxima = (rng.standard_normal((heads, n_blocks)) * 3 + 50).astype(np.float32)
     below = -np.abs(rng.standard_normal((heads, n)) * 20)
@@ -79,7 +79,7 @@ KINDS = ["random", "ties", "infinite and NaN", "all infinite", "all best", "no v
     "group, n, first, k",
     [(1, 1, 0, 1), (7, 301, 4, 297), (4, 4099, 4, 256), (16, 1024, 0, 1), (4, 2050, 3, 2047)],
 )
-def test_selection_is_a_stable_sort(shim, kind, group, n, first, k):
+def test_selection_equals_a_stable_sort(shim, kind, group, n, first, k):
     rng = np.random.default_rng(n)
     head_dim, _, dtype = next(variant for variant in VARIANTS if variant[1] == group)
     H, n_means, spare = 2, 17, 3
@@ -102,7 +102,7 @@ def test_selection_is_a_stable_sort(shim, kind, group, n, first, k):
         )
 
 
-def test_a_long_text_and_many_clusters(shim):
+def test_selection_handles_a_long_text_and_many_clusters(shim):
     rng = np.random.default_rng(5)
     n, k, n_means = 70_001, 4375, launch.MAX_MEANS
     maxima, below = blocks(rng, "ties", 1, n)
@@ -120,7 +120,9 @@ def test_a_long_text_and_many_clusters(shim):
 
 
 @pytest.mark.parametrize("head_dim, group, dtype", VARIANTS)
-def test_a_choice_is_the_best_by_the_index_with_and_without_means(shim, head_dim, group, dtype):
+def test_chosen_entries_are_the_best_by_the_index_with_and_without_means(
+    shim, head_dim, group, dtype
+):
     rng = np.random.default_rng(1)
     H, n, first, k = 2, 1500, 4, 93
     index = Index(rng, H, n, head_dim)

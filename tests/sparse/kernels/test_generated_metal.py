@@ -1,4 +1,7 @@
-"""The Metal source that MLX makes of each kernel: names, signature, address spaces; with clang also types."""
+"""The Metal source that MLX generates for each kernel has the right names, signature and address spaces.
+
+If clang is installed, it also checks the types.
+"""
 
 import importlib.util
 import io
@@ -52,7 +55,7 @@ def test_the_signature_fits_the_body(name, variant, few):
 
 
 def clang():
-    """A command that runs clang, or None."""
+    """Return a command that runs clang, or None if it is not installed."""
     if found := shutil.which("clang"):
         return [found]
     if importlib.util.find_spec("ziglang"):
@@ -75,7 +78,7 @@ def test_clang_rejects_a_pointer_to_another_address_space():
 
 
 def complaints(source):
-    """Errors and warnings of clang, where address spaces are attributes of C++."""
+    """Return errors and warnings of clang, for which address spaces are attributes of C++."""
     instance = re.sub(r"\[\[host_name.*?\]\] \[\[kernel\]\] ", "", source)
     options = [
         "-x",
@@ -95,7 +98,7 @@ def complaints(source):
 
 
 def launches(function, *arrays):
-    """The operations of a function's graph, on a Mac."""
+    """Return the operations in a function's graph, as they are on a Mac."""
     found = []
 
     def traced(*inputs):

@@ -1,5 +1,7 @@
-"""NVIDIA's compiler accepts the kernels; it needs no GPU. `pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12`
-brings it."""
+"""NVIDIA's compiler NVRTC accepts the kernels; it needs no GPU.
+
+`pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12` installs it.
+"""
 
 import ctypes
 import importlib.util
@@ -21,7 +23,7 @@ MAX_SHARED_MEMORY = 32 << 10  # bytes; Metal's limit, CUDA's is 48 kB
 
 
 def libraries():
-    """NVRTC and the folders of CUDA's headers, from the packages of pip."""
+    """Return the path of NVRTC and the folders of CUDA's headers in pip's packages, or None."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations) if spec else []
     found = [path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")]
@@ -36,7 +38,7 @@ if libraries() is None:
 
 
 def source(name, head_dim, group, dtype):
-    """The source that MLX makes for CUDA, without headers that the kernels do not use."""
+    """Return the source that MLX generates for CUDA, without headers that the kernels do not use."""
     inputs = {label: INPUT_DTYPES.get(label, dtype) for label in launch.INPUTS[name]}
     outputs = {label: of or dtype for label, of in launch.OUTPUTS[name].items()}
     parameters = [f"const {CUDA_TYPES[of]}* {label}" for label, of in inputs.items()]

@@ -20,18 +20,18 @@ def test_kernels_equal_the_plain_path(head_dim, group, dtype):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("case", TOKENS)
-def test_attention_is_that_of_float64(variant, case):
+def test_attention_equals_float64(variant, case):
     assert Token(variant, **TOKENS[case]).difference() < TOLERANCES[variant[2]]
 
 
-def test_a_query_that_was_transposed_is_read_in_order():
+def test_a_transposed_query_is_read_in_order():
     token = Token(VARIANTS[1])
     expected = token.attention()
     token.queries = mx.contiguous(token.queries.swapaxes(1, 2)).swapaxes(1, 2)
     assert mx.array_equal(expected, token.attention())
 
 
-def test_a_view_of_a_buffer_is_read_rightly():
+def test_a_view_of_a_buffer_is_read_correctly():
     token = Token(VARIANTS[1])
     expected = token.attention()
     token.prompt = [x[:, :, :910] for x in token.prompt]

@@ -1,4 +1,4 @@
-"""The self-test passes for right kernels only, and says in one line why kernels are not used."""
+"""The self-test passes only for correct kernels, and says in one line why kernels are not used."""
 
 import mlx.core as mx
 import pytest
@@ -9,7 +9,7 @@ from mlx_snapkv.sparse.kernels.self_test import found_difference, why_unused
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_right_kernels_equal_the_plain_path(shim, variant):
+def test_correct_kernels_pass(shim, variant):
     assert found_difference(*variant) is None
     assert [launched.name for launched in shim.launches] == ["score", "select", "attend", "merge"]
 
@@ -19,7 +19,7 @@ def test_right_kernels_equal_the_plain_path(shim, variant):
     [("score", 1, "choose other entries"), ("select", 0, "choose other entries"),
      ("select", 1, "count other unread"), ("attend", 0, "attention differs"), ("merge", 0, "attention differs")],
 )  # fmt: skip
-def test_a_wrong_output_of_any_kernel_is_seen(shim, monkeypatch, name, output, words):
+def test_a_wrong_output_of_any_kernel_is_found(shim, monkeypatch, name, output, words):
     def wrong(kernel, *choice):
         run = shim.kernel(kernel, *choice)
         if kernel != name:
@@ -53,7 +53,7 @@ def test_without_a_gpu_the_kernels_are_not_used():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with Metal, as far as the self-test can see; the kernels fail there."""
+    """Let the self-test see a machine with Metal, on which the kernels fail."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     self_test._failure.cache_clear()
@@ -66,7 +66,7 @@ def gpu(monkeypatch):
     [((72, 4, mx.float16), "72 channels"), ((128, 17, mx.float16), "17 query heads"),
      ((128, 4, mx.int32), "do not know int32")],
 )  # fmt: skip
-def test_unknown_shapes_are_named(gpu, choice, words):
+def test_unsupported_shapes_are_named(gpu, choice, words):
     assert words in why_unused(*choice)
 
 
@@ -80,7 +80,7 @@ def test_any_exception_is_a_reason(gpu, monkeypatch):
     assert reason.endswith("source error: no")
 
 
-def test_it_runs_once(gpu, shim):
+def test_the_self_test_runs_once(gpu, shim):
     assert why_unused(*VARIANTS[0]) is None and len(shim.launches) == 4
     assert why_unused(*VARIANTS[0]) is None and len(shim.launches) == 4
 

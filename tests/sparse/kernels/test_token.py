@@ -1,4 +1,4 @@
-"""Tokens of a sparse answer whose attention the kernels compute, on a CPU, against the plain path."""
+"""Answers with the kernels, run on a CPU, equal answers by the plain path."""
 
 import mlx.core as mx
 import pytest
@@ -21,8 +21,8 @@ def answer(model, sparse=SPARSE):
 
 @pytest.mark.parametrize("residual", ["means", "none"])
 @pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
-def test_an_answer_by_the_kernels_is_that_of_the_plain_path(shim, indexed, residual, monkeypatch):
-    """Also after older tokens of the answer are chosen from, which are in another buffer."""
+def test_an_answer_by_the_kernels_equals_the_plain_paths(shim, indexed, residual, monkeypatch):
+    """Later tokens also choose older tokens of the answer, which are in another buffer."""
     exact_up_to(monkeypatch, 0 if indexed else 8192)
     monkeypatch.setattr(sparse_cache, "MAX_RECENT", 32)
     model = make_llama(head_dim=64)
@@ -37,7 +37,7 @@ def test_an_answer_by_the_kernels_is_that_of_the_plain_path(shim, indexed, resid
     assert [x.name for x in shim.launches][: 4 * len(names)] == names * 4
     assert len(shim.launches) >= 46 * n_layers * len(names)
     assert found == wanted
-    # Scores of the index are compared in half precision, so that a few chosen entries differ.
+    # The kernels compare the index's scores in half precision, so a few chosen entries differ.
     assert mx.abs(by_kernels - logits).mean() < (0.005 if indexed else 1e-5)
 
 
