@@ -113,8 +113,9 @@ class SparseMode:
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
         first = self._choosing[0]
-        queries = first.cache_in(self._prompt_cache).queries
-        report.plain_path = why_plain(first.cache_in(caches).ranking, queries[:, :, :1])
+        stored = first.cache_in(self._prompt_cache)
+        if stored.n_queries:
+            report.plain_path = why_plain(first.cache_in(caches).ranking, stored.queries[:, :, :1])
 
     def read_all(self, caches: list) -> None:
         """Replace `caches` by the prompt's own caches, extended by the answer's entries so far.

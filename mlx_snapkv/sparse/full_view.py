@@ -46,7 +46,9 @@ class FullView(Entries):
 
     def followed_by(self, view: EntryView) -> FullView:
         """Return a view of these entries with a copy of their index, which `extend` extends by entries of `view`."""
-        longer = FullView([self._entries, view], self.layer)
+        entries = JoinedView([self._entries])
+        entries.limit = len(self)  # the store may get more entries
+        longer = FullView([entries, view], self.layer)
         longer._entries.limit = len(self)
         longer.index = copy.deepcopy(self.index)
         return longer

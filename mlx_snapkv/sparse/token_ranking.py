@@ -38,6 +38,7 @@ class TokenRanking:
         view: entries of the prompt, and older entries of the answer that tokens choose from.
         answer: all entries of the answer.
         residual: the weighed means of unread entries; None before `weigh_residual`, or if nothing can be weighed.
+        n_prompt: number of the prompt's entries.
         n_first: entries of the sink.
         stop: position of the first entry after the sink that every token reads.
     """
@@ -46,7 +47,7 @@ class TokenRanking:
 
     def __init__(self, prompt: FullView, quota: Quota):
         """Place sink and window, and start with an empty answer."""
-        n = len(prompt)
+        self.n_prompt = n = len(prompt)
         self._prompt = prompt
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
@@ -75,11 +76,6 @@ class TokenRanking:
         keys: Any = self.answer.keys
         values: Any = self.answer.values
         return keys, values
-
-    @property
-    def n_prompt(self) -> int:
-        """Return the number of the prompt's entries."""
-        return len(self._prompt)
 
     @property
     def n_window(self) -> int:
