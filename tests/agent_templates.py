@@ -42,7 +42,7 @@ FAMILIES = {
 {%- endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
     # No tools, and no refusals.
     "plain": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>""",
-    # A model with thinking effort as an option.
+    # A model that thinks, with its effort as an option.
     "thinking": """{%- if tools %}[tools {% for t in tools %}{{ t | tojson }}{% endfor %}]{% endif %}
 {%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
 {{- '{"name": "' }}{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>

@@ -13,7 +13,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.planning.speed_record import PATH_VARIABLE
 
-# A slow machine must not fail an example.
+# Examples have no deadline, so that a slow machine does not fail them.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 

@@ -65,7 +65,7 @@ namespace metal {
 using std::exp;
 using std::fabs;
 using std::log;
-// As in Metal, both arguments have one type, and of a NaN and a number the number is taken.
+// As in Metal, both arguments have one type. The result of a NaN and a number is the number.
 template <class N> N max(N a, N b) {
   if constexpr (std::is_same_v<N, float>) return std::fmax(a, b);
   else return a > b ? a : b;
@@ -82,11 +82,11 @@ enum Why { RUN, BARRIER, SIMD, DONE };
 struct Fibre {
   std::unique_ptr<char[]> stack;
   ucontext_t start;
-  jmp_buf at;  // where it waits; a jump is faster than a change of context
+  jmp_buf at;  // the place where the fibre waits; a jump is faster than a change of context
   bool started;
   Why why;
   uint number;
-  long line;  // where it waits
+  long line;  // the line where the fibre waits
 };
 inline jmp_buf scheduler;
 inline std::vector<Fibre> fibres;
@@ -97,7 +97,7 @@ inline void (*body)();  // the kernel, with its buffers
 inline void** buffers;
 inline const char* error;
 inline uint seed;
-inline long skipped_line;  // a barrier to leave out, so that a test can see that it is missed
+inline long skipped_line;  // the line of a barrier to leave out, so that a test can show that the barrier is needed
 
 inline uint random() { return seed = seed * 1664525u + 1013904223u; }
 
@@ -161,7 +161,7 @@ inline void let_go(uint from, uint to) {
   for (uint i = from; i < to; i++) fibres[i].why = RUN;
 }
 
-// Whether threads of a SIMD group can run, perhaps after a function of all its lanes.
+// Return whether threads of a SIMD group can run; they can if all lanes have reached a SIMD function.
 inline bool can_run(uint simd) {
   for (uint i = simd; i < simd + 32; i++) {
     if (fibres[i].why == RUN) return true;
@@ -181,7 +181,7 @@ inline void run_simd(uint simd) {
   }
 }
 
-// Run the kernel for one threadgroup; false after an error.
+// Run the kernel for one threadgroup. Return false after an error.
 inline bool run_group(uint threads, uint3 at) {
   group = at;
   if (fibres.size() != threads) make_fibres(threads);
@@ -191,7 +191,7 @@ inline bool run_group(uint threads, uint3 at) {
     for (uint s = 0; s < threads; s += 32) {
       if (can_run(s)) simds.push_back(s);
     }
-    if (!simds.empty()) {  // one SIMD group mostly gets ahead of the others
+    if (!simds.empty()) {  // mostly the same SIMD group, so that it gets ahead of the others
       if (!can_run(ahead) || random() >> 29 == 0) ahead = simds[(random() >> 8) % simds.size()];
       run_simd(ahead);
       continue;
@@ -206,7 +206,7 @@ inline bool run_group(uint threads, uint3 at) {
   }
 }
 
-// Run all threadgroups of a grid in a random order. Returns an error, or null.
+// Run all threadgroups of a grid in a random order. Return an error, or null.
 inline const char* launch(void (*kernel)(), void** of_kernel, uint x, uint y, uint threads) {
   body = kernel;
   buffers = of_kernel;

@@ -1,7 +1,7 @@
 // Enough of Metal's library for clang to check the types and address spaces of a kernel's source. Nothing runs.
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
-#define threadgroup static __attribute__((address_space(3)))  // only where a body declares an array
+#define threadgroup static __attribute__((address_space(3)))  // used only for arrays that a body declares
 
 typedef unsigned char uint8_t;
 typedef unsigned short ushort;

@@ -31,7 +31,7 @@ ANSWERS = {
     "sparse": {"sparse": "budget=96,n_window=32"},
     "bits": {"policy": POLICIES["h2o"], "kv_bits": 8},
 }
-TOVA = "tova:budget=96,block=96"  # refused: TOVA's heads can't be split
+TOVA = "tova:budget=96,block=96"  # refused if ranks split the heads of a layer
 
 
 def prompt_of(tokenizer) -> mx.array:

@@ -12,7 +12,7 @@ from mlx_snapkv.planning.speed_record import (
     Speed,
 )
 
-LENGTHS = (1000, 8000, 64_000)  # tokens, at which the speeds were measured
+LENGTHS = (1000, 8000, 64_000)  # tokens; the speeds were measured at these lengths
 
 # For each kind, the seconds `a + b * length` of a machine on which sparse attention always loses, and of one on which
 # it reads and decodes faster from about 12,000 tokens on.

@@ -6,7 +6,7 @@ import re
 
 import mlx.core as mx
 import pytest
-from chat_helpers import RECALLS, SMALL, all_right, ask, begun, is_answered
+from chat_helpers import SMALL, STORES, all_right, ask, begun, is_answered
 from entry_helpers import exact_up_to
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_tokenizer
@@ -94,7 +94,7 @@ def open_files():
 def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llama, haystack):
     _, facts = haystack
     held, in_files, n_open, before = {}, {}, {}, open_files()
-    for store in RECALLS:
+    for store in STORES:
         conversation = begun(demo_llama, haystack, policy=SPARSE, store=store)
         assert all(all_right(conversation, facts))
         held[store] = kv_bytes(conversation.prompt_cache)
@@ -104,16 +104,16 @@ def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llam
         assert open_files() == before
     n_layers = len(attention_layers(demo_llama[0], conversation.prompt_cache))
     full = held["memory"]
-    assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"file": full}
+    assert in_files == dict.fromkeys(STORES[:3], 0) | {"file": full}
     # Keys and values have a file and a memory map each.
-    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"file": 4 * n_layers}
+    assert n_open == dict.fromkeys(STORES[:3], 0) | {"file": 4 * n_layers}
     # Compared with float32: 8 or 4 bits a value, with a scale and a bias for 64 or 32 values.
     assert held["file"] == 0
     assert full * 0.27 < held["8bit"] < full * 0.32
     assert full * 0.15 < held["4bit"] < full * 0.20
 
 
-@pytest.mark.parametrize("store", RECALLS)
+@pytest.mark.parametrize("store", STORES)
 def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
     """The index holds the keys of all tokens read, even after a turn was undone."""
     made = []

@@ -47,7 +47,7 @@ def test_help_shows_the_options_that_matter_first_and_each_on_one_line(call, mon
         assert f"{flag} " in shown
     command = typer.main.get_command(program).commands[name]
     described = [line for line in lines if line.startswith("  -")]
-    assert len(described) == len(command.params) + 1  # and --help
+    assert len(described) == len(command.params) + 1  # --help is one more
     assert not any(line.startswith("   " * 3) for line in lines[first_panel[0] :])
 
 

@@ -41,7 +41,7 @@ def test_a_saved_prompt_replaces_only_saved_prompts(refused, demo_llama, tmp_pat
     assert {file: file.read_bytes() for file in files} == files and link.is_symlink()
 
 
-def test_replacing_a_saved_prompt_is_said_and_a_link_stays_one(call, tmp_path):
+def test_replacing_a_saved_prompt_is_reported_and_a_link_stays_a_link(call, tmp_path):
     file, link = tmp_path / "a.safetensors", tmp_path / "link.safetensors"
     code, _, err = cache_prompt(call, file)
     assert code == 0 and "replacing the earlier" not in err

@@ -62,7 +62,7 @@ def test_evictions_come_before_and_after_steady_tokens_but_not_between_them():
     assert sizes == [9, 10, 11, 12, 13, 14, 9]
 
 
-def test_h2o_counts_the_attention_of_all_queries_in_any_chunks_and_evicts_counts_with_entries():
+def test_h2o_counts_the_attention_of_all_queries_and_evicts_counts_with_entries():
     keys, _, queries = rows(0, 20)
     received = np.asarray(reference.votes(queries, keys, range(20), SCALE))
     for cuts in ([20], [5, 15], [7, 1, 1, 1, 9, 1]):

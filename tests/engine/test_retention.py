@@ -18,7 +18,7 @@ from mlx_snapkv.sparse.prompt_caches import make_caches
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
 SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense,when=always"}
-RECALLING = ["memory", "8bit", "file"]
+STORES = ["memory", "8bit", "file"]
 WRONG = [
     ({"store": "remember"}, "store must be memory, 8bit"),
     *(
@@ -71,7 +71,7 @@ def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, options):
     assert reports[0].compressed and reports[0].prompt_tokens == 200
 
 
-@pytest.mark.parametrize("store", RECALLING)
+@pytest.mark.parametrize("store", STORES)
 def test_a_compressed_prompt_cache_can_not_be_read_sparsely(wide, tokens, store):
     cache, _ = prefill(wide, tokens, POLICY)
     with pytest.raises(SnapKVError, match="needs a prompt cache with all entries"):

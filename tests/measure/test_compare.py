@@ -17,7 +17,7 @@ POLICIES = [
     "h2o:budget=60,schedule=once",
 ]
 N = 12
-RECALLED = {"store": "memory"}
+IN_MEMORY = {"store": "memory"}
 SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
 
 
@@ -27,7 +27,7 @@ def compared(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_compress(policy=text) for text in POLICIES]
-    methods = [Method(), *map(Method, policies), Method(SPARSE, RECALLED)]
+    methods = [Method(), *map(Method, policies), Method(SPARSE, IN_MEMORY)]
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 

@@ -209,7 +209,7 @@ def test_no_chunk_is_read_after_the_server_has_stopped(monkeypatch):
     assert len(evaluated) == 1
 
 
-def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
+def test_a_failing_model_ends_its_requests_and_the_server_continues(caplog):
     def change(model, tokenizer):
         class Broken(type(model.model)):
             def __call__(self, inputs, *args, **kwargs):

@@ -33,7 +33,7 @@ def machine_room(usable):
     return Machine(usable, usable).room
 
 
-def test_on_a_machine_of_2_gb_a_request_of_3_never_starts(demo_llama, monkeypatch):
+def test_a_request_of_3_gb_never_starts_on_a_machine_with_2_gb(demo_llama, monkeypatch):
     model = demo_llama[0]
     let_machine_have(monkeypatch, 2 << 30)
     memory = Memory(EntrySizes(model), {}, None)
@@ -60,7 +60,7 @@ def test_a_long_answer_is_reserved_as_far_as_the_machine_goes(demo_llama, monkey
     assert given.longest_answer(100, 1 << 20) == 1 << 20
 
 
-def test_a_server_refuses_what_its_machine_can_not_hold(demo_llama, monkeypatch):
+def test_a_server_refuses_a_prompt_that_its_machine_can_not_hold(demo_llama, monkeypatch):
     let_limit_be(monkeypatch, demo_llama[0], 8_000_000)
     with serving(policy=None, limits=Limits()) as served:
         long = {"prompt": "The key of " * 1500, "max_tokens": 4}
