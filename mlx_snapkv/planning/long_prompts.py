@@ -42,7 +42,7 @@ class LongPrompts:
     ):
         """Sort the options; nothing is computed before a prompt's length is known."""
         self._model = model
-        self._room = this_machine().room
+        self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
         self._own_options = {name: set_options[name] for name in OPTIONS if name in set_options}
         self._config, mlx_options = CompressionConfig.from_keywords(
@@ -118,10 +118,10 @@ class LongPrompts:
                     f"{format_bytes(max_kv_bytes)}: raise it",
                     Option("max_kv_bytes"),
                 )
-        elif plan.peak > self._room:
+        elif plan.peak > self._usable:
             raise SnapKVError(
                 f"{n} tokens will take about {format_bytes(plan.peak)}, but this machine has "
-                f"{format_bytes(self._room)} for models; {self._what_fits(n)}, and {{}} reads them anyway",
+                f"{format_bytes(self._usable)} for models; {self._what_fits(n)}, and {{}} reads them anyway",
                 Option("max_kv_bytes", "0"),
             )
 
@@ -130,7 +130,7 @@ class LongPrompts:
         assert self._planner is not None
         request = AutoRequest(n_prompt, options=self._own_options, kv_bits=self._kv_bits)
         try:
-            recommendation = recommend(self._planner, request, self._room)
+            recommendation = recommend(self._planner, request, self._usable)
         except SnapKVError:
             return "shorten the prompt"
         if not recommendation.fits:

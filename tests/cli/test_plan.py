@@ -89,7 +89,7 @@ def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, mo
     monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(10**7, 10**7))
     path, _ = story
     said = (
-        "this machine has 9.38 MB for models; no policy makes them fit, and --max-kv-bytes 0 reads"
+        "this machine has 10 MB for models; no policy makes them fit, and --max-kv-bytes 0 reads"
     )
     text = ["--model", "demo", "--prompt-file", str(path)]
     code, out, err = call("generate", *text, "-m", "1")

@@ -123,8 +123,7 @@ def test_prompts_that_are_not_compressed_are_planned_in_full(demo_llama):
 
 
 def test_a_prompt_that_will_not_fit_is_refused_with_a_policy_that_fits(demo_llama, monkeypatch):
-    def refusal(n, room, limit=None, **options):
-        usable = room * 16 // 15
+    def refusal(n, usable, limit=None, **options):
         monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(usable, usable))
         prompts = LongPrompts(demo_llama[0], **options)
         try:
