@@ -88,9 +88,7 @@ def test_plan_lists_contexts_up_to_the_trained_length(call):
 def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, monkeypatch):
     monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(10**7, 10**7))
     path, _ = story
-    said = (
-        "this machine has 10 MB for models; no policy makes them fit, and --max-kv-bytes 0 reads"
-    )
+    said = "this machine has 10 MB for models; no policy makes them fit, and --max-kv-bytes 0 reads"
     text = ["--model", "demo", "--prompt-file", str(path)]
     code, out, err = call("generate", *text, "-m", "1")
     assert code == 2 and not out and said in err
