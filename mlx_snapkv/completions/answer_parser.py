@@ -1,5 +1,6 @@
 """Parses an answer's text, as it comes, into text, thoughts and tool calls."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from mlx_lm.tool_parsers import json_tools
 from .request import CompletionRequest
 from .tool_calls import ends_within_argument, parse_tool_calls
 
+MAX_ENDS = (
+    16  # end markers within a call that may be its end, since a model may repeat one without end
+)
 Segment = tuple[str, str]  # state of mlx-lm's `TextStateMachine`, text in this state
 
 
@@ -119,7 +123,7 @@ class AnswerParser:
             self._is_call_in_thoughts = before == "reasoning"
         if before == "tool" and after != "tool":
             _, end_of_call = segments[0]
-            if ends_within_argument(self._call + end_of_call):
+            if ends_within_argument(self._call + end_of_call, self._parser):
                 # The end marker belongs to the argument, and the call continues.
                 segments = [("tool", end_of_call + self._call_end)]
                 self._machine_state = self._machine.make_state("tool")
@@ -169,13 +173,18 @@ class AnswerParser:
     def _end_within_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends before its call does.
 
-        An end marker in the call's text was taken for a part of an argument. If the text is not a call, the marker did
-        end the call, and the text after it is parsed again.
+        End markers in the call's text were taken for parts of an argument. If the text is not a call, one of them did
+        end the call: the first that leaves a call before it, or else the first. The text after it is parsed again.
         """
-        # A model without an end marker gets one that no text contains.
-        text, marker, rest = self._call.partition(self._call_end or "\0")
-        if self._is_call or not marker or self._parse_calls(self._call, is_complete=False):
+        whole = self._call
+        # Where the markers are. An empty list for a model without an end marker.
+        ends = [m.start() for m in re.finditer(re.escape(self._call_end or "\0"), whole)]
+        if self._is_call or not ends or self._parse_calls(whole, is_complete=False):
             return self._end_call(is_complete=False)
-        self._call = ""
+        end = next(
+            (end for end in ends[:MAX_ENDS] if self._parse_calls(whole[:end], True)), ends[0]
+        )
+        self._call = whole[:end]
         self._machine_state = self._machine.make_state()
-        return [Reply(text or marker), *self.parse(rest, is_last=True)]
+        parts = self._end_call() or [Reply(self._call_end)]
+        return parts + self.parse(whole[end + len(self._call_end) :], is_last=True)

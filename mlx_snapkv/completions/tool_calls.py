@@ -1,17 +1,15 @@
-"""Parses the tool calls in a model's answer, and repairs what small models get wrong."""
+"""Parses the tool calls in a model's answer, in any of mlx-lm's formats, and repairs what small models get wrong."""
 
-import ast
 import contextlib
 import json
-import re
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write
 # Levels of nesting in a call's arguments. Clients send a call back with later requests, whose JSON must stay parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
@@ -22,25 +20,23 @@ METADATA_FIELDS = {"id", "type", "index"}
 def parse_tool_calls(
     text: str, parser: Callable, tools: Any, is_complete: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text, in OpenAI's form, or an empty list if the text has anything other than calls.
+    """Return the calls in a text, in OpenAI's form, or an empty list if the text has no calls or can't be parsed.
+
+    Strings are exactly what the model wrote. Other arguments are typed by the format or by the tool's schema.
 
     Args:
         text: the answer's text between the markers of a call.
-        parser: the tool parser of the model's tokenizer. If it fails, the text is parsed as JSON.
-        tools: the request's tools, which some parsers need; None without tools.
-        is_complete: whether the model has ended the text. If it has not, mistakes in the JSON are not repaired, since
-            an argument may be cut.
+        parser: the tool parser of the model's tokenizer, which names the format. An unknown format is parsed by it.
+        tools: the request's tools, whose schemas type arguments; None without tools.
+        is_complete: whether the model has ended the text. If it has not, mistakes are not repaired, since an argument
+            may be cut.
     """
-    values: list[Any] | None
-    try:
-        parsed = parser(text, tools)
-        values = parsed if isinstance(parsed, list) else [parsed]
-    except Exception:  # a parser may raise anything on what a model wrote
-        values = _json_values(text)
-        if values is None and is_complete:
-            values = _repaired_json_values(text)
+    values: list[Any] = []
+    # A parser of mlx-lm's may raise anything on what a model wrote.
+    with contextlib.suppress(Exception):
+        values = _values(text, parser, tools, is_complete)
     calls = []
-    for value in values or []:
+    for value in values:
         call = _tool_call(value)
         if call is None:  # something other than a call, so none of the text is taken for calls
             return []
@@ -48,69 +44,39 @@ def parse_tool_calls(
     return calls
 
 
-def ends_within_argument(text: str) -> bool:
+def _values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
+    """Return the calls in a text as the format gives them.
+
+    Raises: Exception: the text can't be parsed.
+    """
+    name = format_name(parser)
+    values: list[Any] = []
+    if tags := tagged_calls.FORMATS.get(name):
+        values = tagged_calls.parse_tagged_calls(text, tags, tools, is_complete)
+    elif notation := literal_calls.FORMATS.get(name):
+        values = literal_calls.parse_literal_calls(text, notation, is_complete)
+    else:
+        with contextlib.suppress(Exception):
+            parsed = parser(text, tools)
+            values = parsed if isinstance(parsed, list) else [parsed]
+    return values or literal_calls.parse_values(text, is_complete)
+
+
+def format_name(parser: Callable) -> str:
+    """Return the name of the format that one of mlx-lm's parsers reads, such as `qwen3_coder`."""
+    return getattr(parser, "__module__", "").rpartition(".")[2]
+
+
+def ends_within_argument(text: str, parser: Callable) -> bool:
     """Return whether the text of a call ends within an argument.
 
     An end marker that follows such a text is part of the argument and does not end the call.
     """
-    text = text.strip()
-    if not text.startswith(("{", "[")):
-        return text.startswith("<function=") and "</function>" not in text
-    in_string, closers = _open_at_end(text)
-    return in_string and bool(closers)
-
-
-def _open_at_end(text: str) -> tuple[bool, str]:
-    """Return whether JSON text ends within a string, and the brackets that would close it."""
-    in_string = False
-    is_escaped = False  # whether a backslash comes before the letter
-    closers: list[str] = []
-    for letter in text:
-        if is_escaped:
-            is_escaped = False
-        elif in_string:
-            is_escaped = letter == "\\"
-            in_string = letter != '"'
-        elif letter == '"':
-            in_string = True
-        elif letter in "{[":
-            closers.append("}" if letter == "{" else "]")
-        elif letter in "}]" and closers:
-            closers.pop()
-    return in_string, "".join(reversed(closers))
-
-
-def _json_values(text: str) -> list[Any] | None:
-    """Return the JSON values in a text, the elements of lists one by one; None if other text is between them.
-
-    Commas, backticks and closing brackets after the last value are ignored.
-    """
-    values: list[Any] = []
-    rest = text.strip()
-    while rest.strip("}]`, \n\t"):
-        try:
-            value, end = DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return None
-        values += value if isinstance(value, list) else [value]
-        rest = rest[end:].lstrip(", \n\t")
-    return values
-
-
-def _repaired_json_values(text: str) -> list[Any] | None:
-    """Return the JSON values in a text after repairs, or None if they do not suffice.
-
-    A code fence is removed, missing brackets at the end are added, and a Python literal is converted.
-    """
-    text = re.sub(r"\A\s*```\w*\s*|\s*```\s*\Z", "", text).strip()
-    in_string, closers = _open_at_end(text)
-    if text.endswith(("}", "]")) and not in_string:
-        text += closers
-    values = _json_values(text)
-    if values is None:
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            return _json_values(json.dumps(ast.literal_eval(text)))
-    return values
+    name = format_name(parser)
+    if (tags := tagged_calls.FORMATS.get(name)) and not text.lstrip().startswith(("{", "[")):
+        return tagged_calls.ends_within_tagged_argument(text, tags)
+    notation = literal_calls.FORMATS.get(name, literal_calls.JSON)
+    return literal_calls.ends_within_string(text, notation)
 
 
 def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:

@@ -1,0 +1,260 @@
+"""Tool calls whose arguments are one literal: JSON, Python's, or Gemma's, after a header with the tool's name."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write
+CLOSERS = {"{": "}", "[": "]", "(": ")"}
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
+ESCAPED |= {letter: letter for letter in "\"'\\"}
+KEYWORDS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # what begins keyword arguments
+NUMBER = r"[\w.+-]+"  # also a constant
+PLAIN = r"[^{}\[\](),]+"
+BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends it
+CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
+
+@dataclass(frozen=True)
+class Notation:
+    """How a format writes calls.
+
+    Attributes:
+        header: the regular expression of what comes before the arguments, with the groups `name` and maybe `id`; ""
+            if calls have no header.
+        quotes: what may begin and end a string; longer ones first.
+        escapes: whether a backslash in a string escapes the next letter.
+        is_json: whether arguments are JSON. Then values without quotes are no texts, and a slash may be escaped.
+        end: what comes after a call, or "".
+    """
+
+    header: str = ""
+    quotes: tuple[str, ...] = ('"', "'")
+    escapes: bool = True
+    is_json: bool = True
+    end: str = ""
+
+    @cached_property
+    def next_call(self) -> re.Pattern[str]:
+        """Return the expression of a call's header."""
+        return re.compile(self.header)
+
+
+JSON = Notation()
+NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
+# The formats by the name of mlx-lm's parser.
+FORMATS = {
+    "function_gemma": Notation(
+        rf"call:{NAME}\s*(?={{)", ("<escape>",), escapes=False, is_json=False
+    ),
+    "gemma4": Notation(rf"call:{NAME}\s*(?={{)", ('<|"|>',), escapes=False, is_json=False),
+    "json_tools": JSON,
+    "kimi_k2": Notation(
+        r"(?<![^\s<>])(?P<id>(?:functions\.)?(?P<name>[^\s:<>]+):\d+)\s*<\|tool_call_argument_begin\|>\s*",
+        end="<|tool_call_end|>",
+    ),
+    "mistral": Notation(rf"{NAME}\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]+)\s*)?\[ARGS\]\s*"),
+    "pythonic": Notation(
+        rf"(?:\A\s*|[\[,;\n][ \t]*){NAME}(?=\()", ('"""', "'''", '"', "'"), is_json=False
+    ),
+}
+
+
+def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> list[dict[str, Any]]:
+    """Return the calls that follow headers in a text, with `name`, `arguments` and maybe `id`.
+
+    Args:
+        text: the answer's text between the markers of a call.
+        notation: how the model's format writes calls.
+        is_complete: whether the model has ended the text. If it has, mistakes are repaired.
+
+    Raises: ValueError: the arguments of a call can't be parsed.
+    """
+    calls: list[dict[str, Any]] = []
+    position = 0
+    while notation.header and (header := notation.next_call.search(text, position)):
+        arguments, position = _value(text, header.end(), notation, is_complete)
+        calls.append({**header.groupdict(), "arguments": arguments})
+    return calls
+
+
+def parse_values(text: str, is_complete: bool) -> list[Any]:
+    """Return the objects in a text that is JSON between other text, the elements of lists one by one.
+
+    Raises: ValueError: an object or list can't be parsed.
+    """
+    values: list[Any] = []
+    position = 0
+    while bracket := re.compile(r"[{\[]").search(text, position):
+        value, position = _value(text, bracket.start(), JSON, is_complete)
+        values += _flat(value)
+    return values
+
+
+def _flat(value: Any) -> list[Any]:
+    """Return the elements of a list and of the lists in it, or a list of any other value."""
+    return [part for item in value for part in _flat(item)] if isinstance(value, list) else [value]
+
+
+def ends_within_string(text: str, notation: Notation) -> bool:
+    """Return whether a text ends within a string that is within brackets."""
+    reader = Reader(text, 0, notation)
+    depth = 0
+    while reader.position < len(text):
+        letter = text[reader.position]
+        if depth and reader.quote():
+            try:
+                reader.string()
+            except ValueError:
+                return True
+            continue
+        depth = max(0, depth + (letter in CLOSERS) - (letter in CLOSERS.values()))
+        reader.position += 1
+    return False
+
+
+def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tuple[Any, int]:
+    """Return the value that begins at `start`, and where it ends."""
+    if notation.is_json:
+        try:
+            return DECODER.raw_decode(text, start)
+        except ValueError:
+            if not is_complete:
+                raise
+    reader = Reader(text, start, notation, is_complete)
+    return reader.value(), reader.position
+
+
+class Reader:
+    """Reads a literal as models write it: keys without quotes, strings in any quotes, Python's or JSON's constants.
+
+    A comma may follow the last item. An outer bracket may be doubled. A value without quotes that is no constant is
+    text.
+
+    Attributes:
+        position: where the reader is in the text.
+    """
+
+    def __init__(self, text: str, position: int, notation: Notation, is_complete: bool = False):
+        """Start at `position`; closing brackets at the end of the text may be missing if `is_complete`."""
+        self.position = position
+        self._text = text
+        self._notation = notation
+        self._is_complete = is_complete
+
+    def value(self, in_list: bool = False) -> Any:
+        """Return the value at the position, and advance past the value.
+
+        Raises: ValueError: there is no value.
+        """
+        self._skip_blanks()
+        opener = self._text[self.position : self.position + 1]
+        if self.quote():
+            return self.string()
+        if self._skip(r"\{(?=\{)"):
+            value = self._object("}")
+            self._skip(r"\s*\}")
+            return value
+        if opener == "{" or KEYWORDS.match(self._text, self.position):
+            return self._object(CLOSERS[opener])
+        if opener in ("[", "("):
+            return self._list(CLOSERS[opener])
+        return self._bare(in_list)
+
+    def quote(self) -> str:
+        """Return what begins a string at the position, or ""."""
+        at = self._text.startswith
+        return next((quote for quote in self._notation.quotes if at(quote, self.position)), "")
+
+    def string(self) -> str:
+        """Return the string at the position, and advance past it.
+
+        Raises: ValueError: the string has no end.
+        """
+        quote = self.quote()
+        end = re.escape(quote)
+        letter = rf"\\.|(?!{end})[^\\]" if self._notation.escapes else rf"(?!{end})."
+        whole = self._match(rf"(?s:{end}(?:{letter})*{end})")
+        body = whole[len(quote) : -len(quote)]
+        return ESCAPE.sub(self._unescaped, body) if self._notation.escapes else body
+
+    def _unescaped(self, escape: re.Match[str]) -> str:
+        """Return what an escape means; an unknown one is text."""
+        code = escape[1] or escape[2]
+        if code:
+            return chr(int(code, 16))
+        if escape[3] == "/" and self._notation.is_json:
+            return "/"
+        return ESCAPED.get(escape[3], escape[0])
+
+    def _object(self, closer: str) -> dict[str, Any]:
+        """Return the object or the keyword arguments at the position."""
+        items: dict[str, Any] = {}
+        for _ in self._items(closer):
+            key = self.string() if self.quote() else self._match(r"[^\s:=,\"'{}\[\]()]+")
+            self._match(r"\s*[:=]")
+            items[key] = self.value()
+        return items
+
+    def _list(self, closer: str) -> list[Any]:
+        """Return the list at the position."""
+        return [self.value(in_list=True) for _ in self._items(closer)]
+
+    def _items(self, closer: str) -> Iterator[None]:
+        """Move from one item in brackets to the next, and past the closing bracket at the end."""
+        self.position += 1
+        while not self._at(closer):
+            yield
+            if not self._skip(r"\s*,"):
+                if not self._at(closer):
+                    raise ValueError(f"{closer} is missing")
+                return
+
+    def _bare(self, in_list: bool) -> Any:
+        """Return the value without quotes at the position: a constant, a number, or a text if the notation has such."""
+        pattern = NUMBER if self._notation.is_json else PLAIN if in_list else BARE
+        text = self._match(pattern).strip()
+        if text in CONSTANTS:
+            return CONSTANTS[text]
+        try:
+            return json.loads(text)
+        except ValueError:
+            if self._notation.is_json:
+                raise
+        return text
+
+    def _at(self, closer: str) -> bool:
+        """Return whether a closing bracket is at the position, or missing at the end; advance past it."""
+        self._skip_blanks()
+        if self._text.startswith(closer, self.position):
+            self.position += 1
+            return True
+        rest = self._text[self.position :]
+        is_end = not rest or rest.startswith(self._notation.end or "\0")
+        # The end of a text that ends with no bracket may be cut.
+        follows_bracket = self._text[: self.position].rstrip().endswith(("}", "]", ")"))
+        return self._is_complete and is_end and follows_bracket
+
+    def _match(self, pattern: str) -> str:
+        """Return the text of a pattern at the position, and advance past it.
+
+        Raises: ValueError: the pattern is not there.
+        """
+        found = re.compile(pattern).match(self._text, self.position)
+        if found is None:
+            raise ValueError(f"{pattern} is missing")
+        self.position = found.end()
+        return found[0]
+
+    def _skip(self, pattern: str) -> bool:
+        """Return whether a pattern is at the position, and advance past it."""
+        found = re.compile(pattern).match(self._text, self.position)
+        self.position = found.end() if found else self.position
+        return found is not None
+
+    def _skip_blanks(self) -> None:
+        self._skip(r"\s*")

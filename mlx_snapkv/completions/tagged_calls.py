@@ -1,0 +1,246 @@
+"""Tool calls written with tags, such as `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+
+Values are not escaped, so a string may contain the tags themselves.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .argument_types import parameters_of, properties_of, typed, types_of
+
+CDATA_START, CDATA_END = "<![CDATA[", "]]>"
+QUOTED = r"""\s*["']?(?P<{}>[^\s<>"'][^<>"'\n]*?)["']?"""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The regular expressions of a format's tags.
+
+    Attributes:
+        call: what opens a call, with the group `name`.
+        call_end: what closes a call.
+        argument: what opens an argument, with the group `key`, and `type` if the format names it. If `key` is absent,
+            the value is an object of all arguments.
+        argument_end: what closes an argument.
+        ends_at_marker: whether what closes a call is the model's marker, so that the text between markers lacks it.
+        has_cdata: whether a value may be in a CDATA section.
+    """
+
+    call: str
+    call_end: str
+    argument: str
+    argument_end: str
+    ends_at_marker: bool = False
+    has_cdata: bool = False
+
+    @cached_property
+    def next_call(self) -> re.Pattern[str]:
+        """Return the expression of what opens a call."""
+        return re.compile(self.call)
+
+    @cached_property
+    def tag(self) -> re.Pattern[str]:
+        """Return the expression of the tags outside of values."""
+        return re.compile(
+            f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
+        )
+
+    @cached_property
+    def value_tag(self) -> re.Pattern[str]:
+        """Return the expression of the tags that open and close arguments."""
+        return re.compile(f"(?P<argument>{self.argument})|(?P<end>{self.argument_end})")
+
+    @cached_property
+    def last_tag(self) -> re.Pattern[str]:
+        """Return the expression of a call's end that another call or the end of the text follows."""
+        return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
+
+    @cached_property
+    def after_value(self) -> re.Pattern[str]:
+        """Return the expression of the tags that may follow the end of an argument."""
+        end_of_text = r"|\Z" if self.ends_at_marker else ""
+        return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.last_tag.pattern})")
+
+
+def _glm(prefix: str) -> Tags:
+    """Return the tags of GLM's format, whose names begin with `prefix`."""
+    key, value = f"{prefix}arg_key", f"{prefix}arg_value"
+    return Tags(
+        call=rf"(?:\A|<{prefix}tool_call>)\s*(?P<name>[^\s<>{{}}\[\]\"']+)\s*(?=<{key}>|\Z|</?{prefix}tool_call>)",
+        call_end=f"</{prefix}tool_call>",
+        argument=rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>(?:\\n|\s)*<{value}>",
+        argument_end=f"</{value}>",
+        ends_at_marker=True,
+    )
+
+
+def _invoke(prefix: str) -> Tags:
+    """Return the tags of `<invoke name="NAME">`, whose names begin with `prefix`."""
+    return Tags(
+        call=rf"<{prefix}invoke\b[^<>]*?\bname={QUOTED.format('name')}\s*>",
+        call_end=f"</{prefix}invoke>",
+        argument=rf"<{prefix}parameter\b[^<>]*?\bname={QUOTED.format('key')}(?:\s[^<>]*)?>",
+        argument_end=f"</{prefix}parameter>",
+    )
+
+
+# The formats by the name of mlx-lm's parser.
+FORMATS = {
+    "glm47": _glm(""),
+    "kimi_k3": Tags(
+        call=r'<\|open\|>call\b[^<>|]*?\btool="(?P<name>[^"<>|]+)"[^<>|]*<\|sep\|>',
+        call_end=r"<\|close\|>call<\|sep\|>",
+        argument=(
+            r'<\|open\|>(?:argument(?=[^<>|]*?\bkey="(?P<key>[^"<>|]+)")'
+            r'(?:(?=[^<>|]*?\btype="(?P<type>\w+)"))?|json\b)[^<>|]*<\|sep\|>'
+        ),
+        argument_end=r"<\|close\|>(?:argument|json)<\|sep\|>",
+    ),
+    "longcat": _glm("longcat_"),
+    "minicpm5": Tags(
+        call=rf"(?:\A(?:\s*<function\s+name\s*=)?|<function\s+name\s*=){QUOTED.format('name')}\s*>",
+        call_end="</function>",
+        argument=rf"<param\s+name\s*={QUOTED.format('key')}\s*>",
+        argument_end="</param>",
+        ends_at_marker=True,
+        has_cdata=True,
+    ),
+    "minimax_m2": _invoke(""),
+    "muse_spark": _invoke("atem:"),
+    "qwen3_coder": Tags(
+        call=rf"<function={QUOTED.format('name')}\s*>",
+        call_end="</function>",
+        argument=rf"<parameter={QUOTED.format('key')}\s*>\n?",
+        argument_end=r"\n?</parameter>",
+    ),
+}
+
+
+class UnclosedArgument(ValueError):
+    """The text ends within an argument."""
+
+
+def parse_tagged_calls(
+    text: str, tags: Tags, tools: Any, is_complete: bool
+) -> list[dict[str, Any]]:
+    """Return the calls in a text, with their `name` and `arguments`.
+
+    Args:
+        text: the answer's text between the markers of a call.
+        tags: the tags of the model's format.
+        tools: the request's tools, whose schemas type the arguments; None without tools.
+        is_complete: whether the model has ended the text. If it has, closing tags may be missing.
+
+    Raises:
+        UnclosedArgument: an argument has no end.
+        ValueError: a call has no end, or its arguments are no object.
+    """
+    calls = []
+    position = 0
+    while call := tags.next_call.search(text, position):
+        parameters = parameters_of(call["name"], tools)
+        arguments: dict[str, Any] = {}
+        position = call.end()
+        tag = tags.tag.search(text, position)
+        while tag is not None and tag["argument"]:
+            expected = properties_of(parameters).keys() - arguments.keys()
+            end, position = _value_end(text, tag.end(), tags, expected, is_complete)
+            arguments |= _argument(tag, _without_cdata(text[tag.end() : end], tags), parameters)
+            tag = tags.tag.search(text, position)
+        if tag is not None and tag["call_end"]:
+            position = tag.end()
+        elif not is_complete:
+            raise ValueError("a call has no end")
+        calls.append({"name": call["name"], "arguments": arguments})
+    return calls
+
+
+def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
+    """Return whether the text of calls ends within an argument."""
+    try:
+        parse_tagged_calls(text, tags, None, is_complete=False)
+    except UnclosedArgument:
+        return True
+    except ValueError:
+        return False
+    return False
+
+
+def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return an argument with its name, or all arguments if the value is an object of them."""
+    groups = tag.groupdict()
+    key = groups["key"]
+    if key is None:
+        return dict(json.loads(value, strict=False))
+    declared = {groups["type"]} if groups.get("type") else None
+    schema = properties_of(parameters).get(key)
+    return {key: typed(value, declared or types_of(schema, parameters))}
+
+
+def _value_end(
+    text: str, start: int, tags: Tags, expected: Collection[str], is_complete: bool
+) -> tuple[int, int]:
+    """Return where the value that begins at `start` ends, and where its closing tag ends.
+
+    The closing tag is one that another tag of the call follows, and that closes no argument within the value.
+
+    Raises: UnclosedArgument: the value has no end.
+    """
+    depth = 0
+    for tag in tags.value_tag.finditer(text, _after_cdata(text, start, tags)):
+        if tag["argument"]:
+            depth += 1
+        elif depth == 0 and tags.after_value.match(text, tag.end()):
+            return tag.span()
+        else:
+            depth = max(depth - 1, 0)
+    if not is_complete:
+        raise UnclosedArgument("an argument has no end")
+    return _mended_value_end(text, start, tags, expected)
+
+
+def _mended_value_end(
+    text: str, start: int, tags: Tags, expected: Collection[str]
+) -> tuple[int, int]:
+    """Return `_value_end` where closing tags are missing, or other text follows them.
+
+    The value ends before the call does, and before an argument that the tool expects.
+    """
+    last = tags.last_tag.search(text, start)
+    limit = last.start() if last else len(text)
+    for tag in tags.tag.finditer(text, start, limit):
+        if tag["argument"] and tag["key"] in expected and _closes(text, start, tag.start(), tags):
+            limit = tag.start()
+            break
+    ends = [tag for tag in tags.value_tag.finditer(text, start, limit) if tag["end"]]
+    if ends:
+        return ends[-1].span()
+    if limit == len(text):
+        raise UnclosedArgument("an argument has no end")
+    return limit - text.endswith("\n", start, limit), limit
+
+
+def _closes(text: str, start: int, end: int, tags: Tags) -> bool:
+    """Return whether a value ends between `start` and `end`: there is a closing tag, or a line ends."""
+    found = (tag["end"] for tag in tags.value_tag.finditer(text, start, end))
+    return text[start:end].endswith("\n") or any(found)
+
+
+def _after_cdata(text: str, start: int, tags: Tags) -> int:
+    """Return where a value's CDATA section ends, or `start` if the value has none."""
+    if not tags.has_cdata or not text.startswith(CDATA_START, start):
+        return start
+    end = text.find(CDATA_END, start)
+    return len(text) if end < 0 else end
+
+
+def _without_cdata(value: str, tags: Tags) -> str:
+    """Return the text in a value's CDATA section, or the value if it has none."""
+    inner = value.strip()
+    if not (tags.has_cdata and inner.startswith(CDATA_START) and inner.endswith(CDATA_END)):
+        return value
+    return inner[len(CDATA_START) : -len(CDATA_END)]
