@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: questions about a document with all entries, with few kept and with few read, and the speed."""
+"""`mlx-snapkv demo`: ask about facts in a document with all entries, few kept and few read, and compare speeds."""
 
 from __future__ import annotations
 

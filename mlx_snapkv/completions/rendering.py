@@ -72,7 +72,7 @@ def render(
     drops_calls = _drops_calls(tokenizer, turns)
     first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if drops_calls and make_alternating not in changes:  # the one that makes calls text
+        if drops_calls and make_alternating not in changes:  # it turns calls into text
             continue
         new_turns, new_options, new_notes = rewrite(changes, turns, options)
         new_messages = [for_template(turn) for turn in new_turns]

@@ -34,7 +34,7 @@ class Pace:
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt
         self._lengths: dict[bool, int] = {}  # tokens of the text when `seconds` were measured
-        self._left = FIRST_TOKENS  # tokens until the other way is tried
+        self._until_trial = FIRST_TOKENS  # number of tokens until the other way is tried
         self._gap = FIRST_GAP
         self._is_trial = False
         self._latest: deque[float] = deque(maxlen=MEASURED)
@@ -56,38 +56,48 @@ class Pace:
 
     def switches(self, seconds: float) -> bool:
         """Count a token that took `seconds`, and return whether the next tokens read the other way."""
+        self._measure(seconds)
+        changes = self._ends_trial() if self._is_trial else self._begins_trial()
+        if changes:
+            self.reads_all = not self.reads_all
+            self._latest.clear()
+            self._to_drop = DROPPED
+        return changes
+
+    def _measure(self, seconds: float) -> None:
+        """Count a token, and update the time of a token if enough of them followed the latest switch."""
         self._n_text += 1
+        self._until_trial -= 1
         if self._to_drop:
             self._to_drop -= 1
-        else:
-            self._latest.append(seconds)
-        self._left -= 1
-        is_measured = len(self._latest) == MEASURED
-        if is_measured:
+            return
+        self._latest.append(seconds)
+        if self._is_measured:
             self.seconds[self.reads_all] = median(self._latest)
             self._lengths[self.reads_all] = self._n_text
-        if self._is_trial:
-            if not is_measured:
-                return False
-            self._is_trial = False
-            self._plan_next_trial()
-            return self._switched() if self.prefers_all != self.reads_all else False
-        if self._left > 0 or not is_measured:
-            return False
-        self._is_trial = True
-        return self._switched()
 
-    def _switched(self) -> bool:
-        """Switch to the other way, and return True."""
-        self.reads_all = not self.reads_all
-        self._latest.clear()
-        self._to_drop = DROPPED
-        return True
+    @property
+    def _is_measured(self) -> bool:
+        """Return whether enough tokens followed the latest switch."""
+        return len(self._latest) == MEASURED
+
+    def _begins_trial(self) -> bool:
+        """Return whether the other way is tried from the next token on, and note it."""
+        self._is_trial = self._until_trial <= 0 and self._is_measured
+        return self._is_trial
+
+    def _ends_trial(self) -> bool:
+        """End a trial that is measured, and return whether the way before the trial is the faster one."""
+        if not self._is_measured:
+            return False
+        self._is_trial = False
+        self._plan_next_trial()
+        return self.prefers_all != self.reads_all
 
     def _plan_next_trial(self) -> None:
         """Set how many tokens to decode before the slower way is tried again."""
-        self._left = int(self._n_text * (GROWTH - 1))
+        self._until_trial = int(self._n_text * (GROWTH - 1))
         slower, faster = max(self.seconds.values()), min(self.seconds.values())
         if slower <= CLOSE * faster:
-            self._left = min(self._left, self._gap)
+            self._until_trial = min(self._until_trial, self._gap)
             self._gap *= 2

@@ -64,7 +64,7 @@ class QueryMoments:
         )
 
     def inherited_from(self, other: QueryMoments) -> QueryMoments:
-        """Return the sums of another cache, which then take the place of sums over this cache's own queries."""
+        """Return the sums of another cache, to be used instead of sums over the queries of this cache."""
         return replace(self, sums=other.sums, n_counted=other.n_counted)
 
     def statistics(self, scale: float, stop: int) -> Statistics | None:

@@ -72,7 +72,7 @@ class SharedKVCache(RecordingKVCache):
         self.recorders = recorders
 
     def record(self, captured: Captured) -> None:
-        """Give the queries of a call to every recorder, and the position of the next token."""
+        """Pass the queries of a call and the position of the next token to every recorder."""
         for recorder in self.recorders:
             recorder.offset = self.offset
             recorder.record(captured)

@@ -107,14 +107,15 @@ class EntrySizes:
         return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
-        """Return the bytes of a token's entries in all full caches, quantised if asked.
+        """Return the bytes of one token's entries in all layers with full caches.
 
-        mlx-lm does not quantise the caches in a `CacheList`.
+        Args:
+            quantization: how mlx-lm quantises the entries, except the caches in a `CacheList`; None for not at all.
         """
         unquantised = sum(self.of_token()) + sum(self.plain)
         if quantization is None:
             return unquantised
-        entries = [
+        entries = [  # each of the caches holds one token
             cache.keys_and_values()
             for cache in self.caches
             if isinstance(cache, KVCache) and not cache.empty()

@@ -88,23 +88,59 @@ class Footprint:
         """Return the bytes that a request with an answer of `max_tokens` takes."""
         if plan.reason is not None:
             return self._need_of_full(plan, max_tokens)
+        if self.config.sparse is not None:
+            return self._need_of_sparse(plan, max_tokens)
+        return self._need_of_policy(plan, max_tokens)
+
+    def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
+        """Return the bytes of a request whose entries all stay; those of the answer are in a cache that grows."""
+        n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
+        return self._need_of_both(
+            plan,
+            max_tokens,
+            kept=0,
+            held=self.row_bytes * n_answer,
+            at_compression=self.bytes_read(plan),
+            stays=self.stored(plan.n_prompt) + self.means(plan),
+        )
+
+    def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
+        """Return the bytes of a request whose policy keeps copies of a few entries, to which the answer's are added."""
+        n_kept = self.kept(plan)
+        kept = self.row_bytes * n_kept
+        return self._need_of_both(
+            plan,
+            max_tokens,
+            kept=kept,
+            held=self.row_bytes * _grown(n_kept, plan, max_tokens),
+            at_compression=self.bytes_read(plan) + kept,
+        )
+
+    def _need_of_both(
+        self,
+        plan: Plan,
+        max_tokens: int,
+        *,
+        kept: int,
+        held: int,
+        at_compression: int,
+        stays: int = 0,
+    ) -> Need:
+        """Return the bytes of all layers, given the bytes of the layers that can be compressed.
+
+        Args:
+            plan: the request's plan.
+            max_tokens: number of tokens of the answer.
+            kept: bytes of entries after the compression.
+            held: bytes of the caches when the answer ends.
+            at_compression: most bytes of entries until the compression.
+            stays: bytes of entries that the answer's tokens choose from.
+        """
         sizes = self.sizes
         n_prompt = plan.n_prompt
         n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
         plain = sum(sizes.plain)
-        n_read = self.kept(plan)
-        at_compression = self.bytes_read(plan)
-        stays = 0
-        if self.config.sparse is not None:
-            kept = 0
-            n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
-            held = self.row_bytes * n_answer
-            stays = self.stored(n_prompt) + self.means(plan)
-        else:
-            kept = self.row_bytes * n_read
-            held = self.row_bytes * _grown(n_read, plan, max_tokens)
-            at_compression += kept  # the entries kept are copies
-        n_copied = n_prompt if sizes.plain else n_read
+        n_copied = n_prompt if sizes.plain else self.kept(plan)
         return Need(
             reading=max(0, at_compression - held),
             kept=kept + n_prompt * plain,
@@ -204,7 +240,7 @@ class Footprint:
         return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
-        """Return how many entries the answer is decoded from in each layer whose entries the policy chooses."""
+        """Return how many of the prompt's entries a token of the answer reads per KV head, in compressed layers."""
         return min(plan.n_prompt, plan.decode_quota.entries)
 
     def bytes_read(self, plan: Plan) -> int:

@@ -90,7 +90,7 @@ class Line(NamedTuple):
         return y + smallest * (length - x), y + largest * (length - x)
 
 
-_Bound = Callable[[Line, float], float]  # the seconds of a line at a length
+_Bound = Callable[[Line, float], float]  # `Line.least` or `Line.most`
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,10 @@ class Speed:
     lines: dict[str, Line] = field(default_factory=dict)
 
     def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
-        """Return whether a token that reads few entries takes less than `worth` of the time of a token that reads all.
+        """Return whether a token that reads few entries is clearly faster than a token that reads all.
 
-        None if one of the two was not measured. A slope that is unknown counts against sparse attention.
+        Clearly means that it takes less than the part `worth` of the time. The result is None if one of the two was not
+        measured. A slope that is unknown counts against sparse attention.
         """
         if few not in self.lines or every not in self.lines:
             return None
@@ -135,7 +136,7 @@ class Speed:
     def _seconds(
         self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
     ) -> tuple[float, float] | None:
-        """Return `seconds` by the given bounds of tokens that read few entries, and of tokens that read all."""
+        """Return `seconds` with `of_few` for tokens that read few entries and the setup, and `of_all` for others."""
         lines = self.lines
         if not {DECODE_FEW, DECODE_ALL, SETUP, READ_ALL} <= lines.keys():
             return None

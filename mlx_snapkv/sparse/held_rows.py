@@ -117,13 +117,14 @@ class HeldRows:
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
-        before = self._first.n + self._n_aside
-        self._last.n = min(self._last.n, max(0, n - before))
-        while self._block_readers and n < before:
-            before -= self._block_rows
+        last_start = self._first.n + self._n_aside  # number of the first row in `_last`
+        self._last.n = min(self._last.n, max(0, n - last_start))
+        while self._block_readers and n < last_start:
+            # A block aside is cut or dropped; rows that are left of it return to memory.
+            last_start -= self._block_rows
             read = self._block_readers.pop()
-            if n > before:
-                self._last = _Buffer(rows(read(), 0, n - before))
+            if n > last_start:
+                self._last = _Buffer(rows(read(), 0, n - last_start))
         self._first.n = min(self._first.n, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -152,7 +153,7 @@ class HeldRows:
         if start < first:
             return self._first.stored, start, stop
         number, row = divmod(start - first, self._block_rows)
-        if number < len(self._block_readers):  # aside
+        if number < len(self._block_readers):  # the rows are in a block outside memory
             read = self._block_readers[number]
             return read(), row, row + stop - start
         n_before = first + self._n_aside

@@ -126,19 +126,23 @@ class TokenRanking:
         return join(*parts)
 
     def choose_up_to(self, stop: int) -> None:
-        """Let later tokens choose among the entries up to position `stop`, which every token has read until now."""
-        n_viewed = len(self.view)
+        """Let later tokens choose among the entries up to position `stop`, which every token has read until now.
+
+        Entries of the answer get codes in the index, and a cluster of their own.
+        """
+        n_before = len(self.view)
+        has_new_entries = stop > n_before
         self.stop = stop
         self._set_always_read()
-        if stop > n_viewed:
+        if has_new_entries:
             self.view.extend(stop)
-        if self.residual is not None:
-            clusters = self.residual.clusters
-            if stop > n_viewed:
-                clusters = clusters.followed_by(clusters_of(self.view, n_viewed))
-            self.residual = self.residual._replace(
-                clusters=clusters, choosable=self._choosable(clusters)
-            )
+        if self.residual is None:
+            return
+        clusters = self.residual.clusters
+        if has_new_entries:
+            clusters = clusters.followed_by(clusters_of(self.view, n_before))
+        choosable = self._choosable(clusters)
+        self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
         """Note the positions in the prompt that every token reads: of the sink and the window."""

@@ -20,7 +20,7 @@ class EntryView(ABC):
     n_entries: int
     quantization: Quantization | None  # how entries are packed; None keeps their dtype
     waits: bool = False  # `read` allocates memory: use its result before reading more
-    aside: MakeAside | None = None  # makes a file for rows beside entries in files
+    aside: MakeAside | None = None  # makes one more file if the entries are in files
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
