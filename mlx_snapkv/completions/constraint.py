@@ -1,21 +1,24 @@
 """Constrained decoding: the logits processor that makes an answer obey its grammar."""
 
+import contextlib
 import itertools
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from ..errors import SnapKVError
 from .grammar import AnswerFormat
 from .matcher import make_matcher, reason_of, vocabulary
+from .short_end import MAX_LENGTH, FreeText, allowed_tokens, is_in_string, short_end
 
-CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, the best first
-QUOTE = '"'
-IN_STRING = "~"  # a character that JSON allows only within strings
-MAX_END_LENGTH = 512  # tokens
-MAX_GROWTH = 3  # tokens by which one token of the answer may lengthen the shortest end
+NO_QUOTES = r'start: /[^"\\]*/'  # the grammar of text that ends no string
+MAX_GROWTH_IN_STRING = (
+    3  # tokens by which a part of a string may lengthen a short end: the rest of a character
+)
+MAX_CANDIDATES = 8  # tokens that are tried near the end of the answer, the likeliest first
 
 
 class Constraint:
@@ -24,8 +27,9 @@ class Constraint:
     mlx-lm's loops call it once for each token, with all tokens so far. The last token is still an array, whose value
     may not have been computed. A loop with a draft model goes back to earlier tokens, and the constraint follows.
 
-    Before JSON would reach `max_tokens`, it is closed as shortly as possible. A call is never closed, since the client
-    would run it with arguments that are cut.
+    JSON keeps enough of `max_tokens` for a short end: a token that would leave too few is not allowed, and if the model
+    prefers such a token, the JSON is closed. A call is never closed, since the client would run it with arguments that
+    are cut.
 
     Args:
         tokenizer: the model's tokenizer, whose tokens the grammar is compiled for.
@@ -43,6 +47,7 @@ class Constraint:
         """Compile the grammar, and go past the prefill that the answer continues."""
         self.format = answer_format
         self.is_cut = False
+        self._tokenizer = tokenizer
         self._vocabulary = vocabulary(tokenizer)
         self._matcher = make_matcher(tokenizer, answer_format.grammar)
         prefill = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
@@ -52,8 +57,12 @@ class Constraint:
         # Tokens of the answer that the matcher has taken. It takes none after its end.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
+        # One token may begin an object, and so require what the schema requires of it. That is shorter than the schema.
+        n_grammar = len(self._vocabulary.greedy_tokenize(answer_format.grammar))
+        self._max_growth = min(n_grammar, MAX_LENGTH)
         # Number of tokens left at which a short end is looked for again.
         self._next_look = max_tokens
+        self._end: list[int] | None = None  # the tokens that close the JSON, once it is cut
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Return logits with -inf for tokens that are not allowed.
@@ -78,13 +87,10 @@ class Constraint:
             self._rewind(n_same)
             new_tokens = new_tokens[n_same:]
         self._consume(new_tokens)
-        allowed = _allowed(self._matcher, logits.shape[-1])
+        allowed = allowed_tokens(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
             raise _failure(self._matcher)
-        closing_token = self._closing_token()
-        if closing_token is not None:
-            allowed[:] = False
-            allowed[closing_token] = True
+        allowed = self._keep_an_end(allowed, logits)
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _consume(self, tokens: list[int]) -> None:
@@ -102,71 +108,74 @@ class Constraint:
             self._matcher.rollback(self._n_matched - n)
             self._n_matched = n
         self.is_cut = False
+        self._end = None
         self._next_look = self._max_tokens
 
-    def _closing_token(self) -> int | None:
-        """Return the next token of a short end of the JSON if it is time to close it; None otherwise.
+    def _keep_an_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
+        """Return which of the allowed tokens leave enough tokens for a short end of the JSON, `(vocabulary,)`.
 
-        The JSON is closed if `n_end + 2 * MAX_GROWTH >= n_left`. Then `is_cut` is set.
+        If the likeliest token does not, the JSON is closed: `is_cut` is set, and only the end's tokens are allowed.
 
-        Looking for an end takes time, so it is not done for every token. Each token lengthens the end by at most
-        `MAX_GROWTH`. So the next look is due after `(n_left - n_end) // (MAX_GROWTH + 1)` tokens, and one more.
+        Looking for an end takes time, so it is not done for every token. One token lengthens the end by at most
+        `_max_growth`. So the next look is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
         """
         n_left = self._max_tokens - len(self._answer)
+        if self._end is not None:
+            following, *self._end = self._end or [self._vocabulary.eos_token]
+            return _only(allowed, [following])
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
-            return None
-        end = _short_end(self._matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
+            return allowed
+        end = None
+        with contextlib.suppress(FreeText):
+            end = short_end(self._matcher, self._vocabulary, n_left)
         n_end = 0 if end is None else len(end)
-        if end:
-            self.is_cut = n_end + 2 * MAX_GROWTH >= n_left
-        if self.is_cut:
-            self._next_look = n_left - 1  # every token of the end is chosen here
-            return end[0] if end else self._vocabulary.eos_token
-        n_free = (n_left - n_end) // (MAX_GROWTH + 1)
-        self._next_look = n_left - 1 - n_free
-        return None
+        n_free = n_left - n_end
+        self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
+        if end is None or n_free > self._max_growth:
+            return allowed
+        is_free = np.zeros_like(allowed)  # tokens that surely leave enough
+        bits = self._matcher.compute_bitmask()
+        if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
+            is_free = allowed & self._without_quotes[: allowed.size]
+        likeliest = _likeliest(allowed, logits)
+        fitting = [token for token in likeliest if is_free[token] or self._fits(token, n_left - 1)]
+        if likeliest[:1] == fitting[:1]:
+            return is_free | _only(allowed, fitting)
+        self.is_cut = True
+        self._end = end
+        return self._keep_an_end(allowed, logits)
+
+    def _fits(self, token: int, n_left: int) -> bool:
+        """Return whether the JSON can end within `n_left` tokens after a token, or the token begins thoughts."""
+        ahead = self._matcher.deep_copy()
+        if not ahead.consume_token(token):
+            return False
+        try:
+            return ahead.is_stopped() or short_end(ahead, self._vocabulary, n_left) is not None
+        except FreeText:
+            return True
+
+    @cached_property
+    def _without_quotes(self) -> np.ndarray:
+        """Return which tokens have neither quote nor backslash, `(vocabulary,)`."""
+        matcher = make_matcher(self._tokenizer, NO_QUOTES)
+        size = 8 * len(matcher.compute_bitmask())
+        return allowed_tokens(matcher, size)
 
 
-def _allowed(matcher: LLMatcher, size: int) -> np.ndarray:
-    """Return whether the grammar allows each token next, as booleans `(size,)`."""
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(bits, count=size, bitorder="little").view(bool)
-
-
-def _short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Return few tokens after which the grammar allows the answer to end.
-
-    Returns None if more than `max_length` tokens are found, or if the answer is still within thoughts. The tokens are
-    not the fewest possible: at each place the first of `CLOSERS` that the grammar allows is taken.
-    """
-    ahead = matcher.deep_copy()
-    tokens: list[int] = []
-    quote, in_string, *closers = (
-        tokenizer.greedy_tokenize(c)[0] for c in (QUOTE, IN_STRING, *CLOSERS)
-    )
-    was_in_string = False
-    while not ahead.is_accepting():
-        new = ahead.compute_ff_tokens()  # the tokens that the grammar forces
-        if not new:
-            bits = ahead.compute_bitmask()
-            is_in_string = _is_allowed(bits, in_string) and _is_allowed(bits, quote)
-            if is_in_string and was_in_string:
-                return None  # the last quote did not end a string, so this is free text: thoughts
-            was_in_string = is_in_string
-            candidates = [quote] if is_in_string else closers
-            best = next((token for token in candidates if _is_allowed(bits, token)), None)
-            if best is None:  # none of them: any token that the grammar allows
-                best = int(_allowed(ahead, tokenizer.vocab_size).argmax())
-            new = [best]
-        tokens += new
-        if len(tokens) > max_length or not ahead.consume_tokens(new):
-            return None
+def _likeliest(allowed: np.ndarray, logits: mx.array) -> list[int]:
+    """Return up to `MAX_CANDIDATES` allowed tokens, the likeliest first."""
+    n = min(MAX_CANDIDATES, int(allowed.sum()))
+    scores = mx.where(mx.array(allowed), -logits[0], mx.inf)
+    tokens: Any = mx.argsort(scores)[:n].tolist()
     return tokens
 
 
-def _is_allowed(bits: bytes, token: int) -> bool:
-    """Return whether a matcher's bitmask allows one token; for few tokens faster than `_allowed`."""
-    return bool(bits[token // 8] >> (token % 8) & 1)
+def _only(allowed: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """Return a mask that allows only these tokens."""
+    mask = np.zeros_like(allowed)
+    mask[tokens] = True
+    return mask
 
 
 def _common_prefix_length(first: list[int], second: list[int]) -> int:

@@ -107,6 +107,48 @@ def test_json_that_reaches_the_limit_is_closed(demo_llama, schema, max_tokens):
     assert constraint.is_cut and max_tokens - 12 <= n <= max_tokens
 
 
+def record(**properties):
+    """Return the schema of an object that must have these properties, and no others."""
+    names = list(properties)
+    closed = {"required": names, "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
+
+
+NODE = {"$ref": "#/$defs/node"}
+# Schemas of values within themselves, in which one token may demand many more.
+RECURSIVE = {
+    "a list of children": record(v={"type": "integer"}, kids={"type": "array", "items": NODE}),
+    "a child or null": record(v={"type": "boolean"}, next={"anyOf": [NODE, {"type": "null"}]}),
+    "a leaf or a node": {
+        "anyOf": [
+            record(kind={"const": "node"}, left=NODE, right=NODE),
+            record(kind={"const": "leaf"}),
+        ]
+    },
+}
+LENGTHS = [20, 24, 28, 30, 35, 40, 45, 50, 55, 60, 70, 80, 90, 100, 110, 120, 150]
+
+
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_a_recursive_schema_is_closed_at_every_length(demo_llama, name):
+    tokenizer = demo_llama[1]
+    schema = {"$defs": {"node": RECURSIVE[name]}, **NODE}
+    answer_format = json_format(schema, tokenizer, None, "the schema")
+    # What follows "[{" and 'n"' makes the value deeper, and blanks make it longer.
+    deeper = tokenizer.encode('[{"kidsnoxev: ,01', add_special_tokens=False)
+    bias = mx.zeros(len(tokenizer)).at[mx.array(deeper)].add(8)
+    for max_tokens in LENGTHS:
+        constraint, tokens = Constraint(tokenizer, answer_format, max_tokens), [5, 6]
+        for step in range(max_tokens):
+            noise = 3 * mx.random.gumbel(bias.shape, key=mx.random.key(1000 * max_tokens + step))
+            token = constraint(mx.array(tokens), (bias + noise)[None])[0].argmax().item()
+            if token == tokenizer.eos_token_id:
+                break
+            tokens.append(token)
+        text = tokenizer.decode(tokens[2:])
+        assert json.loads(text), (max_tokens, text)
+
+
 def test_an_answer_that_is_cut_has_the_reason_length(demo_llama):
     for schema, reason in ((True, "length"), (DOOR, "stop")):
         body = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
@@ -195,13 +237,14 @@ def test_a_forced_call_can_be_parsed_in_every_format(demo_llama, name):
 
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("begun", ["", "<think>"])
-def test_thoughts_are_not_constrained(begun, is_special):
+@pytest.mark.parametrize("max_tokens", [60, 200])
+def test_thoughts_are_not_constrained(begun, is_special, max_tokens):
     """The template or the model begins them; their marks are single tokens, as in real models, or plain text."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["demo"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
     tokenizer.chat_template = TEMPLATE + begun
     tokenizer = TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
     asked = completion_request(
         parse(CHAT, body | {"response_format": {"type": "json_object"}}), tokenizer, Defaults()
     )
@@ -210,7 +253,8 @@ def test_thoughts_are_not_constrained(begun, is_special):
     said = f"{'' if begun else '<think>'}{thoughts}</think>\n\n{text}"
     found, tokens, logits = Completion(asked, tokenizer), [5, 6], mx.zeros((1, len(tokenizer)))
     for token in tokenizer.encode(said, add_special_tokens=False):
-        assert asked.constraint(mx.array(tokens), logits)[0, token].item() == 0
+        likes = logits.at[0, token].add(1)
+        assert asked.constraint(mx.array(tokens), likes)[0].argmax().item() == token
         tokens.append(token)
         found.add(token, None)
     assert asked.constraint(mx.array(tokens), logits)[0].argmax().item() == tokenizer.eos_token_id

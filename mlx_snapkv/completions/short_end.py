@@ -1,0 +1,135 @@
+"""A short end of JSON: few tokens after which its grammar allows the answer to end."""
+
+import heapq
+import itertools
+import string
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, the best first
+QUOTE = '"'
+IN_STRING = "~"  # a character that JSON allows only within strings
+CHOICES = (
+    string.ascii_letters + string.digits + "{[-"
+)  # characters that a value or a name may go on with
+MAX_LENGTH = 512  # tokens
+MAX_CHOICES = 8  # alternatives that are tried at one place
+MAX_PATHS = 64  # paths that are followed in one search
+
+
+class FreeText(Exception):
+    """The answer is within thoughts, whose end is not known."""
+
+
+def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
+    """Return few tokens after which the grammar allows the answer to end.
+
+    At each place the first of `CLOSERS` that the grammar allows is taken. If it allows none of them, up to
+    `MAX_CHOICES` alternatives are tried, the shortest path first, so that a recursive schema comes to its end.
+
+    Returns None if no end of at most `max_length` tokens is found.
+
+    Raises: FreeText: the answer is within thoughts.
+    """
+    max_length = min(max_length, MAX_LENGTH)
+    end = _search(matcher, tokenizer, max_length, MAX_CHOICES)
+    # A place of many alternatives, such as a pattern, can use up all paths. Then only the first alternatives are taken.
+    return _search(matcher, tokenizer, max_length, 1) if end is None else end
+
+
+def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
+    """Return whether the grammar allows each token next, as booleans `(size,)`."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, count=size, bitorder="little").view(bool)
+
+
+def is_in_string(bits: bytes, tokenizer: LLTokenizer) -> bool:
+    """Return whether a matcher's bitmask allows both more of a string and its end."""
+    tokens = (_token(character, tokenizer) for character in (QUOTE, IN_STRING))
+    return all(_is_allowed(bits, token) for token in tokens)
+
+
+@dataclass(order=True)
+class _Path:
+    """The tokens of a possible end so far, and a matcher that has taken them; the shortest path is the least."""
+
+    length: int
+    number: int
+    matcher: LLMatcher = field(compare=False)
+    tokens: list[int] = field(compare=False)
+    was_in_string: bool = field(default=False, compare=False)
+
+    def take(self, tokens: list[int]) -> bool:
+        """Append tokens, and return whether the grammar allows them."""
+        self.tokens += tokens
+        self.length += len(tokens)
+        return bool(self.matcher.consume_tokens(tokens))
+
+
+def _search(
+    matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
+) -> list[int] | None:
+    """Follow the shortest path first, and return its tokens once the answer may end; None if all are too long."""
+    numbers = itertools.count()
+    paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]
+    for _ in range(MAX_PATHS if max_choices > 1 else max_length + 1):
+        if not paths:
+            break
+        path = heapq.heappop(paths)
+        if path.matcher.is_accepting():
+            return path.tokens
+        choices = _advance(path, tokenizer, max_length)
+        if choices is None:
+            continue
+        if not choices:  # it may end here, but a shorter path may be left
+            heapq.heappush(paths, path)
+        for token in choices[:max_choices] if len(choices) <= MAX_CHOICES else choices[:1]:
+            ahead = _Path(path.length, next(numbers), path.matcher.deep_copy(), [*path.tokens])
+            if ahead.take([token]):
+                heapq.heappush(paths, ahead)
+    return None
+
+
+def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
+    """Go on with a path up to the next place without a closer, and return the tokens that may follow there.
+
+    Returns an empty list if the answer may end there, and None if the path is too long.
+
+    Raises: FreeText: the path is within thoughts.
+    """
+    while not path.matcher.is_accepting():
+        new = path.matcher.compute_ff_tokens()  # the tokens that the grammar forces
+        if not new:
+            bits = path.matcher.compute_bitmask()
+            in_string = is_in_string(bits, tokenizer)
+            if in_string and path.was_in_string:
+                raise FreeText  # the last quote did not end a string
+            path.was_in_string = in_string
+            new = _possible(bits, QUOTE if in_string else CLOSERS, tokenizer)[:1]
+        if not new:
+            choices = _possible(bits, CHOICES, tokenizer)
+            # Anything else, such as the rest of a character: any token that the grammar allows.
+            any_token = int(allowed_tokens(path.matcher, tokenizer.vocab_size).argmax())
+            return choices or [any_token]
+        if path.length + len(new) > max_length or not path.take(new):
+            return None
+    return []
+
+
+def _possible(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
+    """Return the tokens of those characters that a matcher's bitmask allows."""
+    tokens = (_token(character, tokenizer) for character in characters)
+    return [token for token in tokens if _is_allowed(bits, token)]
+
+
+def _token(character: str, tokenizer: LLTokenizer) -> int:
+    """Return the token of one character."""
+    first, *_ = tokenizer.greedy_tokenize(character)
+    return first
+
+
+def _is_allowed(bits: bytes, token: int) -> bool:
+    """Return whether a matcher's bitmask allows one token; for few tokens faster than `allowed_tokens`."""
+    return bool(bits[token // 8] >> (token % 8) & 1)
