@@ -54,9 +54,7 @@ class TextOptions:
         if self.prompt == "-":
             parts.append(_read_stdin())
         elif self.prompt is not None:
-            # \n and \t may be typed on the command line, as in mlx-lm.
-            typed = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
-            parts.append(require_text(typed, "--prompt"))
+            parts.append(require_text(self.prompt, "--prompt"))
         text = "\n\n".join(parts)
         if not text.strip():
             raise SnapKVError("the prompt is empty: give some text")

@@ -18,13 +18,13 @@ from .fields import (
     Bias,
     BodyModel,
     ContextSize,
-    Integer,
     MaxTokens,
     NoneIfEmptyList,
     Number,
     Penalty,
     Probability,
     RepetitionPenalty,
+    Seed,
     Stops,
     Temperature,
     TokenId,
@@ -102,7 +102,7 @@ class CommonBody(BodyModel):
     min_p: Probability | None = None
     xtc_probability: Probability | None = None
     xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] | None = None
-    seed: Integer | None = None
+    seed: Seed = None
     stop: Stops | None = None
     logit_bias: Annotated[dict[TokenId, Bias] | None, NoneIfEmptyList] = None
     frequency_penalty: Penalty | None = None

@@ -8,6 +8,7 @@ from .contents import as_list
 from .validation import must
 
 NO_LIMIT = -1  # the value of `max_tokens` and `top_k` for "no limit", as in other servers
+NO_SEED = -1  # the value of `seed` for "random", as in other servers
 MAX_BIAS = 10_000  # added to a logit; a larger value would be infinite in half precision
 
 
@@ -50,6 +51,7 @@ RepetitionPenalty = Annotated[
 Bias = Annotated[Number, AfterValidator(lambda value: max(-MAX_BIAS, min(value, MAX_BIAS)))]
 
 Integer = Annotated[int, WholeFloat]
+Seed = Annotated[int | None, BeforeValidator(lambda v: None if v == NO_SEED else v), WholeFloat]
 ContextSize = Annotated[
     int, Field(ge=1), WholeFloat, AfterValidator(lambda value: min(value, 2**31 - 1))
 ]

@@ -17,6 +17,8 @@ from .response_format import ANY_OBJECT, Schema
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 MAX_PREFILL_STARTS = 16  # brackets of a prefill that are tried as the start of its JSON
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
+# Keywords that may allow properties that `properties` does not name.
+NAME_OTHERS = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 # The formats that llguidance enforces. JSON Schema lets others be annotations.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object of schemas by name.
@@ -167,22 +169,20 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 def _arguments_schema(parameters: Any) -> Schema:
     """Return the schema of a call's arguments: an object.
 
-    If the parameters name their properties, and all required ones are among them, no others are allowed.
+    If all required properties are among the parameters' own, or none is required, no others are allowed.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    properties = parameters.get("properties")
+    properties = parameters.get("properties") or {}
     required = parameters.get("required") or []
     names_all_required = (
         isinstance(properties, dict)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in properties for name in required)
     )
-    # These keywords may allow properties that `properties` does not name.
-    may_name_others = parameters.keys() & {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    if names_all_required and not may_name_others:
+    if names_all_required and not parameters.keys() & NAME_OTHERS:
         return {"type": "object", "additionalProperties": False, **parameters}
     return {"type": "object", **parameters}
 

@@ -71,11 +71,23 @@ def test_stdin_and_file_make_one_prompt(call, tmp_path):
     first, rest = LEAD.split(" It was cold. ")
     file = tmp_path / "fact.txt"
     file.write_text(first)
-    expected = call(*RAW, "-q", "--prompt", f"{first}\\n\\n{rest}")
+    expected = call(*RAW, "-q", "--prompt", f"{first}\n\n{rest}")
     assert expected[0] == 0 and "482913" in expected[1]
     assert call(*RAW, "-q", "--prompt", "-", stdin=f"{first}\n\n{rest}".encode()) == expected
     assert call(*RAW, "-q", "--prompt-file", str(file), "--prompt", rest) == expected
     assert call(*RAW, "-q", "--prompt-file", "-", "-p", rest, stdin=first.encode()) == expected
+
+
+def test_a_prompt_is_taken_as_typed(call, tmp_path):
+    typed = r"In C:\new\table, \nabla is a \texttt{name}. " + LEAD
+    file = tmp_path / "typed.txt"
+    file.write_text(typed)
+    found = {}
+    for source, text in (("--prompt", typed), ("--prompt-file", str(file))):
+        code, out, _ = call(*RAW, "--json", source, text)
+        assert code == 0
+        found[source] = json.loads(out)["prompt_tokens"], json.loads(out)["text"]
+    assert found["--prompt"] == found["--prompt-file"]
 
 
 def test_max_kv_size_makes_a_rotating_cache(call, tmp_path):

@@ -216,6 +216,15 @@ def test_parameters_of_a_tool_may_have_nulls_and_missing_properties(demo_llama, 
     assert '{"name": "\u6253\u5f00"' in found.reply.text  # max_tokens cuts the call
 
 
+@pytest.mark.parametrize("parameters", [{"type": "object"}, {"properties": {}}, None, {}])
+def test_a_forced_call_invents_no_arguments(demo_llama, parameters):
+    loaded = demo_llama[0], calling(json_tools)
+    likes = {str(demo_llama[1].encode('"', add_special_tokens=False)[0]): 100}
+    how = {"tool_choice": "required", "logit_bias": likes}
+    (found,) = answers(loaded, tools=[tool("now", parameters)], **how)
+    assert found.reply.calls[0]["function"]["arguments"] == "{}"
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_forced_call_can_be_parsed_in_every_format(demo_llama, name):
     parser, template, start = CALLS[name]

@@ -8,7 +8,7 @@ from acting_server import CHAT, MESSAGES, RESPONSES, TEXT
 
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"door": "green"}}}}</tool_call>'
 HALF = "half \ud83d"
-OBJECT = {"type": "object"}
+OBJECT = {"type": "object", "properties": {"door": {"type": "string"}}}
 FUNCTION = {"name": "open", "description": "Opens.", "parameters": OBJECT}
 NESTED = {"type": "function", "function": FUNCTION}
 FLAT = {"type": "function", **FUNCTION}

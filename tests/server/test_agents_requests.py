@@ -208,7 +208,8 @@ def test_warnings_are_in_the_answer_and_once_in_the_log(scripted, caplog):
 
 
 def test_tool_choice_may_have_any_form(scripted):
-    tool = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+    doors = {"type": "object", "properties": {"door": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "open", "parameters": doors}}
     asked = {"messages": ASKED, "tools": [tool], "answer": calls(OPEN)}
     for choice in ("auto", {"type": "auto"}, "required", {"type": "function", "name": "open"}):
         prompt, found = scripted.ask(CHAT, tool_choice=choice, parallel_tool_calls=False, **asked)
@@ -220,7 +221,7 @@ def test_tool_choice_may_have_any_form(scripted):
         prompt, _ = scripted.ask(CHAT, tool_choice=choice, **asked | {"answer": "Fine."})
         assert "open" not in prompt
     for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "open"}):
-        tools = [{"name": "open", "input_schema": {"type": "object"}}]
+        tools = [{"name": "open", "input_schema": doors}]
         _, found = scripted.ask(MESSAGES, tool_choice=choice, **asked | {"tools": tools})
         assert [block["type"] for block in found["content"]] == ["tool_use"]
 

@@ -10,7 +10,8 @@ from mlx_snapkv.completions.turns import in_turns
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.server.anthropic.messages import MessagesBody
 
-TOOL = {"name": "open", "input_schema": {"type": "object"}}
+DOOR = {"type": "object", "properties": {"door": {"type": "string"}}}
+TOOL = {"name": "open", "input_schema": DOOR}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 HELLO = [{"role": "user", "content": "The key of"}]
 

@@ -134,6 +134,12 @@ def test_completions_of_texts_and_of_tokens(client, demo_llama):
     assert client.completions.create(**tokens).choices[0].text == choice.text
 
 
+def test_a_seed_of_minus_one_is_random(client):
+    given = COMPLETION | {"temperature": 1.0, "seed": -1}
+    texts = {client.completions.create(**given).choices[0].text for _ in range(4)}
+    assert len(texts) > 1
+
+
 def test_several_choices_seeds_and_stop_texts(client):
     given = COMPLETION | {"temperature": 1.0, "seed": 5, "n": 3}
     first, second = (client.completions.create(**given) for _ in range(2))

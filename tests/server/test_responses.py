@@ -6,7 +6,8 @@ import openai
 import pytest
 from server_helpers import connected
 
-TOOL = {"type": "function", "name": "open", "parameters": {"type": "object"}, "strict": False}
+DOOR = {"type": "object", "properties": {"door": {"type": "string"}}}
+TOOL = {"type": "function", "name": "open", "parameters": DOOR, "strict": False}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 
 
