@@ -85,6 +85,7 @@ def main(commands: typer.Typer = app) -> None:
     """
     process.open_standard_descriptors()
     process.allow_many_files()
+    process.replace_unencodable()
     warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print a line of their own
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]

@@ -1,6 +1,7 @@
-"""The command's process: standard streams that are closed or full, the exit, and Ctrl-C during the imports."""
+"""The command's process: standard streams that are closed, full or not UTF-8, the exit, and Ctrl-C in the imports."""
 
 import contextlib
+import io
 import os
 import resource
 import signal
@@ -17,6 +18,18 @@ def open_standard_descriptors() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+
+
+def replace_unencodable() -> None:
+    """Make stdout write "?" for a letter that its encoding lacks, which would otherwise end the command.
+
+    UTF-8 lacks none. Another error handler, such as one from `PYTHONIOENCODING=cp1252:xmlcharrefreplace`, stays.
+    """
+    stdout = sys.stdout
+    if not isinstance(stdout, io.TextIOWrapper) or stdout.encoding.lower() in ("utf-8", "utf8"):
+        return
+    if stdout.errors in ("strict", "surrogateescape"):
+        stdout.reconfigure(errors="replace")
 
 
 def allow_many_files() -> None:

@@ -1,5 +1,6 @@
 """The command when its standard streams are closed, full or not read, and when Ctrl-C is pressed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_lines import MODULE, PLAIN
+from command_lines import LEAD, MODULE, PLAIN
+from model_folders import change, demo_with
 
 STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 
@@ -24,6 +26,42 @@ def shell(redirected, *args):
 def test_an_answer_needs_neither_stderr_nor_stdin(redirected):
     code, out, err = shell(redirected, *PLAIN)
     assert (code, out) == (0, "482913\n") and "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def snowy(tmp_path_factory):
+    """Return the folder of the embedded model with a tokenizer that decodes every 4 as a snowman."""
+    folder = demo_with(tmp_path_factory.mktemp("snowy") / "model")
+    file = folder / "tokenizer.json"
+    decoder = json.loads(file.read_text())["decoder"]
+    snowman = {"type": "Replace", "pattern": {"String": "4"}, "content": "\u2603"}
+    change(file, decoder={"type": "Sequence", "decoders": [decoder, snowman]})
+    return str(folder)
+
+
+LATIN = [
+    {"PYTHONIOENCODING": "cp1252"},
+    {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+]
+
+
+@pytest.mark.parametrize("settings", LATIN, ids=["cp1252", "C"])
+def test_letters_that_stdout_lacks_are_replaced(snowy, settings):
+    model = ["--model", snowy, "-m", "6", "--ignore-chat-template"]
+    fact = "The access code of the opal oak is 444444."
+    question = f"{fact} What is the access code of the opal oak?\n"
+    for args, stdin, wanted in (
+        (["generate", *model, "-q", "--prompt", LEAD], "", "?82913\n"),
+        (["generate", *model, "--json", "--prompt", LEAD], "", "82913"),
+        (["compare", *model, "--prompt", LEAD], "", "?82913"),
+        (["chat", *model[:-1], "-q"], question, "?????"),
+    ):
+        done = subprocess.run(
+            [*MODULE, *args], input=stdin.encode(), capture_output=True, env=os.environ | settings
+        )
+        out, err = done.stdout.decode("cp1252"), done.stderr.decode("cp1252", "replace")
+        assert done.returncode == 0 and "Traceback" not in err, err
+        assert wanted in out, (args, out)
 
 
 def test_a_closed_or_full_stdout_is_one_line():
