@@ -279,11 +279,13 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
         start: starts the engine.
     """
     from ..server.app import bind_socket, serve
+    from ..server.log import show_log
 
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
         start().join()
         os._exit(0)  # sys.exit would abort in MLX's threads, since rank 0 has gone
+    show_log()
     with bind_socket(settings) as place:
         engine = start()
         host, port, *_ = place.getsockname()

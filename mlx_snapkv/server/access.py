@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import time
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
@@ -16,8 +17,11 @@ from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
 from .body_limits import limit_body
 from .formatter import ResponseFormatter
+from .log import log
 from .metrics import Metrics
 
+# The headers with the number of a request, for clients of OpenAI's APIs and of Anthropic's.
+REQUEST_ID_HEADERS = "x-request-id", "request-id"
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
 # Paths that need no key: for watchdogs, and for browsers, which send none.
@@ -85,7 +89,9 @@ class Settings:
 
 
 class Gate:
-    """ASGI middleware that checks keys and hosts, counts responses, and sends exceptions in the form of the API.
+    """ASGI middleware that checks keys and hosts, and sends exceptions in the form of the API.
+
+    It numbers, counts and logs responses.
 
     Starlette's `TrustedHostMiddleware` is not used, because it sends plain text, which clients can't parse.
     """
@@ -105,11 +111,15 @@ class Gate:
             return
         scope = _normalize(scope)
         status = 0  # HTTP status; 0 until the response begins
+        since = time.monotonic()
+        request_id = f"req_{secrets.token_hex(12)}"
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                name = REQUEST_ID_HEADERS[_is_anthropic(scope)]
+                MutableHeaders(scope=message)[name] = request_id
             await send(message)
 
         try:
@@ -132,6 +142,9 @@ class Gate:
         # Label with the route's path: every label stays in memory, and clients can invent paths.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path, str(status)).inc()
+        if path.startswith("/v1/"):
+            seconds = time.monotonic() - since
+            log.info("%s %s %d %.1f s %s", scope["method"], path, status, seconds, request_id)
 
     def _require_own_host(self, headers: Headers) -> None:
         """Raise ApiError if the page of another website has sent the request.
@@ -175,10 +188,13 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     api_error = as_api_error(error)
     if api_error.status_code in (404, 405):
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
-    is_messages = scope["path"].startswith("/v1/messages")
-    is_anthropic = is_messages or "anthropic-version" in Headers(scope=scope)
-    formatter = MessageFormatter if is_anthropic else ResponseFormatter
+    formatter = MessageFormatter if _is_anthropic(scope) else ResponseFormatter
     return JSONResponse(formatter.error(api_error), api_error.status_code, api_error.headers)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's API, or from its client."""
+    return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def _require_key(headers: Headers, key: str) -> None:

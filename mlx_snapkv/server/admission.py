@@ -54,6 +54,7 @@ class Admission:
 
     Attributes:
         bounds: the model's limits on an answer.
+        context: number of tokens of a prompt, by the limit or by the model's trained length; None if neither is known.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Admission:
         self._open_requests = metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._long_prompts = LongPrompts(model, **options)
+        self.context = limits.context or trained_length(model)
         self.bounds = Bounds(
             max_tokens=trained_length(model) or DEFAULT_MAX_ANSWER,
             vocabulary_size=vocabulary(model),

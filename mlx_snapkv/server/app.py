@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,20 +13,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .._version import __version__
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from ..paths import reason
-from .access import Gate, Settings
+from .access import REQUEST_ID_HEADERS, Gate, Settings
 from .anthropic.messages import router as anthropic
-from .api_error import ApiError
 from .changing_lines import ChangingLines
 from .engine import Engine
-from .formatter import ResponseFormatter
+from .models import router as models
 from .openai.completions import router as openai
 from .openai.responses import router as responses
+from .protocol import Protocol
 
 CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
@@ -40,7 +39,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.engine = engine
     app.state.settings = settings
     app.state.changing_lines = ChangingLines()
-    for each in (openai, responses, anthropic, router):
+    app.state.created = int(time.time())  # when the model became available, in Unix seconds
+    for each in (openai, responses, anthropic, models, router):
         app.include_router(each)
     app.add_exception_handler(HTTPException, _raise)
     app.add_exception_handler(RequestValidationError, _raise)
@@ -51,6 +51,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
+            allow_private_network=True,  # a public page may reach this machine, if its origin is allowed
+            expose_headers=REQUEST_ID_HEADERS,
         )
     return app
 
@@ -86,17 +88,6 @@ async def page() -> Response:
 async def _raise(request: Request, error: Exception) -> Response:
     """Leave an error to `Gate`, which sends it in the form of the API, instead of FastAPI's own handler."""
     raise error
-
-
-class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol, which sends an error in OpenAI's form for a request that is not valid HTTP."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Send the error and close the connection."""
-        body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
 
 
 class _Server(uvicorn.Server):

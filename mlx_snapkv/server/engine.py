@@ -116,6 +116,11 @@ class Engine:
         return self._limits.concurrency + self._limits.queue
 
     @property
+    def context(self) -> int | None:
+        """Return the number of tokens that a prompt should have at most; None if it is not known."""
+        return self._admission.context
+
+    @property
     def is_alive(self) -> bool:
         """Return whether the engine can answer requests: its thread runs, and is not to stop."""
         return not self._stopping and self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""The server's log, and warnings that it repeats for no request."""
+"""The server's log: a line for each request, and warnings that it repeats for no request."""
 
 import logging
 import re
@@ -7,6 +7,12 @@ log = logging.getLogger("mlx_snapkv.server")
 
 MAX_KINDS = 1000  # kinds of warnings to remember; clients can cause any number
 KIND_LENGTH = 120  # characters by which kinds are compared
+
+
+def show_log() -> None:
+    """Print the log on stderr, with a line for each request. Without a call, Python prints only warnings."""
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
 
 
 class LoggedOnce:

@@ -113,6 +113,14 @@ def test_a_page_of_another_site_may_not_ask(served):
     with serving(origins=("http://good.example",)) as open_to:
         answer = open_to.post(CHAT, HELLO, headers={"Origin": "http://good.example"})
         assert answer.headers["access-control-allow-origin"] == "http://good.example"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        wish = {"Access-Control-Request-Private-Network": "true"}
+        wish |= {"Access-Control-Request-Method": "POST"}
+        for origin, status in (("http://good.example", 200), ("http://evil.example", 400)):
+            asked = open_to.client.options(CHAT, headers=wish | {"Origin": origin})
+            assert asked.status_code == status
+        good = open_to.client.options(CHAT, headers=wish | {"Origin": "http://good.example"})
+        assert good.headers["access-control-allow-private-network"] == "true"
     for origin in ("good.example", "http://good.example/", "http://Good.example"):
         with pytest.raises(SnapKVError, match="--allow-origin must be"):  # no browser sends it
             Settings(origins=("null", origin))

@@ -125,11 +125,24 @@ def test_a_forced_call(agent):
     assert json.loads(found.message.content)["door"] == "green"
 
 
+def assert_offsets(text, tokens, offsets):
+    assert offsets[0] == 0 and len(tokens) == len(offsets)
+    assert all(text.startswith(token, start) for token, start in zip(tokens, offsets))
+
+
 def test_completions_of_texts_and_of_tokens(client, demo_llama):
     response = client.completions.create(**COMPLETION, logprobs=2)
     (choice,) = response.choices
     assert choice.text.strip() == generate(*demo_llama, "The key of", max_tokens=12)
-    assert len(choice.logprobs.token_logprobs) == 12 == response.usage.completion_tokens
+    logprobs = choice.logprobs
+    assert len(logprobs.token_logprobs) == 12 == response.usage.completion_tokens
+    assert_offsets(choice.text, logprobs.tokens, logprobs.text_offset)
+    chunks = [
+        chunk.choices[0]
+        for chunk in client.completions.create(**COMPLETION, logprobs=2, stream=True)
+    ]
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    assert [n for part in parts for n in part.text_offset] == logprobs.text_offset
     tokens = COMPLETION | {"prompt": demo_llama[1].encode("The key of")}
     assert client.completions.create(**tokens).choices[0].text == choice.text
 
@@ -159,7 +172,9 @@ def test_several_choices_seeds_and_stop_texts(client):
 
 def test_model_names_and_mistakes(client):
     assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("org/other-name").id == "org/other-name"
+    other = client.models.retrieve("org/other-name")
+    assert other.id == "org/other-name" and other.context_length == other.max_model_len > 1000
+    assert other.created == client.models.retrieve("demo").created > 1_700_000_000
     with pytest.raises(openai.BadRequestError, match="temperature should be"):
         chat(client, "hi", temperature=-1)
     with pytest.raises(openai.BadRequestError) as refused:

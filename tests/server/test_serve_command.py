@@ -16,9 +16,14 @@ def test_an_alias_is_a_model_and_ctrl_c_ends_the_server():
         assert re.fullmatch(r"prefix cache: [\d.]+ .B hold [\d,]+ prompts of 16,384 tokens\n", room)
         models = httpx.get(f"{url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["demo", "gpt-4o"]
+        listed = httpx.get(f"{url}/v1/models")
+        refused = httpx.post(f"{url}/v1/messages", json={})
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-        assert "Traceback" not in process.stderr.read()
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        assert re.search(rf"GET /v1/models 200 \S+ s {listed.headers['x-request-id']}\n", log)
+        assert re.search(rf"POST /v1/messages 400 \S+ s {refused.headers['request-id']}\n", log)
 
 
 def test_a_port_in_use_is_reported_before_the_model_is_loaded():

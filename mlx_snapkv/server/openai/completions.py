@@ -1,6 +1,5 @@
-"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent_event
 from ..requests import Event, Finished, Logprob, PromptProgress, Started, TokenLogprob
+from .text_offsets import TextOffsets
 
 DONE = "data: [DONE]\n\n"
 
@@ -56,23 +56,6 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     return await _respond(request, body)
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
-    """List the model that is served, under each of its names."""
-    names = request.app.state.engine.loaded.names
-    return {"object": "list", "data": [_model(name) for name in names]}
-
-
-@router.get("/v1/models/{name:path}")
-async def model(name: str) -> dict[str, Any]:
-    """Describe the model that is served; any name is accepted."""
-    return _model(name)
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "mlx-snapkv"}
-
-
 class CompletionFormatter(ResponseFormatter):
     """Formats chat completions and text completions.
 
@@ -105,6 +88,7 @@ class CompletionFormatter(ResponseFormatter):
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         # For each answer, by its index: the tokens' log-probabilities, and the number of tokens and calls sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
         self._n_sent_calls: Counter[int] = Counter()
 
@@ -117,6 +101,7 @@ class CompletionFormatter(ResponseFormatter):
                 yield f": reading {event.n_read}/{event.n_prompt}\n\n"
             case TokenLogprob():
                 self._tokens[index].append(event)
+                self._offsets[index].add(event.sampled.data)
             case Started() if self._is_chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
             case Reply():
@@ -135,7 +120,7 @@ class CompletionFormatter(ResponseFormatter):
     def response_body(self) -> dict[str, Any]:
         """Return the completion, with all answers as its `choices`."""
         choices = [
-            choice(end.answer, index, self._logprobs(self._tokens[index]))
+            choice(end.answer, index, self._logprobs(index, 0))
             for index, end in sorted(self.finished.items())
         ]
         return {**self._head, "choices": choices, **self._summary()}
@@ -157,9 +142,8 @@ class CompletionFormatter(ResponseFormatter):
 
         Its calls and tokens are counted as sent. Calls are numbered through all parts of the answer.
         """
-        tokens = self._tokens[index][self._n_sent_tokens[index] :]
-        self._n_sent_tokens[index] += len(tokens)
-        logprobs = self._logprobs(tokens)
+        logprobs = self._logprobs(index, self._n_sent_tokens[index])
+        self._n_sent_tokens[index] = len(self._tokens[index])
         if not self._is_chat:
             return {"text": reply.text, "logprobs": logprobs}
         numbered = enumerate(reply.calls, start=self._n_sent_calls[index])
@@ -168,8 +152,12 @@ class CompletionFormatter(ResponseFormatter):
         fields = message_fields(replace(reply, calls=calls), self._uses_functions)
         return {"delta": fields, "logprobs": logprobs}
 
-    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens in the form of chats or of texts; None without tokens."""
+    def _logprobs(self, index: int, first: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of an answer's tokens from the number `first` on; None without tokens.
+
+        They have the form of chats or of texts.
+        """
+        tokens = self._tokens[index][first:]
         if not tokens:
             return None
         if self._is_chat:
@@ -183,6 +171,7 @@ class CompletionFormatter(ResponseFormatter):
             "tokens": [t.sampled.token for t in tokens],
             "token_logprobs": [t.sampled.logprob for t in tokens],
             "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
+            "text_offset": self._offsets[index].starts[first:],
         }
 
     def _summary(self) -> dict[str, Any]:

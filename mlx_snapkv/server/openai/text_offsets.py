@@ -1,0 +1,24 @@
+"""Where tokens begin in the text of an answer."""
+
+import codecs
+
+
+class TextOffsets:
+    """Finds the place in an answer's text at which each token begins.
+
+    A character may be split over several tokens. It counts for the token that ends it.
+
+    Attributes:
+        starts: for each token, the number of characters before it.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first token."""
+        self.starts: list[int] = []
+        self._n_characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def add(self, data: bytes) -> None:
+        """Append the bytes of the next token."""
+        self.starts.append(self._n_characters)
+        self._n_characters += len(self._decoder.decode(data))

@@ -1,0 +1,74 @@
+"""uvicorn's HTTP protocol: errors as JSON, and clients that shut down their sending side before the answer."""
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .api_error import ApiError
+from .formatter import ResponseFormatter
+
+RESPONSE_START = b"HTTP/1.1 "  # the first bytes of every response
+PROBE_SECONDS = 0.25  # seconds between the first two probes; each later interval is twice as long
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP protocol with two additions.
+
+    A request that is not valid HTTP gets an error in OpenAI's form. A client that shuts down its sending side after its
+    request gets its answer.
+    """
+
+    def send_400_response(self, msg: str) -> None:
+        """Send the error and close the connection."""
+        body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client's request is complete, and waits for its response."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        if not cycle.response_started:
+            probing: Any = ProbingTransport(self.transport, self.loop)
+            self.transport = cycle.transport = probing
+        return True
+
+
+class ProbingTransport:
+    """A transport that finds out whether a client has left, or has only shut down its sending side.
+
+    Both look alike until the server writes. So single bytes of the response's start are written before the response:
+    the second one fails if the client has left, and asyncio then closes the connection.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        """Write the first byte at once."""
+        self._transport = transport
+        self._loop = loop
+        self._n_sent = 0  # bytes of RESPONSE_START
+        self._seconds = PROBE_SECONDS
+        self._probe()
+
+    def write(self, data: bytes) -> None:
+        """Write the response without the bytes that were sent before; the first data has the whole start."""
+        self._timer.cancel()
+        self._transport.write(data[self._n_sent :])
+        self._n_sent = 0
+
+    def _probe(self) -> None:
+        """Write the next byte, and do so again after a while. The last byte is left to the response."""
+        if self._n_sent + 1 == len(RESPONSE_START) or self._transport.is_closing():
+            return
+        self._transport.write(RESPONSE_START[self._n_sent : self._n_sent + 1])
+        self._n_sent += 1
+        self._timer = self._loop.call_later(self._seconds, self._probe)
+        self._seconds *= 2
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the transport itself."""
+        return getattr(self._transport, name)
