@@ -52,11 +52,13 @@ class ProbingTransport:
         self._loop = loop
         self._n_sent = 0  # bytes of RESPONSE_START
         self._seconds = PROBE_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
         self._probe()
 
     def write(self, data: bytes) -> None:
         """Write the response without the bytes that were sent before; the first data has the whole start."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._transport.write(data[self._n_sent :])
         self._n_sent = 0
 
