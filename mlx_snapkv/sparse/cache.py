@@ -34,6 +34,7 @@ class SparseKVCache(AttendingCache):
         """Take over a ranking of the prompt's entries; the answer may have begun."""
         self.ranking = ranking
         self.layer = ranking.view.layer
+        self._entry_nbytes = n_bytes(self.sample)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
@@ -114,7 +115,7 @@ class SparseKVCache(AttendingCache):
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the bytes that a token reads, the index included."""
         index = self.ranking.view.index
-        return n_bytes(self.sample) * self.n_entries + (0 if index is None else index.nbytes)
+        return self._entry_nbytes * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
         """Return False: the prompt has been read."""

@@ -49,6 +49,7 @@ class TokenRanking:
         """Place sink and window, and start with an empty answer."""
         self.n_prompt = n = len(prompt)
         self._prompt = prompt
+        self._heads = prompt.blocks().shape[:2]  # B and n_kv_heads
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
         self.n_first = min(quota.n_sink, n)
@@ -215,8 +216,3 @@ class TokenRanking:
         if stop > self.n_first:
             read = mx.put_along_axis(read, self._best(query, stop), mx.array(True), axis=-1)
         return read[:, :, None]
-
-    @property
-    def _heads(self) -> tuple[int, ...]:
-        """Return `(B, n_kv_heads)`."""
-        return self.view.blocks().shape[:2]
