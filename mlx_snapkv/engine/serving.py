@@ -150,17 +150,7 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
             for n, item in enumerate(timed, 1):
                 request.prompt_is_read()
                 if pace.switches(timed.latest):
-                    started = time.perf_counter()
-                    if pace.reads_all:
-                        request.read_all()
-                        report.read_all.append([n + 2, None])
-                    else:
-                        is_first = not request.is_compressed
-                        request.compress()
-                        report.read_all[-1][1] = n + 1  # mlx-lm has begun the next token
-                        if is_first:
-                            on_report(report)
-                    took = time.perf_counter() - started
+                    took = _switch(request, pace.reads_all, n, on_report)
                     seconds += took
                     if not setup:
                         setup.append(Measurement(SETUP, request.plan.n_prompt, took))
@@ -168,15 +158,39 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
                 report.token_seconds = pace.seconds.get(False)
                 yield _without(item, seconds)
     except GeneratorExit:
-        request.remember([*pace.measurements, *setup])
-        _end_in_full(request, on_report)
+        _end_adaptive(request, [*pace.measurements, *setup], on_report)
         raise
-    request.remember([*pace.measurements, *setup])
-    _end_in_full(request, on_report)
+    _end_adaptive(request, [*pace.measurements, *setup], on_report)
 
 
-def _end_in_full(request: Request, on_report: ReportCallback) -> None:
-    """Report on a sparse answer that ended before a token chose; do nothing if one did."""
+def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback) -> float:
+    """Let the tokens after the `n`-th of an answer read the other way, and return the seconds that this took.
+
+    Args:
+        request: the request, whose report notes the switch.
+        reads_all: whether these tokens read all entries.
+        n: number of tokens that the answer has.
+        on_report: receives the report when the first tokens choose.
+    """
+    started = time.perf_counter()
+    report = request.report
+    if reads_all:
+        request.read_all()
+        report.read_all.append([n + 2, None])
+    else:
+        is_first = not request.is_compressed
+        request.compress()
+        report.read_all[-1][1] = n + 1  # mlx-lm has begun the next token
+        if is_first:
+            on_report(report)
+    return time.perf_counter() - started
+
+
+def _end_adaptive(
+    request: Request, measurements: list[Measurement], on_report: ReportCallback
+) -> None:
+    """Extend the speed record by a sparse answer, and report on the answer if it ended before a token chose."""
+    request.remember(measurements)
     if request.is_compressed:
         return
     report = request.end()
