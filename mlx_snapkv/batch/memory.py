@@ -10,14 +10,12 @@ from ..models.distributed import from_first
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
-from ..planning.kv_limit import advice, machine_kv_limit
+from ..planning.kv_limit import advice, fits, machine_kv_limit
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
-NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that sets no limit
-RESERVED_ANSWER = (
-    2048  # tokens of an answer for which memory is reserved, at least if a request asks for more
-)
+# Tokens of an answer for which memory is reserved at least, if a request asks for as many.
+RESERVED_ANSWER = 2048
 
 
 class NeverFits(SnapKVError):
@@ -40,7 +38,7 @@ class Memory:
         self._footprint = Footprint(sizes, config, step_size)
         self._is_given = limit is not None
         if limit is None:
-            limit = from_first(partial(machine_kv_limit, sizes.model, config, step_size))
+            limit = from_first(partial(machine_kv_limit, self._footprint))
         self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
@@ -72,16 +70,11 @@ class Memory:
         result is at least `RESERVED_ANSWER`, unless `max_tokens` is less. A limit that a user has set holds strictly.
         """
         n = max_tokens
-        while n > RESERVED_ANSWER and not self._is_given and not self._fits(n_prompt, n):
+        while n > RESERVED_ANSWER and not self._is_given:
+            if fits(self._footprint, n_prompt, n, self.limit):
+                break
             n = max(RESERVED_ANSWER, n // 2)
         return n
-
-    def _fits(self, n_prompt: int, max_tokens: int) -> bool:
-        try:
-            self.need(n_prompt, max_tokens)
-        except NeverFits:
-            return False
-        return True
 
     def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
         """Return the bytes that the batch takes at most with another request; None if the request has to wait.

@@ -19,9 +19,10 @@ from ..models.counts import vocabulary
 from ..models.trained_length import trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
+from ..planning.kv_limit import NO_KV_LIMIT
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
-from .memory import NO_KV_LIMIT, Memory
+from .memory import Memory
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typer import Context
 from ..chat.conversation import Conversation
 from ..errors import SnapKVError
 from ..planning.file_cost import FileCost, file_cost
+from ..planning.kv_limit import NO_KV_LIMIT
 from ..planning.long_prompts import LongPrompts
 from ..sparse.options import Sparse
 from .options import SamplingOptions
@@ -155,7 +156,7 @@ class Session:
         n_before = len(conversation.read)
         # A document that does not fit is refused with its message.
         self.console.announce(
-            conversation.model, n_tokens, n_before, max_kv_bytes=0, **self._keywords
+            conversation.model, n_tokens, n_before, max_kv_bytes=NO_KV_LIMIT, **self._keywords
         )
         return n_tokens
 

@@ -95,7 +95,9 @@ class PromptConsole:
             sentence = prompts.foretold(n_prompt, n_before)
             if sentence is not None:
                 self.say(sentence)
-        self.say_all(prompts.warnings(n_prompt, n_before))
+        warning = prompts.warning(n_prompt, n_before)
+        if warning is not None:
+            self.say(warning)
 
     @contextmanager
     def bar(

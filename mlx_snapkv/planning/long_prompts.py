@@ -10,6 +10,7 @@ from .auto import AutoRequest, recommend, worth_comparing
 from .config import CompressionConfig
 from .entry_sizes import EntrySizes
 from .footprint import Footprint
+from .kv_limit import NO_KV_LIMIT
 from .machine import this_machine
 from .memory_plan import Planner
 from .options import OPTIONS
@@ -55,15 +56,14 @@ class LongPrompts:
         }
         self._planner: Planner | None = None
 
-    def warnings(self, n_prompt: int, n_before: int = 0) -> list[str]:
-        """Return the problems of a prompt of `n_prompt` tokens, after `n_before` tokens that were read already.
+    def warning(self, n_prompt: int, n_before: int = 0) -> str | None:
+        """Return a sentence if a prompt exceeds the model's trained length with the `n_before` tokens read already.
 
-        A rotating cache has none: it holds at most `max_kv_size` entries.
+        None for a rotating cache, which holds at most `max_kv_size` entries.
         """
         if self._is_rotating:
-            return []
-        problem = beyond_trained_length(self._model, n_before + n_prompt)
-        return [] if problem is None else [problem]
+            return None
+        return beyond_trained_length(self._model, n_before + n_prompt)
 
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
         """Return a sentence about the entries to be kept and the memory saved, or about why nothing is evicted.
@@ -102,7 +102,7 @@ class LongPrompts:
             n_before: number of tokens read before; their entries are still there unless a policy evicts.
             max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
         """
-        if self._is_rotating or max_kv_bytes == 0:
+        if self._is_rotating or max_kv_bytes == NO_KV_LIMIT:
             return
         n = n_prompt if self._config.compress is not None else n_before + n_prompt
         try:
@@ -122,7 +122,7 @@ class LongPrompts:
             raise SnapKVError(
                 f"{n} tokens will take about {format_bytes(plan.peak)}, but this machine has "
                 f"{format_bytes(self._usable)} for models; {self._what_fits(n)}, and {{}} reads them anyway",
-                Option("max_kv_bytes", "0"),
+                Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
 
     def _what_fits(self, n_prompt: int) -> str:

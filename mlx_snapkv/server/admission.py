@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..batch.memory import NO_KV_LIMIT, RESERVED_ANSWER, Memory
+from ..batch.memory import RESERVED_ANSWER, Memory
 from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
 from ..models.counts import vocabulary
-from ..models.trained_length import trained_length
+from ..models.trained_length import beyond_trained_length, trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
-from ..planning.long_prompts import LongPrompts
+from ..planning.kv_limit import NO_KV_LIMIT
 from .api_error import ApiError, prompt_too_long
 from .log import LoggedOnce
 from .metrics import Metrics
@@ -70,7 +70,7 @@ class Admission:
         self._prefixes = prefixes
         self._open_requests = metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
-        self._long_prompts = LongPrompts(model, **options)
+        self._model = model
         self.context = limits.context or trained_length(model)
         self.bounds = Bounds(
             max_tokens=trained_length(model) or DEFAULT_MAX_ANSWER,
@@ -123,12 +123,13 @@ class Admission:
         return self._full_cache_memory if body.full_cache else self._memory
 
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """Return the memory that a request will take, or None if memory has no limit; log warnings on a long prompt.
+        """Return the memory that a request will take, or None if memory has no limit; log a warning on a long prompt.
 
         Raises: NeverFits: the request needs more than the limit.
         """
         n_prompt = len(request.prompt)
-        for warning in self._long_prompts.warnings(n_prompt):
+        warning = beyond_trained_length(self._model, n_prompt)
+        if warning is not None:
             self._logged_once.warn(warning)
         if self._memory is None:
             return None

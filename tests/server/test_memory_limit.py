@@ -3,15 +3,16 @@
 import mlx.core as mx
 import pytest
 from bad_requests import TEXT
+from model_configs import REFUSED_CONFIGS, make_model
 from server_helpers import serving
 
 from mlx_snapkv.batch.memory import Memory, NeverFits
 from mlx_snapkv.planning import kv_limit
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.entry_sizes import EntrySizes, weight_bytes
+from mlx_snapkv.planning.footprint import Footprint
 from mlx_snapkv.planning.kv_limit import machine_kv_limit
 from mlx_snapkv.planning.machine import Machine
-from mlx_snapkv.planning.prompt_plan import PREFILL_STEP_SIZE
 from mlx_snapkv.server.admission import Limits
 
 ENTRY_BYTES = 3072  # the entries of one token in the demo model
@@ -25,7 +26,7 @@ def let_limit_be(monkeypatch, model, limit):
     """Let this machine leave `limit` bytes of KV memory beside the model."""
     much = 1 << 40
     let_machine_have(monkeypatch, much)
-    taken = machine_room(much) - machine_kv_limit(model, CompressionConfig(), PREFILL_STEP_SIZE)
+    taken = machine_room(much) - machine_kv_limit(Footprint(EntrySizes(model), CompressionConfig()))
     let_machine_have(monkeypatch, (limit + taken) * 16 // 15)
 
 
@@ -58,6 +59,15 @@ def test_a_long_answer_is_reserved_as_far_as_the_machine_goes(demo_llama, monkey
     assert 2048 < n < 1 << 20 and memory.need(100, n).most <= memory.limit
     given = Memory(EntrySizes(demo_llama[0]), {}, 20_000_000)
     assert given.longest_answer(100, 1 << 20) == 1 << 20
+
+
+def test_a_model_without_sparse_attention_is_advised_a_shorter_prompt():
+    """The sentence is about memory, not about a setting that the model does not support."""
+    model = make_model("deepseek_v32", REFUSED_CONFIGS["deepseek_v32"])
+    whole = Memory(EntrySizes(model), {}, 1 << 40).need(4000, 10)
+    memory = Memory(EntrySizes(model), {}, whole.most - 1)
+    with pytest.raises(NeverFits, match=r"raise it; a prompt of 3,\d+ tokens would fit$"):
+        memory.need(4000, 10)
 
 
 def test_a_server_refuses_a_prompt_that_its_machine_can_not_hold(demo_llama, monkeypatch):
