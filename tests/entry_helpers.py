@@ -7,7 +7,7 @@ import reference
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.sparse import index
+from mlx_snapkv.sparse import full_view, index
 
 
 def normal(*shape, seed=0, mean=0.0):
@@ -34,6 +34,19 @@ def votes_of(entries):
 def exact_up_to(monkeypatch, n):
     """Let tokens rank more than `n` entries by an index."""
     monkeypatch.setattr(index, "EXACT_ENTRIES", n)
+
+
+def count_indexes(monkeypatch):
+    """Return a list to which every index that a layer makes from now on is appended."""
+    made = []
+
+    class Counted(index.KeyIndex):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(full_view, "KeyIndex", Counted)
+    return made
 
 
 def in_blocks(monkeypatch, n_bytes, one_pass=attention.ONE_PASS_BYTES):

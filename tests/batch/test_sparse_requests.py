@@ -5,15 +5,13 @@ import copy
 import mlx.core as mx
 import pytest
 from batch_helpers import Run, prompts_of
-from entry_helpers import exact_up_to
+from entry_helpers import count_indexes, exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
 from mlx_snapkv import Sparse
 from mlx_snapkv.server.prefix_cache import PrefixCache
-from mlx_snapkv.sparse import full_view
-from mlx_snapkv.sparse.index import KeyIndex
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
@@ -65,15 +63,8 @@ def test_several_requests_continue_from_copies_of_one_requests_caches(model, pol
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_several_requests_share_the_index_of_one_requests_caches(model, store, monkeypatch):
     """Each request continues from caches that are trimmed to the prefix it shares with the first."""
-    made = []
-
-    class Counted(KeyIndex):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
     exact_up_to(monkeypatch, 100)
-    monkeypatch.setattr(full_view, "KeyIndex", Counted)
+    made = count_indexes(monkeypatch)
     (document,) = prompts_of(200)
     prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, store=store)
     run.insert([document], 8)

@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import pytest
 from chat_helpers import SMALL, STORES, all_right, ask, begun, is_answered
-from entry_helpers import exact_up_to
+from entry_helpers import count_indexes, exact_up_to
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.utils import load_tokenizer
 from model_configs import make_model
@@ -20,8 +20,6 @@ from mlx_snapkv.caches.layers import attention_layers, file_bytes, held_tokens, 
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
-from mlx_snapkv.sparse import full_view
-from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.prompt_caches import make_caches, saved_forms
 
 SPARSE = Sparse(budget=64, when="always")
@@ -116,15 +114,8 @@ def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llam
 @pytest.mark.parametrize("store", STORES)
 def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
     """The index holds the keys of all tokens read, even after a turn was undone."""
-    made = []
-
-    class Counted(KeyIndex):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
     exact_up_to(monkeypatch, 200)
-    monkeypatch.setattr(full_view, "KeyIndex", Counted)
+    made = count_indexes(monkeypatch)
     conversation = begun(
         demo_llama, haystack, sparse="budget=64,n_window=32,when=always", store=store
     )
