@@ -20,7 +20,7 @@ from .formatter import ResponseFormatter
 from .log import log
 from .metrics import Metrics
 
-# The headers with the number of a request, for clients of OpenAI's APIs and of Anthropic's.
+# The headers with the id of a request, for clients of OpenAI's APIs and of Anthropic's.
 REQUEST_ID_HEADERS = "x-request-id", "request-id"
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
@@ -91,7 +91,7 @@ class Settings:
 class Gate:
     """ASGI middleware that checks keys and hosts, and sends exceptions in the form of the API.
 
-    It numbers, counts and logs responses.
+    It gives each request an id, and counts and logs the responses.
 
     Starlette's `TrustedHostMiddleware` is not used, because it sends plain text, which clients can't parse.
     """
@@ -113,6 +113,7 @@ class Gate:
         status = 0  # HTTP status; 0 until the response begins
         since = time.monotonic()
         request_id = f"req_{secrets.token_hex(12)}"
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
@@ -185,7 +186,7 @@ def _normalize(scope: Scope) -> Scope:
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """Return an error in Anthropic's form for its paths and clients, else in OpenAI's form."""
-    api_error = as_api_error(error)
+    api_error = as_api_error(error, scope["state"]["request_id"])
     if api_error.status_code in (404, 405):
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
     formatter = MessageFormatter if _is_anthropic(scope) else ResponseFormatter

@@ -1,6 +1,5 @@
 """The errors that clients get, for all APIs."""
 
-import secrets
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -41,10 +40,14 @@ def prompt_too_long(why: str) -> ApiError:
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
 
-def as_api_error(error: BaseException) -> ApiError:
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Convert an exception to the error that the client gets.
 
-    The client's own mistake becomes a 4xx. Any other exception is logged under a number, which the client gets.
+    The client's own mistake becomes a 4xx. Any other exception is logged under the request's id, which the client gets.
+
+    Args:
+        error: the exception that ended the request.
+        request_id: the id in the response's header.
     """
     if isinstance(error, ApiError):
         return error
@@ -59,7 +62,7 @@ def as_api_error(error: BaseException) -> ApiError:
         # FastAPI could not read the body.
         if type(cause) is ValueError:  # Python limits the digits of an integer
             return ApiError(400, "the body has a number of too many digits")
-        return as_api_error(cause)
+        return as_api_error(cause, request_id)
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client has disconnected")
     if isinstance(error, RecursionError):  # only a client's body can be nested so deeply
@@ -71,16 +74,15 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, SnapKVError) and not isinstance(error, EntryFileError):
         option = error.option if isinstance(error, OptionError) else None
         return ApiError(400, str(error), param=option)
-    return _server_error(error)
+    return _server_error(error, request_id)
 
 
-def _server_error(error: BaseException) -> ApiError:
-    """Log an exception under a random number, and return an error that tells the client only this number."""
-    number = secrets.token_hex(4)
+def _server_error(error: BaseException, request_id: str) -> ApiError:
+    """Log an exception under the request's id, and return an error that tells the client only this id."""
     # An EntryFileError names the damaged file, so a traceback adds nothing.
     if isinstance(error, EntryFileError):
-        log.error("request %s failed: %s", number, error)
+        log.error("request %s failed: %s", request_id, error)
     else:
-        log.error("request %s failed", number, exc_info=error)
-    sentence = f"the server failed on this request; its log has the details under {number}"
+        log.error("request %s failed", request_id, exc_info=error)
+    sentence = f"the server failed on this request; its log has the details under {request_id}"
     return ApiError(500, sentence, code="internal_error")

@@ -17,7 +17,7 @@ from ..completions.request import completion_request
 from ..errors import sentence
 from ..models.distributed import from_first, n_ranks, rank
 from .admission import Admission, Limits
-from .api_error import ApiError, as_api_error
+from .api_error import ApiError
 from .checkpoints import Checkpoints
 from .log import LoggedOnce, log
 from .metrics import Metrics
@@ -271,7 +271,7 @@ class Engine:
                 self._prepare(request)
                 request.need = self._admission.need(request.body, request.completion_request)
             except Exception as error:
-                request.put(as_api_error(error))
+                request.fail(error)
             else:
                 request.put(Accepted())
                 for warning in request.completion_request.warnings:
@@ -317,6 +317,6 @@ class Engine:
             os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)
         for request in self.batch.running.values():
-            request.put(as_api_error(error))
+            request.fail(error)
         self.batch.generator.close()
         self.batch = self._new_batch()

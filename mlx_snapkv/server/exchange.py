@@ -59,7 +59,7 @@ async def respond(
         some_wait = event is None and n_accepted == len(chats)
         if body.stream and (all_started or some_wait):
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            stream = _stream(first_chunks, events, formatter)
+            stream = _stream(first_chunks, events, formatter, request.state.request_id)
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
     return JSONResponse(formatter.response_body())
 
@@ -85,14 +85,14 @@ async def _events(
     last_check = received
     n_unfinished = len(bodies)
     with contextlib.ExitStack() as stack:
-        requests = [EngineRequest(body, partial(put, i)) for i, body in enumerate(bodies)]
+        requests = [
+            EngineRequest(body, partial(put, i), request.state.request_id)
+            for i, body in enumerate(bodies)
+        ]
         for each in requests:
             stack.enter_context(engine.answering(each))
         for each in requests:
-            try:
-                await asyncio.to_thread(engine.submit, each)
-            except Exception as error:
-                raise as_api_error(error) from error
+            await asyncio.to_thread(engine.submit, each)
         while n_unfinished > 0:
             now = time.monotonic()
             if now > last_check + POLL_SECONDS:
@@ -128,6 +128,7 @@ async def _stream(
     first_chunks: list[bytes],
     events: AsyncIterator[tuple[int, Event | None]],
     formatter: ResponseFormatter,
+    request_id: str,
 ) -> AsyncIterator[str | bytes]:
     """Yield server-sent events until all answers are complete.
 
@@ -135,6 +136,7 @@ async def _stream(
         first_chunks: events from before the stream began.
         events: the engine's later events.
         formatter: formats the events of the answers' API.
+        request_id: the id of the HTTP request, which an error names.
     """
     yield b"".join(first_chunks)
     last_sent = time.monotonic()
@@ -151,4 +153,4 @@ async def _stream(
     except ClientDisconnect:
         return
     except Exception as error:
-        yield formatter.stream_error(as_api_error(error))
+        yield formatter.stream_error(as_api_error(error, request_id))

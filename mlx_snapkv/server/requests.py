@@ -21,6 +21,7 @@ from ..completions.request import CompletionRequest
 from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
+from .api_error import as_api_error
 
 
 class Loaded(NamedTuple):
@@ -110,6 +111,7 @@ class EngineRequest:
     Attributes:
         put: sends an event to the HTTP handler that waits for the answer, from any thread; does nothing on ranks
             other than 0.
+        http_id: the id of the HTTP request, which a server's error names.
         number: identifies the request on all ranks.
         since: time at which it came, by `time.perf_counter`.
         cancelled: whether the client has left, or has its answer.
@@ -124,6 +126,7 @@ class EngineRequest:
 
     body: Body
     put: Callable[[Event], None] = lambda event: None
+    http_id: str = ""
     seed: int = field(default_factory=partial(secrets.randbits, 64))
     number: int = field(default_factory=itertools.count().__next__)
     since: float = field(default_factory=time.perf_counter)
@@ -136,8 +139,12 @@ class EngineRequest:
     report: CompressionReport | None = None
     kept_prefix: tuple[list[int], list[Any]] | None = None
 
+    def fail(self, error: Exception) -> None:
+        """Send the error that ended this request, in the form that the client gets."""
+        self.put(as_api_error(error, self.http_id))
+
     def __reduce__(self) -> tuple:
         """Pickle what another rank needs to prepare the same request."""
-        names = ("body", "seed", "number", "prompt", "checkpoints")
+        names = ("body", "http_id", "seed", "number", "prompt", "checkpoints")
         fields = {name: getattr(self, name) for name in names}
         return partial(EngineRequest, **fields), ()

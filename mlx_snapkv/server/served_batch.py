@@ -12,7 +12,6 @@ from ..batch.groups import request_errors
 from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..errors import EntryFileError, sentence
-from .api_error import as_api_error
 from .checkpoints import Checkpoints
 from .log import log
 from .metrics import Metrics
@@ -86,7 +85,7 @@ class ServedBatch:
                 in_full=full_cache,
             )
         except request_errors() as error:
-            request.put(as_api_error(error))
+            request.fail(error)
             return
         request.answer = Completion(completion_request, self._loaded.tokenizer)
         self.running[uid] = request
@@ -208,5 +207,5 @@ class ServedBatch:
                 request.report = None
                 request.kept_prefix = None
                 return request
-        request.put(as_api_error(error))
+        request.fail(error)
         return None

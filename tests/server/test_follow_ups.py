@@ -93,6 +93,7 @@ def test_a_full_disk_is_a_server_error_with_one_line_in_the_log(caplog):
             found = served.post("/v1/chat/completions", json=body)
         assert found.status_code == 500
         (told,) = [m for m in caplog.messages if "can't be kept in a file" in m]
+        assert told.split()[1] == found.headers["x-request-id"]
         assert told.split()[1] in found.json()["error"]["message"]
         assert "Traceback" not in caplog.text
         assert served.post("/v1/chat/completions", json=body).status_code == 200

@@ -231,11 +231,15 @@ def test_a_failing_model_ends_its_requests_and_the_server_continues(caplog):
         response = served.post(TEXT, {"prompt": [20, 21, 9, 22], "max_tokens": 4})
         assert response.status_code == 500
         error = response.json()["error"]
-        assert "secret" not in error["message"] and error["message"].split()[-1] in caplog.text
+        request_id = response.headers["x-request-id"]
+        assert "secret" not in error["message"] and error["message"].split()[-1] == request_id
+        assert f"request {request_id} failed" in caplog.messages
         assert_answers(served)
         # A failure in a step of an answer fails all requests of that step, and no later request.
         body = {"prompt": [20, 21, 22], "max_tokens": 50, "logit_bias": {"9": 1000}}
         assert served.post(TEXT, body).status_code == 500
+        streamed = served.post(TEXT, body | {"stream": True})
+        assert f"under {streamed.headers['x-request-id']}" in streamed.text
         assert_answers(served)
         wait_until(lambda: no_request(served))
 
