@@ -243,6 +243,44 @@ template <class N> N maximum(const N* all) {
 }
 }  // namespace shim
 
+#ifdef COUNTS_BYTES
+// GCC's option -fsanitize=thread calls these functions before each access to memory. Threads run one by one, and the
+// sanitizer's own library is not linked.
+#define UNCOUNTED __attribute__((no_sanitize("thread")))
+namespace shim {
+constexpr int MAX_BUFFERS = 16;
+inline int n_buffers;
+inline char* starts[MAX_BUFFERS];
+inline uint64_t sizes[MAX_BUFFERS], moved[MAX_BUFFERS];  // moved: bytes read from and written to a buffer
+
+UNCOUNTED inline void count(void* at, uint64_t n) {
+  for (int i = 0; i < n_buffers; i++) {
+    if (at >= starts[i] && at < starts[i] + sizes[i]) moved[i] += n;
+  }
+}
+}  // namespace shim
+
+extern "C" {
+void count_bytes_of(int n, char** starts, uint64_t* sizes) {
+  shim::n_buffers = n;
+  for (int i = 0; i < n; i++) shim::starts[i] = starts[i], shim::sizes[i] = sizes[i], shim::moved[i] = 0;
+}
+const uint64_t* moved_bytes() { return shim::moved; }
+#define COUNTED(size) \
+  UNCOUNTED void __tsan_read##size(void* at) { shim::count(at, size); } \
+  UNCOUNTED void __tsan_write##size(void* at) { shim::count(at, size); } \
+  UNCOUNTED void __tsan_unaligned_read##size(void* at) { shim::count(at, size); } \
+  UNCOUNTED void __tsan_unaligned_write##size(void* at) { shim::count(at, size); }
+COUNTED(1) COUNTED(2) COUNTED(4) COUNTED(8) COUNTED(16)
+UNCOUNTED void __tsan_read_range(void* at, uint64_t n) { shim::count(at, n); }
+UNCOUNTED void __tsan_write_range(void* at, uint64_t n) { shim::count(at, n); }
+UNCOUNTED void __tsan_init() {}
+UNCOUNTED void __tsan_func_entry(void*) {}
+UNCOUNTED void __tsan_func_exit() {}
+UNCOUNTED void __tsan_vptr_update(void**, void*) {}
+}
+#endif
+
 #define threadgroup_barrier(flags) shim::barrier(__LINE__)
 #define simd_sum(x) shim::across(x, __LINE__, [](auto* all, uint) { return shim::sum_before(all, 32); })
 #define simd_max(x) shim::across(x, __LINE__, [](auto* all, uint) { return shim::maximum(all); })

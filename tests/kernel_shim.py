@@ -20,6 +20,7 @@ from mlx_snapkv.sparse.kernels import launch
 HERE = Path(__file__).parent
 BODIES = Path(launch.__file__).parent
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
+COUNTING = ("-fsanitize=thread", "-DCOUNTS_BYTES")  # see `COUNTS_BYTES` in the header
 OF_MODEL = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat"}
 C_TYPES = {**OF_MODEL, mx.uint32: "uint", mx.int32: "int", mx.uint16: "ushort", mx.uint8: "uchar"}
 # The dtypes of inputs; `None` is the queries' dtype.
@@ -37,16 +38,20 @@ class ShimError(Exception):
 
 @dataclass
 class Launch:
-    """A launch of a kernel that can be repeated, with inputs and outputs as bytes."""
+    """A launch of a kernel that can be repeated, with inputs and outputs as bytes.
+
+    `moved` are the bytes that the latest run read from and wrote to each buffer, if `counts_bytes`.
+    """
 
     library: ctypes.CDLL
     name: str
     inputs: list[np.ndarray]
     output_sizes: list[int]
     groups: tuple[int, int]
+    counts_bytes: bool = False
 
     def run(self, seed, skipped_line=-1):
-        """Run the kernel; return its outputs.
+        """Run the kernel; return its outputs, and note the bytes moved by buffer if they are counted.
 
         Args:
             seed: the seed of the random order in which threads run.
@@ -56,10 +61,17 @@ class Launch:
         outputs = [np.full(size, 0xFF, np.uint8) for size in self.output_sizes]
         buffers = [*self.inputs, *outputs]
         pointers = (ctypes.c_void_p * len(buffers))(*(x.ctypes.data for x in buffers))
+        if self.counts_bytes:
+            sizes = (ctypes.c_uint64 * len(buffers))(*(x.nbytes for x in buffers))
+            self.library.count_bytes_of(len(buffers), pointers, sizes)
         run = getattr(self.library, f"run_{self.name}")
         run.restype = ctypes.c_char_p
         if error := run(pointers, *self.groups, seed, skipped_line):
             raise ShimError(f"{self.name}: {error.decode()}")
+        if self.counts_bytes:
+            self.library.moved_bytes.restype = ctypes.POINTER(ctypes.c_uint64)
+            names = [*launch.INPUTS[self.name], *launch.OUTPUTS[self.name]]
+            self.moved = dict(zip(names, self.library.moved_bytes()[: len(buffers)]))
         return outputs
 
 
@@ -69,16 +81,19 @@ class Shim:
     Attributes:
         libraries: the folder of compiled kernels.
         bodies: the folder of the kernels' bodies.
+        counts_bytes: whether launches count the bytes that they move.
         launches: all launches so far.
     """
 
-    def __init__(self, libraries, bodies=BODIES):
+    def __init__(self, libraries, bodies=BODIES, counts_bytes=False):
         self.libraries = libraries
         self.bodies = bodies
+        self.counts_bytes = counts_bytes
         self.launches = []
 
     def kernel(self, name, head_dim, group, dtype):
-        library = compiled(head_dim, group, dtype, self.bodies, self.libraries)
+        options = COUNTING if self.counts_bytes else ()
+        library = compiled(head_dim, group, dtype, self.bodies, self.libraries, options)
 
         def run(*, inputs, output_shapes, output_dtypes, grid, threadgroup):
             assert threadgroup == (launch.THREADS[name], 1, 1) and grid[0] % threadgroup[0] == 0
@@ -87,7 +102,8 @@ class Shim:
             outputs = list(zip(output_shapes, output_dtypes))
             sizes = [math.prod(shape) * of.size for shape, of in outputs]
             groups = grid[0] // threadgroup[0], grid[1]
-            this = Launch(library, name, [as_bytes(x) for x in inputs], sizes, groups)
+            data = [as_bytes(x) for x in inputs]
+            this = Launch(library, name, data, sizes, groups, self.counts_bytes)
             self.launches.append(this)
             found = this.run(seed=len(self.launches))
             return [
@@ -110,11 +126,20 @@ def as_bytes(array):
 
 
 @cache
-def compiled(head_dim, group, dtype, folder, libraries):
-    """Return the four kernels for a head size, a group and a dtype, compiled to a shared library in `libraries`."""
+def compiled(head_dim, group, dtype, folder, libraries, options=()):
+    """Return the four kernels for a head size, a group and a dtype, compiled to a shared library in `libraries`.
+
+    Args:
+        head_dim: the head size.
+        group: query heads of a KV head.
+        dtype: the queries' dtype.
+        folder: the folder of the kernels' bodies.
+        libraries: the folder of compiled kernels.
+        options: more options of the compiler.
+    """
     code = source(head_dim, group, dtype)
     bodies = [path.read_text() for path in sorted(folder.glob("*.metal"))]
-    text = "\n".join([code, (HERE / "kernel_shim.h").read_text(), *bodies])
+    text = "\n".join([code, *options, (HERE / "kernel_shim.h").read_text(), *bodies])
     path = libraries / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=libraries) as work:
@@ -130,7 +155,9 @@ def compiled(head_dim, group, dtype, folder, libraries):
                 f"-I{HERE}",
                 f"-I{folder}",
             ]
-            subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], cwd=work, check=True)
+            subprocess.run([*command, *options, "-c", "kernels.cpp"], cwd=work, check=True)
+            # Linked without the options, which would add the sanitizer's library.
+            subprocess.run([*command, "kernels.o", "-o", "kernels.so"], cwd=work, check=True)
             os.replace(Path(work, "kernels.so"), path)
     return ctypes.CDLL(str(path))
 

@@ -16,6 +16,7 @@
   constexpr uint K = (D + 63) / 64 * 32;                 // components: half of D, in whole groups of 32
   constexpr uint WORDS = K / 8, POWERS = K / 32;
   constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries of a thread
+  constexpr uint PARTS = THREADS / K;                    // threads that share a component, each with some channels
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
   threadgroup float component[GROUP * K], decoded[16], simd_maximum[GROUP * SIMD_GROUPS];
@@ -33,16 +34,23 @@
                                      : (1.0f + 0.5f * float(mantissa)) * float(1u << (exponent - 1));
     decoded[tid] = tid < 8 ? size : -size;
   }
-  // Neighbouring threads compute neighbouring components, so that they read neighbouring numbers.
-  for (uint i = tid; i < GROUP * K; i += THREADS) {
-    const uint head = kv_head * GROUP + i / K, c = i % K;
-    float sum = 0;
-    for (uint d = 0; d < D; d++) {
-      sum += float(queries[head * D + d]) * scale * projection[(kv_head * D + d) * K + c];
+  // Neighbouring threads compute neighbouring components, so that they read neighbouring numbers. A number of the
+  // projection is read once for all query heads.
+  const uint part = tid / K, c = tid % K;
+  float sum[GROUP];
+  UNROLL for (uint g = 0; g < GROUP; g++) sum[g] = 0;
+  if (part < PARTS) {
+    for (uint d = part; d < D; d += PARTS) {
+      const float weight = projection[(kv_head * D + d) * K + c] * scale;
+      UNROLL for (uint g = 0; g < GROUP; g++) sum[g] += float(queries[(kv_head * GROUP + g) * D + d]) * weight;
     }
-    component[i] = sum;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint p = 0; p < PARTS; p++) {
+    if (part == p) {
+      UNROLL for (uint g = 0; g < GROUP; g++) component[g * K + c] = (p == 0 ? 0 : component[g * K + c]) + sum[g];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
 
   for (uint block = threadgroup_position_in_grid.x; block < n_blocks; block += n_groups) {
     // A thread takes the entries tid, tid + THREADS, ... of the block, so that neighbouring threads read neighbouring
