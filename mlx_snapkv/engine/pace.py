@@ -22,19 +22,23 @@ class Pace:
 
     Args:
         n_prompt: tokens of the prompt.
+        setup_in_tokens: number of tokens after which reading few entries would have repaid the index and the means. Few
+            entries are tried after as many tokens that read all, because an answer that is already long is likely to
+            go on: so an answer of unknown length takes at most twice the time of the better choice.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
         seconds: the latest time of a token by `reads_all`; a way that has not been measured is missing.
     """
 
-    def __init__(self, n_prompt: int):
+    def __init__(self, n_prompt: int, setup_in_tokens: float = 0):
         """Start with all entries, before the first token."""
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt
         self._lengths: dict[bool, int] = {}  # tokens of the text when `seconds` were measured
-        self._until_trial = FIRST_TOKENS  # number of tokens until the other way is tried
+        # Number of tokens until the other way is tried.
+        self._until_trial = max(FIRST_TOKENS, int(min(setup_in_tokens, self._tokens_to_grow())))
         self._gap = FIRST_GAP
         self._is_trial = False
         self._latest: deque[float] = deque(maxlen=MEASURED)
@@ -94,9 +98,13 @@ class Pace:
         self._plan_next_trial()
         return self.prefers_all != self.reads_all
 
+    def _tokens_to_grow(self) -> int:
+        """Return after how many tokens the other way is tried in any case."""
+        return int(self._n_text * (GROWTH - 1))
+
     def _plan_next_trial(self) -> None:
         """Set how many tokens to decode before the slower way is tried again."""
-        self._until_trial = int(self._n_text * (GROWTH - 1))
+        self._until_trial = self._tokens_to_grow()
         slower, faster = max(self.seconds.values()), min(self.seconds.values())
         if slower <= CLOSE * faster:
             self._until_trial = min(self._until_trial, self._gap)

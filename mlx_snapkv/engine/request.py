@@ -12,7 +12,7 @@ from ..caches.layers import attention_layers
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
-from ..planning.speed_record import Measurement, extend
+from ..planning.speed_record import Measurement, extend, speed_of
 from ..sparse.prompt_caches import copied_to_store
 from .compress import KeptCallback, measured
 from .compress_mode import PolicyMode
@@ -119,6 +119,16 @@ class Request:
         """Let the next tokens of a sparse answer read all entries, until `compress` is called again."""
         assert self._sparse_mode is not None
         self._sparse_mode.read_all(self.caches)
+
+    def setup_in_tokens(self) -> float:
+        """Return after how many tokens of a sparse answer the index is repaid, by the speed record of this machine.
+
+        A conversation's later turns extend its index, which costs little.
+        """
+        assert self.plan.sparse is not None
+        if self.plan.n_held:
+            return 0
+        return speed_of(self._model, self.plan.sparse).setup_in_tokens(self.plan.n_prompt)
 
     def remember(self, answer: Sequence[Measurement] = ()) -> None:
         """Add the times of an answer and of its prompt's chunks to the speed record of this machine."""

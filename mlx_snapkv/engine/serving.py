@@ -139,7 +139,7 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
 
     The index is made when the first tokens are to read few, so a short answer does without one.
     """
-    pace = Pace(request.plan.n_prompt)
+    pace = Pace(request.plan.n_prompt, request.setup_in_tokens())
     report = request.report
     timed = _Timed(items)
     report.read_all = [[1, None]]
@@ -152,7 +152,7 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
                 if pace.switches(timed.latest):
                     took = _switch(request, pace.reads_all, n, on_report)
                     seconds += took
-                    if not setup:
+                    if not setup and not request.plan.n_held:  # not the growth of an earlier index
                         setup.append(Measurement(SETUP, request.plan.n_prompt, took))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)

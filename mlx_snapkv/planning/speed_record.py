@@ -133,6 +133,18 @@ class Speed:
             predicted = few.least(mean_length), every.most(mean_length)
         return predicted is not None and predicted[0] >= predicted[1]
 
+    def setup_in_tokens(self, n_prompt: int) -> float:
+        """Return after how many tokens of an answer reading few entries has repaid the index and the means.
+
+        The result is 0 if that is not known, and infinite if a token that reads few entries is not faster. Slopes that
+        are unknown count for sparse attention.
+        """
+        lines = self.lines
+        if not {DECODE_FEW, DECODE_ALL, SETUP} <= lines.keys():
+            return 0
+        saved = lines[DECODE_ALL].most(n_prompt) - lines[DECODE_FEW].least(n_prompt)
+        return lines[SETUP].least(n_prompt) / saved if saved > 0 else math.inf
+
     def _seconds(
         self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
     ) -> tuple[float, float] | None:

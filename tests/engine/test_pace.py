@@ -1,6 +1,7 @@
 """Which tokens of a sparse answer read all entries, given the times of tokens: by simulation and in real requests."""
 
 import itertools
+import math
 import random
 
 import mlx.core as mx
@@ -21,9 +22,9 @@ from mlx_snapkv.sparse.options import FIRST_TOKENS
 TRIAL = DROPPED + MEASURED
 
 
-def switches(seconds, n_tokens, n_prompt=10_000):
+def switches(seconds, n_tokens, n_prompt=10_000, setup_in_tokens=0):
     """Return the tokens after which a pace switches, if a token takes `seconds(n, reads_all)`."""
-    measured, found = Pace(n_prompt), []
+    measured, found = Pace(n_prompt, setup_in_tokens), []
     for n in range(1, n_tokens + 1):
         if measured.switches(seconds(n, measured.reads_all)):
             found.append(n)
@@ -34,6 +35,17 @@ def test_the_faster_way_continues():
     far_slower = switches(lambda n, reads_all: 1.0 if reads_all else 2.0, 4000)
     assert far_slower == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
     assert switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 4000) == [FIRST_TOKENS]
+
+
+@pytest.mark.parametrize(
+    "setup_in_tokens, first", [(3.5, FIRST_TOKENS), (100.5, 100), (math.inf, 5000)]
+)
+def test_few_entries_are_tried_once_the_answer_is_as_long_as_repays_the_index(
+    setup_in_tokens, first
+):
+    """If the record knows no gain, the other way is tried only when the text has grown by half."""
+    found = switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 6000, 10_000, setup_in_tokens)
+    assert found[0] == first
 
 
 @pytest.mark.parametrize("few, wins", [(0.98, False), (0.96, True)])

@@ -1,6 +1,5 @@
 """A token that the kernels attend for moves at most a fifth of the bytes that full attention reads."""
 
-
 import mlx.core as mx
 import numpy as np
 from kernel_cases import Index, normal
