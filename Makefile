@@ -11,7 +11,7 @@ RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 # A model that only `eval` fetches: 1.1 GB, and 7.1 GB in float32.
 LARGER := qwen2.5-coder-1.5b-instruct
 
-.PHONY: help demo test lint docs bench bench-gpu eval mlx-lm-tests agents real-models clean
+.PHONY: help demo test lint docs bench bench-gpu bench-shapes eval mlx-lm-tests agents real-models clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -59,6 +59,10 @@ bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and 
 
 bench-gpu: $(VENV)/.installed ## one model on this machine's GPU: a table to paste into an issue (ten minutes; MODEL=REPOSITORY for another model)
 	@$(RUN) scripts/bench_gpu.py $(if $(MODEL),--model $(MODEL))
+
+bench-shapes: $(VENV)/.installed-dev ## the kernels' tests, and random models with the shapes of an 8B and a 30B-A3B, on this machine's GPU (twelve minutes)
+	$(RUN) -m pytest -q tests/sparse/kernels/test_on_device.py
+	$(RUN) scripts/bench_shapes.py
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py

@@ -45,11 +45,11 @@ ANSWERS = ["answer"]  # column of text, not numbers
 Row = dict[str, Any]
 
 
-def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
-    """Answer a prompt, and return the times, the memory and the answer.
+def measured(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
+    """Answer a prompt with `n_tokens` tokens, and return the times, the memory and the tokens.
 
     `read_seconds` is the time to the first token, plus the time that a selection of entries adds to the next tokens.
-    `token_seconds` is the median of the later tokens. `tokens` and `text` end before the first end-of-answer token.
+    `token_seconds` is the median of the later tokens.
     """
     cache, reports = make_prompt_cache(model), []
     mx.clear_cache()
@@ -66,8 +66,6 @@ def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **met
     for token, _ in steps:
         times.append(time.perf_counter())
         tokens.append(int(token))
-    ends = (i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids)
-    answer = tokens[: next(ends, len(tokens))]
     seconds = [b - a for a, b in itertools.pairwise(times)]
     usual = statistics.median(seconds[FIRST:])
     selecting = max(0.0, sum(seconds[1:FIRST]) - (FIRST - 1) * usual)
@@ -77,9 +75,14 @@ def measured(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, **met
         "token_seconds": usual,
         "peak_bytes": mx.get_peak_memory(),
         "kv_bytes": max(reports[0].kv_bytes_after or 0, kv_bytes(cache)),
-        "tokens": answer,
-        "text": tokenizer.decode(answer),
+        "tokens": tokens,
     }
+
+
+def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
+    """Return the tokens before the first end-of-answer token."""
+    ends = (i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids)
+    return tokens[: next(ends, len(tokens))]
 
 
 def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
@@ -93,10 +96,11 @@ def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row
     full: list[int] = []
     for name, method in METHODS.items():
         say(f"{len(prompt):,} tokens, {name}")
-        row = measured(model, tokenizer, prompt, n_tokens, **method) | {"cache": name}
-        full = full or row["tokens"]
-        row["same"] = row["tokens"] == full
-        row["right"] = contains(row["text"], fact.value)
+        row = measured(model, prompt, n_tokens, **method) | {"cache": name}
+        answer = without_end(row["tokens"], tokenizer)
+        full = full or answer
+        row["same"] = answer == full
+        row["right"] = contains(tokenizer.decode(answer), fact.value)
         yield row
 
 
@@ -131,7 +135,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
     """Compile the kernels, so that the first prompt does not wait for them."""
     prompt = question_prompt(tokenizer, "Nothing happened. " * 200, "What happened?")
     for method in METHODS.values():
-        measured(model, tokenizer, prompt, FIRST + 1, **method)
+        measured(model, prompt, FIRST + 1, **method)
 
 
 def main() -> None:

@@ -1,0 +1,153 @@
+"""Measure random models with the shapes of an 8B model and of a 30B-A3B mixture of experts on this machine's GPU.
+
+    make bench-shapes                   # the kernels' tests first; twelve minutes on an H200, 61 GB for the larger one
+    python scripts/bench_shapes.py --shapes 8b --lengths 8192 32768
+
+Only shapes matter for speed, so that the weights are random numbers in bfloat16. Each prompt is answered twice by each
+method, because the first request may compile kernels. The table is printed, row by row, in Markdown.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from bench_gpu import FIRST, FULL_CACHE, Row, measured
+from mlx.utils import tree_map
+from mlx_lm.models import llama, qwen3_moe
+
+from mlx_snapkv.measure.contenders import random_prompt
+from mlx_snapkv.planning.machine import this_machine
+from mlx_snapkv.planning.memory_plan import Planner
+from mlx_snapkv.planning.speed_record import PATH_VARIABLE
+from mlx_snapkv.planning.units import format_bytes
+
+METHODS: dict[str, dict[str, Any]] = {
+    FULL_CACHE: {},
+    "SnapKV, 1/16": {"snapkv": "budget=6.25%"},
+    "sparse, 1/16, when=always": {"sparse": "budget=6.25%,when=always"},
+    "sparse, 1/16": {"sparse": "budget=6.25%"},
+}
+COLUMNS = ["shape", "prompt", "cache", "request", "first token", "tokens/s", "peak memory"]
+N_REQUESTS = 2
+
+
+def llama_8b() -> Any:
+    """Return a model with the shape of Llama 3.1 8B."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=4096,
+        num_hidden_layers=32,
+        intermediate_size=14_336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        vocab_size=128_256,
+        rope_theta=500_000.0,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=False,
+    )
+    return llama.Model(args)
+
+
+def qwen3_30b_a3b() -> Any:
+    """Return a model with the shape of Qwen3 30B-A3B."""
+    args = qwen3_moe.ModelArgs(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        intermediate_size=6144,
+        num_attention_heads=32,
+        num_experts=128,
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=768,
+        rms_norm_eps=1e-6,
+        vocab_size=151_936,
+        num_key_value_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+        max_position_embeddings=262_144,
+        norm_topk_prob=True,
+    )
+    return qwen3_moe.Model(args)
+
+
+SHAPES = {"8b": llama_8b, "30b-a3b": qwen3_30b_a3b}
+
+
+def with_random_weights(model: Any) -> Any:
+    """Replace all parameters of a model by random numbers in bfloat16, and return the model."""
+    model.update(
+        tree_map(lambda x: mx.random.normal(x.shape, mx.bfloat16, scale=0.02), model.parameters())
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[list[str]]:
+    """Yield a row of the table for each length, method and request; lengths that don't fit into memory are skipped."""
+    for length in lengths:
+        peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
+        if peak > usable:
+            say(
+                f"{shape}, {length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}"
+            )
+            continue
+        prompt = random_prompt(length).tolist()
+        full: list[Row] = []
+        for name, method in METHODS.items():
+            for i in range(N_REQUESTS):
+                row = measured(model, prompt, n_tokens, **method)
+                if name == FULL_CACHE:
+                    full.append(row)
+                yield [shape, f"{length:,}", name, str(i + 1), *as_cells(row, full[i])]
+
+
+def as_cells(row: Row, full: Row) -> list[str]:
+    """Return the times of a request, with their ratios to those of the full cache, and the peak memory."""
+    read, token = row["read_seconds"], row["token_seconds"]
+    return [
+        f"{read:.2f} s ({read / full['read_seconds']:.2f}x)",
+        f"{1 / token:.1f} ({full['token_seconds'] / token:.2f}x)",
+        format_bytes(row["peak_bytes"]),
+    ]
+
+
+def say(text: str) -> None:
+    """Print a line of progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Print the table of the shapes of the command line, row by row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768, 131_072])
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of every answer")
+    args = parser.parse_args()
+    if args.tokens <= FIRST:
+        parser.error(f"--tokens must be more than {FIRST}, got {args.tokens}")
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        # The second request uses what the first has measured, as a user's does.
+        os.environ[PATH_VARIABLE] = str(Path(folder, "speed.json"))
+        for shape in args.shapes:
+            say(f"making {shape}")
+            model = with_random_weights(SHAPES[shape]())
+            for row in rows(shape, model, args.lengths, args.tokens):
+                print(f"| {' | '.join(row)} |", flush=True)
+            del model
+            mx.clear_cache()
+
+
+if __name__ == "__main__":
+    main()
