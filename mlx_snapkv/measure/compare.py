@@ -284,7 +284,9 @@ class _Comparison:
         options = {"policy": method.policy, **method.options, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept = None if compressed is None else self._share_kept(compressed)
-        if compressed is not None and not lookahead_of(method.policy):
+        # Sparse attention's cache has all entries, and each token of a request chooses among them.
+        evicts = isinstance(method.policy, Compress)
+        if compressed is not None and evicts and not lookahead_of(method.policy):
             logprobs = self._reference.predictions(compressed)
         else:
             options.pop("prompt_progress_callback", None)

@@ -1,11 +1,16 @@
 """Several methods on one reading: answers equal `generate`'s answers, and KL equals the KL of `eval fidelity`."""
 
+import random
+
 import pytest
 
 from mlx_snapkv import Sparse, generate
+from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.measure.compare import compare
+from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.fidelity import KNOWN, judge, read_piece
 from mlx_snapkv.measure.methods import Method
+from mlx_snapkv.measure.reading import read_once
 from mlx_snapkv.measure.texts import Frame, Piece
 from mlx_snapkv.planning.settings import resolve_compress
 
@@ -84,3 +89,15 @@ def test_a_prompt_that_fits_the_budget_has_the_full_caches_answer(demo_llama, as
     methods = [Method(), Method(resolve_compress(policy="snapkv:top_k=4096"))]
     full, other = compare(model, tokenizer, prompt, methods, 4)
     assert "fit the budget" in other.reason and (full.text, full.kl) == (other.text, other.kl)
+
+
+def test_sparse_attentions_kl_is_measured_on_tokens_that_choose(demo_llama):
+    """The cache after the prompt has all entries, and would predict as the full cache does."""
+    model, tokenizer = demo_llama
+    text, _ = make_haystack(tokenizer, random.Random(0), 3, 500)
+    prompt = tokenizer.encode(text)[:400]
+    sparse = Sparse(budget=8, n_sink=2, n_window=2, residual=None, when="always")
+    full, *found = compare(model, tokenizer, prompt, [Method(), Method(sparse)], 40)
+    reference = Reference(read_once(model, prompt), full.tokens)
+    kl = float(reference.figures(reference.generated(sparse))["kl"])
+    assert kl > 1e-5 and [answer.kl for answer in found] == [pytest.approx(kl, rel=1e-3)]
