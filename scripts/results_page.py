@@ -51,6 +51,15 @@ def about(script: str, *arguments: str) -> dict[str, Any]:
     }
 
 
+def shown_arguments() -> list[str]:
+    """Return the arguments of this run without --out, a local path that the result should not show."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return arguments
+
+
 class Result:
     """The rows of a measurement, each printed and written to OUT.json at once; `make docs` writes their tables.
 
@@ -61,12 +70,9 @@ class Result:
 
     def __init__(self, out: Path, **fixed: Any):
         """Note the script and its arguments, without --out; nothing is written before the first row."""
-        script, *arguments = sys.argv
-        if "--out" in arguments:  # a local path, which the result should not show
-            place = arguments.index("--out")
-            del arguments[place : place + 2]
         self._out, self._rows = out, []
-        self._result = about(Path(script).name, *arguments) | fixed | {"rows": self._rows}
+        made = about(Path(sys.argv[0]).name, *shown_arguments())
+        self._result = made | fixed | {"rows": self._rows}
 
     def add(self, row: Row) -> None:
         """Add a row, print it, and write the file."""

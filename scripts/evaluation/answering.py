@@ -11,9 +11,11 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import kv_bytes
@@ -89,6 +91,9 @@ class Answers:
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
         self._policies = [m.policy for m in methods if m.shares_reading]
         self._full: dict[int, Record] = {}  # full cache's answer by question, for both settings
+        # Caches that sparse attention has read, by its options of reading. A budget is for decoding, unless the
+        # document fits it.
+        self._sparse: dict[tuple[Sparse, bool], list] = {}
 
     @cached_property
     def _reading(self) -> Reading:
@@ -102,13 +107,17 @@ class Answers:
                 yield self._answer(method, i, make_prompt_cache(self._model))
                 continue
             prompt = prompt or self._reading.followed_by(self._suffixes[i])
-            full = prompt.answer(self._questions[i].max_tokens, self._tokenizer.eos_token_ids)
+            question = self._questions[i]
+            if question.begun:
+                prompt.force(question.begun)
+            full = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
             cache, report = prompt.compressed(method.policy, answering=True)
             if method.policy is None:
                 self._full[i] = self._answer(method, i, cache, report, full)
                 yield self._full[i]
             else:  # one forward pass finds how many tokens of the full cache's answer this cache repeats
                 n = Reference(prompt, full).n_agreed(copy.deepcopy(cache))
+                n = max(n, len(question.begun))
                 yield self._answer(method, i, cache, report, full[:n], ahead=True)
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
@@ -131,9 +140,14 @@ class Answers:
         if method.shares_reading:
             return self._reading.compressed(method.policy)
         policy: Any = method.policy
-        cache, report = prefill(self._model, self._document, policy)
+        if not isinstance(policy, Sparse):
+            return prefill(self._model, self._document, policy)
         # Sparse attention reads the question as a new turn, which makes its own report.
-        return cache, None if isinstance(policy, Sparse) else report
+        fits = policy.fits(len(self._document))
+        reading = replace(policy, top_k=None, budget=None), fits
+        if reading not in self._sparse:
+            self._sparse[reading] = prefill(self._model, self._document, policy)[0]
+        return self._sparse[reading], None
 
     def _answer(
         self,
@@ -155,6 +169,9 @@ class Answers:
             ahead: whether the first tokens of the answer were fed before the cache was compressed.
         """
         question = self._questions[i]
+        options: dict[str, Any] = {"policy": method.policy}
+        if question.begun and report is None:  # one by one, since each token chooses what it reads
+            options["sampler"] = forcing(question.begun)
         answer = decode(
             self._model,
             self._tokenizer,
@@ -162,9 +179,12 @@ class Answers:
             question.max_tokens,
             cache,
             report,
-            begun,
-            policy=method.policy,
+            begun or (question.begun if report else ()),
+            **options,
         )
+        text = answer.text
+        if question.begun:
+            text = self._decoded(answer.tokens[len(question.begun) :])
         n_tokens, before, policy = len(answer.tokens), 0, method.policy
         if report is None:
             before = answer.n_times_before + 1
@@ -173,8 +193,8 @@ class Answers:
         report = answer.report
         n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
         return {
-            "score": float(question.score(answer.text)),
-            "answer": answer.text,
+            "score": float(question.score(text)),
+            "answer": text,
             "expected": question.expected,
             "tokens": len(question.prompt),
             "answer_tokens": n_tokens,
@@ -183,3 +203,19 @@ class Answers:
             "kv_bytes": n_bytes,
             "reason": None if method.policy is None else report.reason,
         }
+
+    def _decoded(self, tokens: Iterable[int]) -> str:
+        """Return the text of an answer's last tokens."""
+        stops = self._tokenizer.eos_token_ids
+        return self._tokenizer.decode([token for token in tokens if token not in stops])
+
+
+def forcing(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
+    """Return a sampler that gives these tokens, and then the most likely ones."""
+    left = iter(tokens)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        token = next(left, None)
+        return mx.argmax(logprobs, axis=-1) if token is None else mx.array([token])
+
+    return sampler

@@ -16,13 +16,15 @@ class Question:
         prompt: token ids of document and question.
         expected: what a right answer contains, for the record.
         score: returns the score of an answer's text, 0 to 1.
-        max_tokens: limit for the answer.
+        max_tokens: limit for the answer, `begun` included.
+        begun: the first tokens of every answer, whatever the model predicts. They are not scored.
     """
 
     prompt: list[int]
     expected: Any
     score: Callable[[str], float]
     max_tokens: int
+    begun: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,18 @@ from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.spans import BLOCK_SIZE
 from mlx_snapkv.measure.contenders import Contender, policy_contenders
 from mlx_snapkv.measure.divergence import divergence
-from mlx_snapkv.measure.methods import FULL_CACHE
+from mlx_snapkv.measure.methods import FULL_CACHE, Method
 from mlx_snapkv.measure.texts import Piece
+from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.sparse import clusters
 from mlx_snapkv.sparse.options import CHUNK_WINDOW, PAGE_SIZE
 from scripts import (
     measure_batches,
     measure_books,
     measure_facts,
+    measure_long_answers,
     measure_lookahead,
+    measure_modes,
     measure_rest,
     measure_servers,
 )
@@ -139,3 +142,39 @@ def test_a_later_question_comes_after_every_lookahead(demo_llama, monkeypatch):
     assert first[0]["score"] == 1 and all(r["answer"] == first[0]["answer"] for r in first[3:])
     assert all(measure_lookahead.PREAMBLE[:20] not in r["answer"] for r in later)
     assert len(tokenizer.encode(measure_lookahead.PREAMBLE)) > max(measure_lookahead.LENGTHS)
+
+
+def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llama):
+    """The reference is generate_step, with and without a sampler that gives the full cache's own tokens."""
+    model, tokenizer = demo_llama
+    text, _ = make_haystack(tokenizer, random.Random(0), 3, 700)
+    prompt, most = tokenizer.encode(text)[:500], 80
+    methods = [
+        Method(setting_named(text))
+        for text in ("snapkv:budget=12.5%", "sparse:budget=16,n_sink=2,n_window=4")
+    ]
+    rows = [*measure_long_answers.measure(model, tokenizer, [prompt], methods, most)]
+    full = measure_modes.answer(model, tokenizer, prompt, most)
+    assert [row["method"] for row in rows] == [m.name for m in methods] and len(full) == most
+    expected = measure_modes.predictions(model, prompt, full)
+    for method, row in zip(methods, rows, strict=True):
+        found = measure_modes.predictions(model, prompt, full, policy=method.policy)[2:]
+        kl = divergence(expected[2:], found)
+        same = mx.argmax(expected[2:], axis=-1) == mx.argmax(found, axis=-1)
+        assert [(s["start"], s["stop"], s["n"]) for s in row["spans"]] == [
+            (0, 64, 62),
+            (64, 128, 16),
+        ]
+        for span, own in zip(row["spans"], (slice(0, 62), slice(62, None))):
+            assert (
+                span["kl"] == pytest.approx(kl[own].mean().item(), abs=1e-6) and span["kl"] > 1e-6
+            )
+            assert span["same"] == pytest.approx(same[own].mean().item(), abs=0.02)
+        steps = generate_step(mx.array(prompt), model, max_tokens=most, policy=method.policy)
+        pairs = enumerate(zip(full, (token for token, _ in steps)))
+        assert row["differs"] == [next((i for i, (a, b) in pairs if a != b), most)]
+        assert row["tokens"] == [most]
+    assert rows[0]["spans"][0]["kl"] > rows[1]["spans"][0]["kl"]
+    drawn = measure_long_answers.figure([row | {"model": "m", "kind": "k"} for row in rows])
+    upper, lower = drawn.axes
+    assert len(upper.lines) == len(lower.lines) == 2

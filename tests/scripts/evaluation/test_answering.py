@@ -1,11 +1,16 @@
 """The evaluation's loop: both settings, continued runs, independent questions and methods, and the tables."""
 
+import itertools
+from dataclasses import replace
+
+import mlx.core as mx
 import pytest
-from evaluation.answering import run
+from evaluation import answering
+from evaluation.answering import forcing, run
 from evaluation.scores import summarise, tables
 from evaluation.tasks import Grid, needle, suite
 
-from mlx_snapkv import stream_generate
+from mlx_snapkv import generate_step, stream_generate
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, KNOWN, LATER, Method
 from mlx_snapkv.measure.records import Results
 from mlx_snapkv.planning.settings import setting_named
@@ -112,3 +117,42 @@ def test_an_uncompressed_prompt_never_counts_as_the_methods(demo_llama):
     (known,) = tables([full, random, nothing])
     assert [row[2] for row in known.rows] == ["100.0", "0.0", "not compressed"]
     assert f"Not compressed: 2 of 2 prompts of {methods[2].name} (the prompt's 10" in known.remark
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_tokens_of_an_answer_can_be_given(demo_tasks, name):
+    """The reference is generate_step with a sampler that gives the tokens. They are not part of a record's answer."""
+    model, tokenizer = demo_tasks
+    dataset = suite(tokenizer, ["single"], [768], 1, 1)
+    document = dataset.make(dataset.places[0])
+    begun = tokenizer.encode("The papers are many. The answer is", add_special_tokens=False)
+    limit = len(begun) + 12
+    (question,) = (replace(q, begun=begun, max_tokens=limit) for q in document.questions)
+    begins = replace(dataset, make=lambda place: replace(document, questions=[question]))
+    chosen = METHODS[name]
+    (record,) = run(model, begins, [chosen], [KNOWN], Results({}))
+    steps = generate_step(
+        mx.array(question.prompt),
+        model,
+        max_tokens=limit,
+        policy=chosen.policy,
+        sampler=forcing(begun),
+    )
+    tokens = [token for token, _ in steps][len(begun) :]
+    ended = itertools.takewhile(lambda token: token not in tokenizer.eos_token_ids, tokens)
+    assert record["answer"] == tokenizer.decode(list(ended))
+    later = run(model, begins, [chosen], [LATER], Results({}))
+    assert "papers" not in later[0]["answer"] and later[0]["answer_tokens"] <= limit
+
+
+def test_methods_of_sparse_attention_share_a_reading_of_the_document(demo_tasks, monkeypatch):
+    """Their answers equal those of methods that read the document alone."""
+    model, tokenizer = demo_tasks
+    dataset = suite(tokenizer, ["two-links"], [768], 1, 2)
+    methods = [method(f"sparse:budget={n},n_window=16,read_top_k=96") for n in (64, 96)]
+    alone = [run(model, dataset, [each], [LATER], Results({})) for each in methods]
+    read = []
+    whole = answering.prefill
+    monkeypatch.setattr(answering, "prefill", lambda *args: read.append(args[2]) or whole(*args))
+    together = run(model, dataset, methods, [LATER], Results({}))
+    assert len(read) == 1 and together == [record for records in alone for record in records]

@@ -1,0 +1,177 @@
+"""Heterogeneous text, whose paragraphs are essays, code, logs, dialogues and tables in turn.
+
+Essays and code are cut from files. Logs, dialogues and tables are drawn from a random generator, so that a seed
+determines the text.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from mlx_snapkv.errors import SnapKVError
+
+# Characters of a paragraph: shorter ones are titles and imports, longer ones are cut between lines.
+LEAST, MOST = 120, 600
+# Kind, folder below the folder of real texts, and the files' names.
+SOURCES = {"essay": ("essays", "*.txt"), "code": ("code", "*.py")}
+
+SERVICES = "gateway billing mailer search-index thumbnails scheduler auth-proxy metrics".split()
+EVENTS = (
+    "request {n} took {ms} ms",
+    "queue length {n}",
+    "retry {k} of 5 after {ms} ms",
+    "connection from 10.0.{k}.{b} closed",
+    "checkpoint {n} written in {ms} ms",
+    "cache hit ratio 0.{b}",
+    "worker {k} restarted with code {b}",
+)
+SPEAKERS = (
+    ("Clerk", "Traveller"),
+    ("Host", "Neighbour"),
+    ("Foreman", "Apprentice"),
+    ("Librarian", "Reader"),
+    ("Gardener", "Owner"),
+)
+LINES = (
+    "The {k} o'clock train is {b} minutes late again.",
+    "Have you heard the forecast? Rain until {day}, they say.",
+    "I counted {n} parcels, but the list says {b}.",
+    "Could you sign here, and once more on page {k}?",
+    "The lift has been out of order since {day}.",
+    "That will take {k} weeks, if the tiles arrive in time.",
+    "I would rather wait until {day}, to be honest.",
+    "There were {b} people in the queue this morning.",
+    "Then we need {k} more boxes, and a longer ladder.",
+)
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday".split()
+GOODS = (
+    "screws, 4 mm",
+    "printer paper",
+    "copper wire",
+    "paint, white",
+    "gloves",
+    "batteries",
+    "rope, 10 m",
+    "envelopes",
+    "light bulbs",
+    "sandpaper",
+    "labels",
+    "hinges",
+)
+
+# A kind's paragraph, with a sentence in it if one is given.
+Write = Callable[[random.Random, str], str]
+
+
+def _numbers(rng: random.Random) -> dict[str, object]:
+    """Draw the values of a template's placeholders."""
+    n, b, k, ms = rng.randint(2, 900), rng.randint(10, 99), rng.randint(2, 9), rng.randint(3, 4000)
+    return {"n": n, "b": b, "k": k, "ms": ms, "day": rng.choice(DAYS)}
+
+
+def _hide(rng: random.Random, lines: list[str], sentence: str) -> list[str]:
+    """Return the lines, with the sentence between two of them unless it is empty."""
+    place = rng.randint(1, len(lines) - 1) if len(lines) > 1 else 1
+    return [*lines[:place], sentence, *lines[place:]] if sentence else lines
+
+
+def log(rng: random.Random, sentence: str = "") -> str:
+    """Return the lines of a log; the sentence is the message of a line."""
+    messages = [rng.choice(EVENTS).format(**_numbers(rng)) for _ in range(rng.randint(4, 6))]
+    day, second = f"{rng.randint(1, 12):02}-{rng.randint(1, 28):02}", rng.randrange(20 * 3600)
+    lines = []
+    for message in _hide(rng, messages, sentence):
+        second += rng.randint(1, 90)
+        time = f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02}"
+        level = rng.choice(("INFO", "INFO", "INFO", "WARN", "DEBUG"))
+        lines.append(f"2031-{day} {time} {level} {rng.choice(SERVICES)}: {message}")
+    return "\n".join(lines)
+
+
+def dialogue(rng: random.Random, sentence: str = "") -> str:
+    """Return a dialogue of two speakers, one of whom says the sentence."""
+    speakers = rng.sample(rng.choice(SPEAKERS), 2)
+    said = [line.format(**_numbers(rng)) for line in rng.sample(LINES, rng.randint(4, 6))]
+    said = _hide(rng, said, sentence)
+    return "\n".join(f"{speaker}: {line}" for speaker, line in zip(itertools.cycle(speakers), said))
+
+
+def table(rng: random.Random, sentence: str = "") -> str:
+    """Return a table of goods; the sentence is a note in a row of its own."""
+    rows = [
+        f"| {goods} | {rng.randint(1, 400)} | {rng.randint(1, 90)}.{rng.randint(0, 99):02} |  |"
+        for goods in rng.sample(GOODS, rng.randint(3, 5))
+    ]
+    rows = _hide(rng, rows, f"| note |  |  | {sentence} |" if sentence else "")
+    return "\n".join(["| item | pieces | price | remark |", "| --- | --- | --- | --- |", *rows])
+
+
+class Haystack:
+    """Paragraphs of every kind, from the files of a folder and from a random generator.
+
+    Args:
+        folder: has the folders of `SOURCES`, as scripts/make_real_models.py writes them.
+        avoided: words that no paragraph may contain, whatever their case.
+
+    Raises: SnapKVError: the folder has no essays or no code.
+    """
+
+    def __init__(self, folder: Path, avoided: list[str]):
+        """Read the essays and the code, and leave out paragraphs with an avoided word."""
+        found = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, avoided))})(?!\w)", re.I)
+        self._found: dict[str, list[str]] = {}
+        for kind, (name, files) in SOURCES.items():
+            texts = [path.read_text("utf-8") for path in sorted((folder / name).glob(files))]
+            pieces = [piece for text in texts for piece in paragraphs_of(text)]
+            self._found[kind] = [piece for piece in pieces if not found.search(piece)]
+            if not self._found[kind]:
+                raise SnapKVError(f"{folder / name} has no {files}: run make real-models")
+        self._kinds: dict[str, Write] = {
+            "essay": self._essay,
+            "code": self._code,
+            "log": log,
+            "dialogue": dialogue,
+            "table": table,
+        }
+
+    @property
+    def texts(self) -> Mapping[str, list[str]]:
+        """Return the paragraphs of the files, by kind."""
+        return self._found
+
+    def paragraphs(self, rng: random.Random) -> Iterator[str]:
+        """Yield paragraphs without end, with each kind once in a round."""
+        while True:
+            for kind in rng.sample([*self._kinds], len(self._kinds)):
+                yield self._kinds[kind](rng, "") + "\n\n"
+
+    def hiding(self, rng: random.Random, sentence: str) -> str:
+        """Return a paragraph of any kind that contains the sentence."""
+        return self._kinds[rng.choice([*self._kinds])](rng, sentence) + "\n\n"
+
+    def _essay(self, rng: random.Random, sentence: str) -> str:
+        """Return a paragraph of an essay, with the sentence between two of its sentences, or at its end."""
+        text = rng.choice(self._found["essay"])
+        if not sentence:
+            return text
+        ends = [found.end() for found in re.finditer(r"[.!?]\s", text)] or [len(text)]
+        place = rng.choice(ends)
+        return f"{text[:place].rstrip()} {sentence} {text[place:]}".rstrip()
+
+    def _code(self, rng: random.Random, sentence: str) -> str:
+        """Return lines of code, with the sentence as a comment."""
+        lines = rng.choice(self._found["code"]).split("\n")
+        return "\n".join(_hide(rng, lines, f"# {sentence}" if sentence else ""))
+
+
+def paragraphs_of(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a text with `LEAST` to `MOST` characters; longer paragraphs are cut between lines."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        pieces = [""]
+        for line in paragraph.strip("\n").splitlines():
+            if len(pieces[-1]) + len(line) > MOST:
+                pieces.append("")
+            pieces[-1] += f"{line}\n"
+        yield from (piece.rstrip() for piece in pieces if LEAST <= len(piece) <= MOST)

@@ -1,0 +1,126 @@
+"""Measure which facts each method finds when the question shares no word with the fact; writes docs/associations.json.
+
+    make real-models
+    python scripts/measure_associations.py --model real-models/smollm2-135m-instruct --lengths 2048 --texts 6; make docs
+
+The texts mix essays, code, logs, dialogues and tables (scripts/evaluation/associations.py). A text is read once with
+the full cache, and once by all methods of sparse attention. Policies are asked in two settings: the question is in the
+prompt that is compressed (known), or the text is compressed before the question is read (later). Sparse attention
+evicts nothing: it reads each question after the text, as the next turn.
+
+Every answer is added to build/associations/MODEL.jsonl as it comes, and a later run continues from there, also with
+more lengths, texts and methods. A run replaces the part of its model in the result.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy_attention
+from evaluation.answering import run
+from evaluation.associations import LATE, VARIANTS, associations, facts
+from evaluation.haystack import Haystack
+from results_page import ROOT, Row, about, options, shown_arguments
+
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.cli.results import VERSION, write_json
+from mlx_snapkv.measure.methods import ANSWER_SETTINGS, FULL_CACHE, LATER, Method
+from mlx_snapkv.measure.records import Record, Results
+from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.planning.settings import setting_named
+from mlx_snapkv.sparse.options import Sparse
+
+RECORDS = ROOT / "build" / "associations"
+METHODS = (
+    "snapkv:budget=12.5%",
+    "keydiff:budget=12.5%,schedule=once",
+    "sparse:budget=6.25%",
+    "sparse:budget=3.125%",
+)
+
+
+def summarised(records: list[Record]) -> list[Row]:
+    """Return a row for each length, variant, method and setting: facts asked, found, and kept of the full cache's.
+
+    `full` is the number of right answers of the full cache, `kept` the number of questions that both answer rightly.
+    """
+    rows = [record | {"variant": _variant(record)} for record in records]
+    full = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
+    found = []
+    keys = ("length", "variant", "method", "setting")
+    for values, own in grouped(rows, *keys).items():
+        right = {_place(row) for row in own if row["score"]}
+        asked = {_place(row) for row in own}
+        counts = {"asked": len(own), "found": len(right), "kept": len(right & full)}
+        found.append(dict(zip(keys, values)) | counts | {"full": len(asked & full)})
+    return found
+
+
+def missed(records: list[Record]) -> list[Row]:
+    """Return the questions that the full cache answers rightly and a method wrongly, with the method's answer."""
+    full = {_place(r): r["answer"] for r in records if r["method"] == FULL_CACHE and r["score"]}
+    return [
+        {key: record[key] for key in ("method", "setting", "length", "document")}
+        | {"variant": _variant(record), **record["expected"]}
+        | {"answer": record["answer"].strip(), "full": full[_place(record)].strip()}
+        for record in records
+        if not record["score"] and _place(record) in full
+    ]
+
+
+def _variant(record: Record) -> str:
+    """Return the variant of a question, which is a text's variant or `LATE`."""
+    return LATE if record["expected"]["late"] else record["task"]
+
+
+def _place(record: Record) -> tuple:
+    """Return the values that identify a question."""
+    return tuple(record[key] for key in ("length", "task", "document", "question"))
+
+
+def measure(model: Any, dataset: Any, methods: list[Method], results: Results) -> list[Record]:
+    """Ask the full cache and the policies in both settings, and sparse attention after the text."""
+    sparse = [method for method in methods if isinstance(method.policy, Sparse)]
+    others = [method for method in methods if method not in sparse]
+    both = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, print)
+    found = both + run(model, dataset, sparse, [LATER], results, print)
+    # The full cache's answers do not depend on the setting.
+    return [r for r in found if r["method"] != FULL_CACHE or r["setting"] == LATER]
+
+
+def main() -> None:
+    """Measure a model, and replace its part of the result."""
+    numpy_attention.install()
+    parser = options(__doc__)
+    parser.add_argument("--model", default="real-models/smollm2-135m-instruct")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="tokens")
+    parser.add_argument("--texts", type=int, nargs="+", default=[6], help="by length, per variant")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--haystack", type=Path, default=ROOT / "real-models")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "associations")
+    args = parser.parse_args()
+    name = Path(args.model).name
+    model, tokenizer = load_model(args.model)
+    haystack = Haystack(args.haystack, [value for fact in facts() for value in fact.values])
+    texts = args.texts * len(args.lengths) if len(args.texts) == 1 else args.texts
+    dataset = associations(tokenizer, haystack, args.variants, args.lengths, texts)
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    fixed = dataset.setting | {"model": name} | VERSION
+    methods = [Method(setting_named(method)) for method in args.methods]
+    with Results(fixed, RECORDS / f"{name}.jsonl") as results:
+        records = measure(model, dataset, methods, results)
+    part = {"model": name, "rows": summarised(records), "missed": missed(records)}
+    put(args.out, about("measure_associations.py", *shown_arguments()) | part)
+
+
+def put(out: Path, part: dict[str, Any]) -> None:
+    """Write a model's part beside those of other models."""
+    known = out.with_suffix(".json")
+    before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
+    parts = {each["model"]: each for each in before} | {part["model"]: part}
+    write_json(out, {"parts": [*parts.values()]})
+
+
+if __name__ == "__main__":
+    main()
