@@ -1,7 +1,8 @@
 """Constrained decoding: the logits processor that makes an answer obey its grammar."""
 
-import contextlib
 import itertools
+import math
+import re
 from functools import cached_property
 from typing import Any
 
@@ -9,16 +10,22 @@ import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher
 
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
 from .grammar import AnswerFormat
 from .matcher import make_matcher, reason_of, vocabulary
-from .short_end import MAX_LENGTH, FreeText, allowed_tokens, is_in_string, short_end
+from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
 NO_QUOTES = r'start: /[^"\\]*/'  # the grammar of text that ends no string
 MAX_GROWTH_IN_STRING = (
     3  # tokens by which a part of a string may lengthen a short end: the rest of a character
 )
+MAX_END = 512  # tokens of a short end that is looked for within an answer
+MAX_FIRST_END = 4096  # tokens of a short end that is looked for before the answer
+REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # how often a schema requires a part
 MAX_CANDIDATES = 8  # tokens that are tried near the end of the answer, the likeliest first
+# After a longer end, which takes milliseconds to look for, fewer tokens are tried: those that have this probability.
+SHORT_END = 32  # tokens
+CANDIDATES_SHARE = 0.99
 
 
 class Constraint:
@@ -40,11 +47,11 @@ class Constraint:
         format: the answer's format.
         is_cut: whether the answer was closed before the model ended it.
 
-    Raises: SnapKVError: the grammar can't be enforced.
+    Raises: SnapKVError: the grammar can't be enforced, or the JSON needs more than `max_tokens`.
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
-        """Compile the grammar, and go past the prefill that the answer continues."""
+        """Compile the grammar, go past the prefill that the answer continues, and look for a short end."""
         self.format = answer_format
         self.is_cut = False
         self._tokenizer = tokenizer
@@ -57,12 +64,17 @@ class Constraint:
         # Tokens of the answer that the matcher has taken. It takes none after its end.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        # One token may begin an object, and so require what the schema requires of it. That is shorter than the schema.
+        # One token may begin a part of the JSON, and so require what the schema requires of this part. That is not
+        # longer than the schema, unless parts are repeated.
         n_grammar = len(self._vocabulary.greedy_tokenize(answer_format.grammar))
-        self._max_growth = min(n_grammar, MAX_LENGTH)
+        repeated = map(int, re.findall(REPEATED, answer_format.grammar))
+        self._max_growth = n_grammar * math.prod(max(1, n) for n in repeated)
         # Number of tokens left at which a short end is looked for again.
         self._next_look = max_tokens
+        # Short ends by the token of the answer before them, which were found while this token was tried.
+        self._known_ends: dict[int, list[int] | None] = {}
         self._end: list[int] | None = None  # the tokens that close the JSON, once it is cut
+        self._require_enough_tokens()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Return logits with -inf for tokens that are not allowed.
@@ -109,7 +121,23 @@ class Constraint:
             self._n_matched = n
         self.is_cut = False
         self._end = None
+        self._known_ends = {}
         self._next_look = self._max_tokens
+
+    def _require_enough_tokens(self) -> None:
+        """Raise SnapKVError if `max_tokens` are too few for the shortest JSON, unless thoughts come before it."""
+        if self._max_tokens < 0:
+            return
+        try:
+            end = short_end(self._matcher, self._vocabulary, MAX_FIRST_END)
+        except FreeText:
+            return
+        if end is not None and len(end) > self._max_tokens:
+            raise SnapKVError(
+                "{} is too few for JSON that obeys the schema: a short answer takes {} tokens",
+                Option("max_tokens", self._max_tokens),
+                len(end),
+            )
 
     def _keep_an_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
         """Return which of the allowed tokens leave enough tokens for a short end of the JSON, `(vocabulary,)`.
@@ -125,9 +153,10 @@ class Constraint:
             return _only(allowed, [following])
         if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
             return allowed
-        end = None
-        with contextlib.suppress(FreeText):
-            end = short_end(self._matcher, self._vocabulary, n_left)
+        known_ends = self._known_ends
+        self._known_ends = {}
+        last = self._answer[-1] if self._answer else None
+        end = known_ends[last] if last in known_ends else self._look(self._matcher, n_left)
         n_end = 0 if end is None else len(end)
         n_free = n_left - n_end
         self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
@@ -137,7 +166,8 @@ class Constraint:
         bits = self._matcher.compute_bitmask()
         if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
             is_free = allowed & self._without_quotes[: allowed.size]
-        likeliest = _likeliest(allowed, logits)
+        share = math.inf if n_end <= SHORT_END else CANDIDATES_SHARE
+        likeliest = _likeliest(allowed, logits, share)
         fitting = [token for token in likeliest if is_free[token] or self._fits(token, n_left - 1)]
         if likeliest[:1] == fitting[:1]:
             return is_free | _only(allowed, fitting)
@@ -145,15 +175,26 @@ class Constraint:
         self._end = end
         return self._keep_an_end(allowed, logits)
 
+    def _look(self, matcher: LLMatcher, n_left: int) -> list[int] | None:
+        """Return a short end of at most `n_left` tokens; None if none is found, or thoughts come before the JSON."""
+        try:
+            return short_end(matcher, self._vocabulary, min(n_left, MAX_END))
+        except FreeText:
+            return None
+
     def _fits(self, token: int, n_left: int) -> bool:
         """Return whether the JSON can end within `n_left` tokens after a token, or the token begins thoughts."""
         ahead = self._matcher.deep_copy()
         if not ahead.consume_token(token):
             return False
+        if ahead.is_stopped():
+            return True
         try:
-            return ahead.is_stopped() or short_end(ahead, self._vocabulary, n_left) is not None
+            end = short_end(ahead, self._vocabulary, min(n_left, MAX_END))
         except FreeText:
             return True
+        self._known_ends[token] = end
+        return end is not None
 
     @cached_property
     def _without_quotes(self) -> np.ndarray:
@@ -163,12 +204,14 @@ class Constraint:
         return allowed_tokens(matcher, size)
 
 
-def _likeliest(allowed: np.ndarray, logits: mx.array) -> list[int]:
-    """Return up to `MAX_CANDIDATES` allowed tokens, the likeliest first."""
+def _likeliest(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
+    """Return up to `MAX_CANDIDATES` allowed tokens, the likeliest first; fewer if they have the probability `share`."""
     n = min(MAX_CANDIDATES, int(allowed.sum()))
-    scores = mx.where(mx.array(allowed), -logits[0], mx.inf)
-    tokens: Any = mx.argsort(scores)[:n].tolist()
-    return tokens
+    probabilities = mx.softmax(mx.where(mx.array(allowed), logits[0], -mx.inf), precise=True)
+    order = mx.argsort(-probabilities)[:n]
+    shares_before: Any = mx.cumsum(probabilities[order], inclusive=False).tolist()
+    tokens: Any = order.tolist()
+    return [token for token, before in zip(tokens, shares_before) if before <= share]
 
 
 def _only(allowed: np.ndarray, tokens: list[int]) -> np.ndarray:

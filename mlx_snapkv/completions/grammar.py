@@ -19,6 +19,7 @@ MAX_PREFILL_STARTS = 16  # brackets of a prefill that are tried as the start of 
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
 # Keywords that may allow properties that `properties` does not name.
 NAME_OTHERS = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
+LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
 # The formats that llguidance enforces. JSON Schema lets others be annotations.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object of schemas by name.
@@ -169,22 +170,60 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 def _arguments_schema(parameters: Any) -> Schema:
     """Return the schema of a call's arguments: an object.
 
-    If all required properties are among the parameters' own, or none is required, no others are allowed.
+    If all required properties are among the parameters' own, or none is required, no others are allowed. Objects within
+    the arguments follow the same rule if they name properties.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    properties = parameters.get("properties") or {}
-    required = parameters.get("required") or []
-    names_all_required = (
+    closed = parameters if _combines(parameters) else _closed(parameters)
+    if _names_all_properties(parameters):
+        return {"type": "object", "additionalProperties": False, **closed}
+    return {"type": "object", **closed}
+
+
+def _names_all_properties(schema: dict[str, Any]) -> bool:
+    """Return whether an object's schema names all required properties itself, and no keyword allows others."""
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or []
+    names_required = (
         isinstance(properties, dict)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in properties for name in required)
     )
-    if names_all_required and not parameters.keys() & NAME_OTHERS:
-        return {"type": "object", "additionalProperties": False, **parameters}
-    return {"type": "object", **parameters}
+    return names_required and not schema.keys() & NAME_OTHERS
+
+
+def _combines(schema: Any) -> bool:
+    """Return whether parts of a schema may describe one object; if one was closed, it would forbid what others name."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, dict):
+        return False
+    keywords = schema.keys()
+    if "allOf" in keywords or ("properties" in keywords and keywords & {"anyOf", "oneOf", "$ref"}):
+        return True
+    return any(map(_combines, schema.values()))
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema in which each object with named properties, at any depth, allows no others.
+
+    An object without named properties stays as it is: it may be a map.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: part if key in LITERAL else _closed(part) for key, part in schema.items()}
+    if (
+        schema.get("type") == "object"
+        and schema.get("properties")
+        and _names_all_properties(schema)
+    ):
+        return {"additionalProperties": False, **closed}
+    return closed
 
 
 def _enforceable(schema: Schema) -> str:

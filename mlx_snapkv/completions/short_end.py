@@ -14,9 +14,9 @@ IN_STRING = "~"  # a character that JSON allows only within strings
 CHOICES = (
     string.ascii_letters + string.digits + "{[-"
 )  # characters that a value or a name may go on with
-MAX_LENGTH = 512  # tokens
 MAX_CHOICES = 8  # alternatives that are tried at one place
 MAX_PATHS = 64  # paths that are followed in one search
+MAX_STEPS = 4096  # tokens of all paths in one search
 
 
 class FreeText(Exception):
@@ -33,7 +33,6 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
 
     Raises: FreeText: the answer is within thoughts.
     """
-    max_length = min(max_length, MAX_LENGTH)
     end = _search(matcher, tokenizer, max_length, MAX_CHOICES)
     # A place of many alternatives, such as a pattern, can use up all paths. Then only the first alternatives are taken.
     return _search(matcher, tokenizer, max_length, 1) if end is None else end
@@ -74,13 +73,16 @@ def _search(
     """Follow the shortest path first, and return its tokens once the answer may end; None if all are too long."""
     numbers = itertools.count()
     paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]
+    n_steps = 0
     for _ in range(MAX_PATHS if max_choices > 1 else max_length + 1):
-        if not paths:
+        if not paths or n_steps > MAX_STEPS:
             break
         path = heapq.heappop(paths)
         if path.matcher.is_accepting():
             return path.tokens
+        n_before = path.length
         choices = _advance(path, tokenizer, max_length)
+        n_steps += path.length - n_before
         if choices is None:
             continue
         if not choices:  # it may end here, but a shorter path may be left

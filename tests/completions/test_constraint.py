@@ -118,6 +118,10 @@ NODE = {"$ref": "#/$defs/node"}
 # Schemas of values within themselves, in which one token may demand many more.
 RECURSIVE = {
     "a list of children": record(v={"type": "integer"}, kids={"type": "array", "items": NODE}),
+    "many children or null": record(
+        v={"type": "integer"},
+        kids={"anyOf": [{"type": "array", "items": NODE, "minItems": 30}, {"type": "null"}]},
+    ),
     "a child or null": record(v={"type": "boolean"}, next={"anyOf": [NODE, {"type": "null"}]}),
     "a leaf or a node": {
         "anyOf": [
@@ -137,7 +141,9 @@ def test_a_recursive_schema_is_closed_at_every_length(demo_llama, name):
     # What follows "[{" and 'n"' makes the value deeper, and blanks make it longer.
     deeper = tokenizer.encode('[{"kidsnoxev: ,01', add_special_tokens=False)
     bias = mx.zeros(len(tokenizer)).at[mx.array(deeper)].add(8)
-    for max_tokens in LENGTHS:
+    # Where a part is repeated, the model may begin it long before the limit.
+    lengths = [*LENGTHS, 900] if "minItems" in str(schema) else LENGTHS
+    for max_tokens in lengths:
         constraint, tokens = Constraint(tokenizer, answer_format, max_tokens), [5, 6]
         for step in range(max_tokens):
             noise = 3 * mx.random.gumbel(bias.shape, key=mx.random.key(1000 * max_tokens + step))
@@ -223,6 +229,49 @@ def test_a_forced_call_invents_no_arguments(demo_llama, parameters):
     how = {"tool_choice": "required", "logit_bias": likes}
     (found,) = answers(loaded, tools=[tool("now", parameters)], **how)
     assert found.reply.calls[0]["function"]["arguments"] == "{}"
+
+
+def test_a_forced_call_invents_no_properties_within_its_arguments(demo_llama):
+    loaded = demo_llama[0], calling(json_tools)
+    place = {"type": "object", "properties": {"x": {"enum": [1]}, "y": {"enum": [2]}}}
+    place["required"] = ["x", "y"]
+    parts = {
+        "at": {"$ref": "#/$defs/Place"},
+        "all": {"type": "array", "items": place, "minItems": 1, "maxItems": 1},
+    }
+    parameters = {"type": "object", "properties": parts, "required": ["at", "all"]}
+    likes = {str(demo_llama[1].encode(text, add_special_tokens=False)[0]): 50 for text in "],"}
+    how = {"tool_choice": "required", "logit_bias": likes}
+    (found,) = answers(loaded, tools=[tool("go", parameters | {"$defs": {"Place": place}})], **how)
+    arguments = json.loads(found.reply.calls[0]["function"]["arguments"])
+    assert arguments == {"at": {"x": 1, "y": 2}, "all": [{"x": 1, "y": 2}]}
+
+
+@pytest.mark.parametrize("combined", ["allOf", "anyOf"])
+def test_parts_of_an_object_may_name_each_others_properties(demo_llama, combined):
+    parts = [{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}]
+    more = {"properties": {"b": {"enum": [2]}}, "required": ["b"]}
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"type": "object", combined: parts, **more}},
+    }
+    loaded = demo_llama[0], calling(json_tools)
+    likes = {str(demo_llama[1].encode(text, add_special_tokens=False)[0]): 50 for text in '"}'}
+    how = {"tool_choice": "required", "logit_bias": likes, "max_tokens": 60}
+    (found,) = answers(loaded, tools=[tool("go", parameters | {"required": ["x"]})], **how)
+    text = found.reply.text + str(found.reply.calls)
+    assert '"a"' in text and '"b"' in text
+
+
+def test_a_limit_below_the_shortest_json_is_refused(demo_llama):
+    for schema, max_tokens, n in (
+        (DOOR, 3, "11"),
+        ({"type": "array", "minItems": 900}, 700, "2701"),
+    ):
+        with pytest.raises(
+            SnapKVError, match=rf"^max_tokens={max_tokens} is too few .* {n} tokens"
+        ):
+            answer(demo_llama, schema, max_tokens)
 
 
 @pytest.mark.parametrize("name", CALLS)
