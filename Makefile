@@ -74,7 +74,7 @@ agents: $(VENV)/.installed-dev ## Claude Code, Codex, opencode, aider and client
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, reading, rest, answers, modes, lookahead (a day on two cores, 10 GB)
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, reading, rest, answers, modes, lookahead, associations, long-answers (two days on two cores, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
 	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
 		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
@@ -89,6 +89,9 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/measure_modes.py
 	$(RUN) scripts/measure_modes.py --question "Summarise the text above." --documents 8 --out docs/modes-asked
 	$(RUN) scripts/measure_lookahead.py
+	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 7
+	$(RUN) scripts/measure_associations.py --model real-models/$(LARGER) --lengths 2048 8192 16384 --texts 7 2 1
+	$(RUN) scripts/measure_long_answers.py --models real-models/smollm2-135m-instruct real-models/$(LARGER)
 	$(RUN) scripts/write_docs.py
 
 clean: ## remove the virtual environment and caches

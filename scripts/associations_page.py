@@ -2,7 +2,7 @@
 
 import itertools
 
-from results_page import Row, load, table, written_by
+from results_page import Row, load, measured, table
 
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.tables import grouped
@@ -13,9 +13,9 @@ MOST_MISSED = 12  # missed facts that a page shows
 def associations() -> list[str]:
     """Return the facts found, with a column for each method and setting, and how much of the full cache's is kept."""
     parts = load("associations")["parts"]
-    lines = [line for part in parts for line in (written_by(part), "")]
+    lines = [line for part in parts for line in measured(part)]
     rows = [row | {"model": part["model"]} for part in parts for row in part["rows"]]
-    columns = dict.fromkeys(_column(row) for row in rows)
+    columns = dict.fromkeys([FULL_CACHE, *map(_column, rows)])
     body = []
     for (model, length, variant), own in grouped(rows, "model", "length", "variant").items():
         cells = {_column(row): _found(row) for row in own}
@@ -35,6 +35,8 @@ def missed() -> list[str]:
         (_column(row), f"{row['length']:,}", row["question"], row["fact"], row["answer"])
         for row in chosen
     ]
+    if not body:
+        return ["So far, none was missed."]
     return table(("method", "tokens", "question", "fact", "answer"), body)
 
 

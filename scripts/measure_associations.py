@@ -19,10 +19,12 @@ from typing import Any
 import numpy_attention
 from evaluation.answering import run
 from evaluation.associations import LATE, VARIANTS, associations, facts
+from evaluation.datasets import Dataset
 from evaluation.haystack import Haystack
 from results_page import ROOT, Row, about, options, shown_arguments
 
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.cli.progress import StepBars
 from mlx_snapkv.cli.results import VERSION, write_json
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, FULL_CACHE, LATER, Method
 from mlx_snapkv.measure.records import Record, Results
@@ -78,12 +80,16 @@ def _place(record: Record) -> tuple:
     return tuple(record[key] for key in ("length", "task", "document", "question"))
 
 
-def measure(model: Any, dataset: Any, methods: list[Method], results: Results) -> list[Record]:
+def measure(
+    model: Any, dataset: Dataset, methods: list[Method], results: Results, bars: StepBars
+) -> list[Record]:
     """Ask the full cache and the policies in both settings, and sparse attention after the text."""
     sparse = [method for method in methods if isinstance(method.policy, Sparse)]
     others = [method for method in methods if method not in sparse]
-    both = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, print)
-    found = both + run(model, dataset, sparse, [LATER], results, print)
+    bars.start("texts, policies", len(dataset.places))
+    found = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, bars.done)
+    bars.start("texts, sparse attention", len(dataset.places))
+    found += run(model, dataset, sparse, [LATER], results, bars.done)
     # The full cache's answers do not depend on the setting.
     return [r for r in found if r["method"] != FULL_CACHE or r["setting"] == LATER]
 
@@ -108,8 +114,9 @@ def main() -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     fixed = dataset.setting | {"model": name} | VERSION
     methods = [Method(setting_named(method)) for method in args.methods]
-    with Results(fixed, RECORDS / f"{name}.jsonl") as results:
-        records = measure(model, dataset, methods, results)
+    path = RECORDS / f"{name}.jsonl"
+    with Results(fixed, path) as results, StepBars(path) as bars:
+        records = measure(model, dataset, methods, results, bars)
     part = {"model": name, "rows": summarised(records), "missed": missed(records)}
     put(args.out, about("measure_associations.py", *shown_arguments()) | part)
 

@@ -4,8 +4,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from associations_page import associations, missed
 from evaluation.scores import before_compression
-from results_page import table, written_by
+from results_page import is_measured, table, written_by
+from sparse_page import long_answers
 
 from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
@@ -52,6 +54,37 @@ and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A lar
 the same commands. The embedded `demo-tasks` was trained to look facts up. It reveals bugs, not quality: its
 KeyDiff finds facts that no policy finds with real models.
 """
+ASSOCIATIONS = """## Questions that share no word with the fact
+
+RULER's questions repeat words of the needle, and its texts are uniform. Here each question needs one association, as in
+NoLiMa (arXiv:2502.05167): it asks for the account book, and the fact says that the ledger is beneath the floorboard. No
+content word of any question is in any fact. The texts mix essays, code, logs, dialogues and tables by paragraph. A fact
+is a sentence of an essay, a comment in code, a message of a log, a remark in a dialogue or a note in a table
+(`associations.json` and `associations.py` in `scripts/evaluation/`).
+
+- *one*, *several*: the number of facts in a text. Each fact is asked for by itself.
+- *contradicting*: each fact comes first with an older value, and later with a correction.
+- *late*: the answer begins with a description of the text in about 180 tokens, which every method is given. The value
+  comes after it.
+- *known* and *later*: with a policy, the question ends the prompt that is compressed, or the text is compressed before
+  the question is read. Sparse attention evicts nothing. It reads each text by itself, sparsely, and each question as
+  the next turn, with `when=always`.
+
+An answer is right if it names the fact's value and no value of another fact. Numbers are right answers. In brackets is
+the share of the full cache's right answers that the method gives, too. Where the full cache finds few facts, the
+figures show nothing about a method.
+"""
+MISSED = """The full cache finds these facts, and a method misses them:
+"""
+LONG = """## Long answers
+
+The full cache answers a request for a summary of an essay, and for a program after a file of code, with at most 512
+tokens. Each method is fed this answer, token by token. The table compares its predictions with the full cache's, by
+position in the answer: KL in nats per token, and the share of tokens whose most likely token is the same. *First
+differs* is the position at which each method's own answer first differs from the full cache's.
+
+![KL and equal tokens by position in the answer](long-answers.png)
+"""
 PART_TITLES = {
     "more": ", more tasks",
     "later": ", question later",
@@ -71,6 +104,10 @@ SETTINGS = {
 def page(result: dict[str, Any]) -> str:
     """Return the page, with a section for each part."""
     lines = ["# How far answers move", "", ABOUT, "", written_by(result), "", METHOD_SECTION]
+    if is_measured("associations"):
+        lines += [ASSOCIATIONS, *associations(), "", MISSED, *missed(), ""]
+    if is_measured("long-answers"):
+        lines += [LONG, *long_answers(), ""]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
         lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *_gpu(part)]

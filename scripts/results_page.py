@@ -120,6 +120,11 @@ def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
     return table([*columns], cells)
 
 
+def is_measured(name: str) -> bool:
+    """Return whether there is a result docs/NAME.json."""
+    return (ROOT / "docs" / f"{name}.json").exists()
+
+
 def load(name: str) -> dict[str, Any]:
     """Return the result in docs/NAME.json."""
     return json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))

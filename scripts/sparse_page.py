@@ -54,3 +54,20 @@ def rest() -> list[str]:
         rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
     made = [line for result in results for line in measured(result)]
     return [*made, *table(("model", "tokens", *ways), rows)]
+
+
+def long_answers() -> list[str]:
+    """Return KL and equal tokens of long answers by position, and where free answers first differ."""
+    result = load("long-answers")
+    starts = sorted({span["start"] for row in result["rows"] for span in row["spans"]})
+    width = result["rows"][0]["spans"][0]["stop"]
+    heads = [f"{start} to {start + width - 1}" for start in starts]
+    body = []
+    for row in result["rows"]:
+        spans = {s["start"]: f"{s['kl']:.3f}, {s['same']:.2f}" for s in row["spans"]}
+        pairs = zip(row["differs"], row["tokens"])
+        differs = ", ".join("never" if at == n else str(at) for at, n in sorted(pairs))
+        asked = (f"`{row['model']}`", row["kind"], f"`{row['method']}`")
+        body.append((*asked, *(spans.get(start, "") for start in starts), differs))
+    header = ("model", "answer", "method", *heads, "first differs")
+    return [*measured(result), *table(header, body)]

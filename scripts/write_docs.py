@@ -6,9 +6,10 @@ python scripts/write_docs.py     # or: make docs
 import re
 
 import policies_page
+import quality_page
 import tables
 import typer
-from results_page import ROOT, table
+from results_page import ROOT, load, table
 from typer.cli import get_docs_for_click
 
 from mlx_snapkv.cli.app import app
@@ -70,6 +71,7 @@ def pages() -> dict[str, str]:
         "docs/policies.md": policies_page.page(),
         "docs/commands.md": commands_page(),
         "docs/models.md": models_page(),
+        "docs/quality.md": quality_page.page(load("quality")),
     }
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")

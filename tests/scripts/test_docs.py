@@ -1,17 +1,18 @@
 """Generated docs match their scripts, links lead somewhere, and commands in the docs exist."""
 
 import itertools
-import json
 import re
 import shlex
 import sys
 from pathlib import Path
 
+import associations_page
 import evaluate
 import fork_helpers
 import policies_page
 import pytest
 import quality_page
+import sparse_page
 import tables
 import typer
 import write_docs
@@ -53,12 +54,6 @@ def test_a_generated_page_equals_the_scripts_output(path):
     assert (ROOT / path).read_text(encoding="utf-8") == write_docs.pages()[path], "run make docs"
 
 
-def test_the_page_of_quality_equals_the_page_of_its_result():
-    result = json.loads((ROOT / "docs/quality.json").read_text(encoding="utf-8"))
-    page = quality_page.page(result)
-    assert (ROOT / "docs/quality.md").read_text(encoding="utf-8") == page
-
-
 def test_the_page_of_quality_says_what_was_not_scored():
     """A policy may lack a setting, and answers may end before the compression."""
     full, own = ({"method": m, "setting": "known", "pieces": 2, "texts": 2} for m in ("full", "p"))
@@ -70,6 +65,23 @@ def test_the_page_of_quality_says_what_was_not_scored():
     assert about == "2 pieces of 2 files."
     assert row.endswith("| 0.000 (0.000 to 0.000) | 0.500 | not scored |  | 0.00 |")
     assert quality_page._fidelity(part)[4].startswith("| `full` | 900 | 5 kB |  |  | 0.000")
+
+
+def test_the_page_of_quality_has_a_section_for_each_further_measurement(monkeypatch):
+    spans = [{"start": 0, "stop": 64, "n": 4, "kl": 0.25, "same": 0.5}]
+    row = {"model": "m", "kind": "summary", "method": "p", "spans": spans}
+    row |= {"tokens": [64, 64], "differs": [64, 3]}
+    made = {"command": "python x.py", "date": "today", "commit": "0", "machine": "one"}
+    results = {"associations": {"parts": []}, "long-answers": made | {"rows": [row]}}
+    for module in (associations_page, sparse_page):
+        monkeypatch.setattr(module, "load", results.get)
+    page = made | {"parts": []}
+    for measured, titles in (("associations", 1), ("long-answers", 1), ("", 0)):
+        monkeypatch.setattr(quality_page, "is_measured", measured.__eq__)
+        found = quality_page.page(page)
+        assert found.count("\n## ") == 1 + titles
+        row = "| `m` | summary | `p` | 0.250, 0.50 | 3, never |"
+        assert (row in found) == (measured == "long-answers")
 
 
 def test_every_table_has_one_place_in_the_docs():

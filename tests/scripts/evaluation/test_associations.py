@@ -10,6 +10,7 @@ from evaluation import associations as module
 from evaluation.associations import VARIANTS, associations, begun, chosen, facts, score, sentences
 from evaluation.haystack import Haystack, paragraphs_of
 
+from mlx_snapkv.cli.progress import StepBars
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, FULL_CACHE, LATER, Method
 from mlx_snapkv.measure.records import Results
@@ -161,7 +162,8 @@ def records(demo_llama, haystack):
     model, tokenizer = demo_llama
     dataset = associations(tokenizer, haystack, ["contradicting"], [LENGTH * 2], [1])
     methods = [Method(setting_named(text)) for text in ("snapkv:budget=12.5%", SPARSE)]
-    return measure_associations.measure(model, dataset, methods, Results({}))
+    with StepBars(quiet=True) as bars:
+        return measure_associations.measure(model, dataset, methods, Results({}), bars)
 
 
 def test_measure_associations_asks_policies_in_both_settings_and_sparse_attention_once(records):
@@ -173,7 +175,10 @@ def test_measure_associations_asks_policies_in_both_settings_and_sparse_attentio
         assert row["kept"] <= min(row["found"], row["full"]) and row["variant"] == "contradicting"
 
 
-def test_a_missed_fact_is_one_that_the_full_cache_finds():
+MADE = {"command": "python x.py", "date": "today", "commit": "0", "machine": "one"}
+
+
+def test_a_missed_fact_is_one_that_the_full_cache_finds(monkeypatch):
     def record(method, score, question=0):
         place = {"length": 9, "task": "several", "document": 0, "question": question}
         expected = {"question": "Q?", "fact": "F.", "late": bool(question)}
@@ -187,7 +192,13 @@ def test_a_missed_fact_is_one_that_the_full_cache_finds():
     assert [(r["variant"], r["found"], r["kept"], r["full"]) for r in rows] == [
         ("several", 1, 1, 1), ("late", 0, 0, 0), ("several", 0, 0, 1), ("late", 1, 0, 0),
     ]  # fmt: skip
-    assert [associations_page._found(row) for row in rows] == ["1", "0", "0 (0%)", "1"]
+    part = {"model": "m", "rows": rows, "missed": measure_associations.missed(given)} | MADE
+    monkeypatch.setattr(associations_page, "load", lambda name: {"parts": [part]})
+    *_, header, _, several, late = associations_page.associations()
+    assert header == "| model | tokens | facts (asked) | full cache | `p`, later |"
+    assert several == "| `m` | 9 | several (1) | 1 | 0 (0%) |"
+    assert late == "| `m` | 9 | late (1) | 0 | 1 |"
+    assert associations_page.missed()[-1] == "| `p`, later | 9 | Q? | F. | 0 |"
 
 
 def test_a_models_part_replaces_its_earlier_part(tmp_path):
