@@ -33,7 +33,7 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import SnapKV
-from mlx_snapkv.engine.loop_model import observing
+from mlx_snapkv.engine.loop_model import observing_queries
 from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.measure.contenders import (
@@ -155,7 +155,7 @@ def count_token(model: Any, contender: Contender, n: int) -> Counts:
     """Return the counts of one token that is decoded after `n`."""
     cache = decoding_cache(model, contender, n)
     token = mx.zeros((1, 1), mx.int32)
-    with observing(model, cache):
+    with observing_queries(model, cache):
         mx.eval(model(token, cache=cache))  # a buffer may grow
         with counted() as counts:
             mx.async_eval(model(token, cache=cache))

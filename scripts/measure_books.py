@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import Result, shared_options, watched
 
-from mlx_snapkv.caches.layers import file_bytes, held_tokens, kv_bytes
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes, n_tokens_read
 from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
 from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
@@ -49,7 +49,7 @@ def measure(model, case: Case) -> Row:
     mx.reset_peak_memory()
     with watched(os.getpid()) as held:
         seconds, report = answer_prompt(model, random_prompt(length), cache, N_ANSWER, **options)
-        disk = file_bytes(cache) / held_tokens(model, cache)
+        disk = file_bytes(cache) / n_tokens_read(model, cache)
         questions = [random_prompt(QUESTION) for _ in range(ASKED)]
         asked = [
             answer_prompt(model, question, cache, N_ANSWER, **options) for question in questions

@@ -18,7 +18,7 @@ import numpy_attention
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, Row, shared_options
 
-from mlx_snapkv.caches.layers import held_tokens
+from mlx_snapkv.caches.layers import n_tokens_read
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference, divergence
@@ -66,7 +66,7 @@ def answers(
         return reference.generated(method.policy), answer.tokens
     cache, report = reading.compressed(method.policy, answering=True)
     found = reference.predictions(copy.deepcopy(cache))
-    begun = full[: held_tokens(model, cache) - len(reading.tokens) + 1]
+    begun = full[: n_tokens_read(model, cache) - len(reading.tokens) + 1]
     answer = decode(model, tokenizer, reading.tokens, len(full), cache, report, begun)
     return found, answer.tokens
 

@@ -23,8 +23,8 @@ def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, seed=0, 
 def asked(entries):
     """Return the arguments that the functions of `reference.py` take: queries, keys, query positions, scale."""
     observed = entries.observed
-    queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
-    return queries, keys, observed.places, observed.scale
+    queries, keys = (x.astype(mx.float32) for x in (observed.vectors, entries.keys))
+    return queries, keys, observed.indices, observed.scale
 
 
 def votes_of(entries):

@@ -83,20 +83,20 @@ class Token:
     """The arguments of `attend` for a token, and the token's attention in float64."""
 
     def __init__(
-        self, variant, H=2, n_means=5, n_places=130, first=4, window=33, n_own=7, with_sinks=True
+        self, variant, H=2, n_means=5, n_chosen=130, first=4, window=33, n_own=7, with_sinks=True
     ):
         D, group, dtype = variant
-        self.rng = rng = np.random.default_rng(n_places + n_own)
+        self.rng = rng = np.random.default_rng(n_chosen + n_own)
         self.H, self.group, self.dtype = H, group, dtype
         self.scale = D**-0.5
         self.n, self.first, self.stop = N_PROMPT + n_own, first, N_PROMPT - window
         self.queries = normal(rng, 1, H * group, 1, D, dtype=dtype)
         self.prompt = [self.buffer(N_PROMPT, D) for _ in range(2)]
         self.answer = [self.buffer(n_own, D) for _ in range(2)]
-        self.places = self.means = self.sinks = None
-        if n_places:
-            numbers = rng.integers(first, self.stop, (1, H, n_places)).astype(np.uint32)
-            self.places = mx.array(numbers)
+        self.positions = self.means = self.sinks = None
+        if n_chosen:
+            numbers = rng.integers(first, self.stop, (1, H, n_chosen)).astype(np.uint32)
+            self.positions = mx.array(numbers)
         if n_means:
             unread = rng.integers(0, 300, (1, H, n_means)) * (rng.random((1, H, n_means)) < 0.7)
             factors = np.full((1, H, group, 1, 1), np.log(0.5), np.float32)
@@ -119,7 +119,7 @@ class Token:
 
     def attention(self):
         lengths = {"n_prompt": N_PROMPT, "n": self.n, "first": self.first, "stop": self.stop}
-        more = {"places": self.places, "means": self.means, "sinks": self.sinks}
+        more = {"positions": self.positions, "means": self.means, "sinks": self.sinks}
         return attend(self.queries, self.prompt, self.answer, self.scale, **lengths, **more)
 
     def difference(self):
@@ -137,8 +137,8 @@ class Token:
             for x, y in zip(self.prompt, self.answer)
         )
         read = [*range(self.first), *range(self.stop, self.n)]
-        if self.places is not None:
-            read = [*np.array(self.places)[0, h], *read]
+        if self.positions is not None:
+            read = [*np.array(self.positions)[0, h], *read]
         query = float64(self.queries)[0, head, 0] * self.scale
         with np.errstate(invalid="ignore"):
             logits, values = keys[read] @ query, values[read]
@@ -157,13 +157,13 @@ class Token:
 # Edge cases of `attend`.
 TOKENS = {
     "the token alone": {
-        "H": 1, "n_means": 0, "n_places": 0, "first": 0, "window": 0, "n_own": 1, "with_sinks": False,
+        "H": 1, "n_means": 0, "n_chosen": 0, "first": 0, "window": 0, "n_own": 1, "with_sinks": False,
     },
     "no means": {"n_means": 0},
-    "no chosen places": {"n_places": 0},
-    "one place": {"H": 1, "n_places": 1, "with_sinks": False},
-    "one whole block": {"n_means": 3, "n_places": 0, "first": 0, "window": 0, "n_own": 125},
-    "one item more": {"H": 1, "n_means": 3, "n_places": 0, "first": 0, "window": 0, "n_own": 126},
-    "splits of means alone": {"H": 1, "n_means": 257, "n_places": 400},
-    "several splits": {"n_places": 517, "with_sinks": False},
+    "no chosen positions": {"n_chosen": 0},
+    "one place": {"H": 1, "n_chosen": 1, "with_sinks": False},
+    "one whole block": {"n_means": 3, "n_chosen": 0, "first": 0, "window": 0, "n_own": 125},
+    "one item more": {"H": 1, "n_means": 3, "n_chosen": 0, "first": 0, "window": 0, "n_own": 126},
+    "splits of means alone": {"H": 1, "n_means": 257, "n_chosen": 400},
+    "several splits": {"n_chosen": 517, "with_sinks": False},
 }  # fmt: skip

@@ -27,7 +27,7 @@ C_TYPES = {**OF_MODEL, mx.uint32: "uint", mx.int32: "int", mx.uint16: "ushort", 
 INPUT_DTYPES = {
     "projection": mx.float32, "codes": mx.uint32, "powers": mx.uint8, "params": mx.uint32,
     "block_maxima": mx.float32, "offsets": mx.float16, "ids": mx.uint16, "choosable": mx.int32,
-    "unread": mx.uint32, "log_mass": mx.float32, "temperature": mx.float32, "places": mx.uint32,
+    "unread": mx.uint32, "log_mass": mx.float32, "temperature": mx.float32, "positions": mx.uint32,
     "partial": mx.float32, "top": mx.float32, "total": mx.float32, "sinks": mx.float32,
 }  # fmt: skip
 

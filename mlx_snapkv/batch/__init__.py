@@ -1,1 +1,1 @@
-"""Many requests at once, each with a compressed cache of its own."""
+"""Answer many requests at once, each with a compressed cache of its own."""

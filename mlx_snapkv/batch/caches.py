@@ -1,4 +1,4 @@
-"""Batched caches: one layer's caches of several requests that decode together, and which requests can."""
+"""The caches of one layer for several requests that decode together, and the rule which requests can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, _BaseCache
 
 from ..caches.adapter import layer_cache
-from ..caches.contract import keys_of
+from ..caches.contract import keys_property
 from ..caches.layers import members
 from ..compress.evicting import EvictingCache
 from ..entries.quantization import (
@@ -33,12 +33,12 @@ from ..sparse.cache import SparseKVCache
 
 
 class BatchCache(ABC):
-    """The interface of one layer's batched cache, which `MlxLmBatch` gives to mlx-lm's own caches.
+    """The interface of one layer's cache for a batch of requests. `MlxBatchCache` gives it to mlx-lm's caches.
 
     Attributes:
-        observes: whether the cache receives the queries of later tokens, so that the attention class must be patched.
-        chooses: whether each request's queries choose the entries that a step reads.
-        pads: whether the entries of shorter requests are hidden by a mask.
+        observes: whether queries of later tokens are recorded, for which the attention class is patched.
+        chooses: whether the queries of each request choose the entries that a step reads.
+        pads: whether a mask hides the padding of requests with fewer entries.
     """
 
     observes: bool
@@ -47,7 +47,7 @@ class BatchCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the arrays recorded of the requests' queries, to be evaluated between two tokens."""
+        """Return recorded arrays, which are evaluated between two tokens."""
         return ()
 
     @property
@@ -57,43 +57,43 @@ class BatchCache(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Return the number of entries held, or read in a step, by the request with the most entries."""
+        """Return the largest number of entries of a request, or of entries that a step reads for a request."""
 
 
-class MlxLmBatch(BatchCache):
-    """Adapts a batched cache of mlx-lm, of any layer."""
+class MlxBatchCache(BatchCache):
+    """Adapter for mlx-lm's batched caches."""
 
     observes = chooses = False
 
     def __init__(self, cache: Any):
-        """Adapt the cache; mlx-lm pads only the entries of its `BatchKVCache`."""
+        """Wrap the cache. Only mlx-lm's `BatchKVCache` pads entries."""
         self._cache = cache
         self.pads = isinstance(cache, BatchKVCache)
 
     @property
     def kind(self) -> tuple:
-        """Return a kind that bounds the padding: the numbers of entries differ by less than a factor of 2."""
+        """Return a kind that limits the padding: entries of equal kinds differ in number by less than a factor of 2."""
         return type(self._cache).__name__, self.size().bit_length()
 
     def size(self) -> int:
-        """Return the number of entries as mlx-lm counts them, padding included."""
+        """Return the number of entries, including padding, as mlx-lm counts them."""
         return self._cache.size()
 
 
-class Batched(BatchCache, _BaseCache):
-    """Compressed caches of one layer, one for each request, with the interface of mlx-lm's batched caches.
+class CompressedBatchCache(BatchCache, _BaseCache):
+    """Base class for compressed caches of one layer, one per request, with the interface of mlx-lm's batched caches.
 
     A step decodes one token of each request.
 
     Attributes:
-        members: the requests' own caches.
-        keys: keys that a step reads; mlx-lm makes them depend on what a pipeline sends.
+        members: the caches of the requests.
+        keys: keys that a step reads, to which mlx-lm's pipelines add a dependency.
     """
 
     keys: Any
 
     def __init__(self, members: Sequence[Any]):
-        """Take over the requests' caches, which change with the batch."""
+        """Use the requests' caches, which change with the batch."""
         self.members = list(members)
 
     @property
@@ -104,36 +104,36 @@ class Batched(BatchCache, _BaseCache):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the mask of the next update: None, unless the entries of shorter requests have to be hidden."""
+        """Return the mask of the next step; None unless padding must be hidden."""
         assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
         return None
 
     def extend(self, other: Any) -> None:
-        """Append the requests of another batch, which is not used afterwards."""
+        """Append the requests of another batch, which must not be used afterwards."""
         self.members += other.members
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep only the requests with these indices."""
+        """Keep the requests with the indices `keep`."""
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
-        """Return the number of entries of the request with the most entries."""
+        """Return the largest number of entries of a request."""
         return max(member.n_entries for member in self.members)
 
     def empty(self) -> bool:
-        """Return False: requests join only after their prompts have been read."""
+        """Return False, because requests join after their prompts have been read."""
         return False
 
 
-class BatchedChoices(Batched):
-    """Caches of several requests under sparse attention: each attends to its own entries, one after the other."""
+class SparseBatchCache(CompressedBatchCache):
+    """Sparse caches of several requests. The requests attend one after the other, each to its own entries."""
 
     chooses = observes = True
     members: list[SparseKVCache]
-    keys = keys_of(lambda batch: batch.members[0])
+    keys = keys_property(lambda batch: batch.members[0])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a token's keys and values of each request, `(B, n_kv_heads, 1, head_dim)`, and return them."""
+        """Append a token of each request, `(B, n_kv_heads, 1, head_dim)`, and return its keys and values unchanged."""
         for i, member in enumerate(self.members):
             member.update_and_fetch(keys[i : i + 1], values[i : i + 1])
         return keys, values
@@ -147,7 +147,7 @@ class BatchedChoices(Batched):
         mask: None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Return the attention of one token of each request; see `SparseKVCache.attend`."""
+        """Compute the attention of one token of each request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, member in enumerate(self.members):
             # The dependency makes requests attend one after the other, so that only one needs memory at a time.
@@ -160,11 +160,11 @@ class BatchedChoices(Batched):
 
     @property
     def kind(self) -> tuple:
-        """Return one kind for all sparse requests: they share no arrays, so their lengths may differ."""
+        """Return the same kind for all sparse requests, which share no arrays and may differ in length."""
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
-        """Return a copy of a request's cache."""
+        """Return a copy of the cache of request `idx`."""
         return copy.deepcopy(self.members[idx])
 
     @property
@@ -173,12 +173,12 @@ class BatchedChoices(Batched):
         return sum(member.nbytes for member in self.members)
 
 
-class BatchedEntries(Batched, Quantised):
-    """Caches that evict, with the entries of all requests in shared arrays.
+class EvictingBatchCache(CompressedBatchCache, Quantised):
+    """Evicting caches of several requests, whose entries are in shared arrays.
 
-    The arrays are `(B, n_kv_heads, R, head_dim)`, or their quantised parts, with a slot for each request; `R` is the
-    number of rows that the longest request needs. The requests' own caches are without entries, but still decide which
-    row the next entry goes to and when to evict. For an eviction, a cache gets its slot back. So a request keeps the
+    The arrays are `(B, n_kv_heads, R, head_dim)`, or those of quantised entries. They have a slot for each request, and
+    `R` is the number of rows that the longest request needs. The requests' own caches are empty, but still determine
+    the row of the next entry and when to evict. For an eviction, a cache gets its slot back. So each request keeps the
     entries that it would keep alone.
     """
 
@@ -186,7 +186,7 @@ class BatchedEntries(Batched, Quantised):
     values: Any
 
     def __init__(self, members: Sequence[EvictingCache]):
-        """Copy the entries of all requests into shared arrays, and free the requests' own."""
+        """Copy the entries of all requests to shared arrays, and free the originals."""
         super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
@@ -197,7 +197,7 @@ class BatchedEntries(Batched, Quantised):
             member.keys = member.values = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add an entry of each request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for the attention."""
+        """Append an entry of each request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for the attention."""
         for i, member in enumerate(self.members):
             if member.is_due():
                 with self._lend_slot(i, write_back=True):
@@ -207,7 +207,7 @@ class BatchedEntries(Batched, Quantised):
         entries = pack(keys, self.quantization), pack(values, self.quantization)
         if len(set(next_rows)) == 1:
             write(self._stored, next_rows[0], entries)
-        else:  # `write` takes one row for all requests
+        else:  # all requests write to the same row
             index = mx.array(next_rows)[:, None, None, None]
             self.keys, self.values = each(
                 lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
@@ -217,7 +217,7 @@ class BatchedEntries(Batched, Quantised):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the mask of the next update: bool `(B, 1, 1, rows)`, or None if all requests have as many entries."""
+        """Return the mask of the next step, bool `(B, 1, 1, rows)`; None if all requests have equally many entries."""
         super().make_mask(N, return_array, window_size)
         counts = [member.n_after_next for member in self.members]
         if len(set(counts)) == 1:
@@ -226,26 +226,26 @@ class BatchedEntries(Batched, Quantised):
         return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """Return the arrays up to the last entry of any request, without the buffers' spare room."""
+        """Return the arrays up to the last entry of any request, without unused rows."""
         n = self.size()
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
     def record(self, captured: Captured) -> None:
-        """Let each request's cache that observes record its query; see `Recorder.record`."""
+        """Let the cache of each request that observes record its query; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
-                member_queries = captured._replace(heads=captured.heads[i : i + 1])
+                member_queries = captured._replace(queries=captured.queries[i : i + 1])
                 with self._lend_slot(i):
                     member.record(member_queries)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Return whether any request's newest entries have yet to be read by other layers."""
+        """Return whether other layers have yet to read the newest entries of a request."""
         return any(member.waits_for_readers for member in self.members)
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether any request records queries, for evictions during the answer."""
+        """Return whether a request records queries for evictions during its answer."""
         return any(member.observes for member in self.members)
 
     @property
@@ -255,20 +255,20 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def kind(self) -> tuple:
-        """Return a value that is equal for requests that can share arrays, and mlx-lm's one mask for all layers."""
+        """Return a value that is equal for requests that can share arrays and mlx-lm's one mask for all layers."""
         member = self.members[0]
         n_next = member.n_after_next
         is_fixed = n_next == member.n_entries
-        # Equal bit lengths: the numbers of entries differ by less than a factor of 2, which bounds the padding.
+        # Numbers of equal bit length differ by less than a factor of 2, which limits the padding.
         return is_fixed, n_next.bit_length(), self.quantization
 
-    def extend(self, other: BatchedEntries) -> None:
-        """Append the requests of another batch, and copy the entries of both into new arrays."""
+    def extend(self, other: EvictingBatchCache) -> None:
+        """Append the requests of another batch, and copy all entries to new arrays."""
         super().extend(other)
         self.keys, self.values = _stacked([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep only the requests with these indices, and drop rows that they don't need."""
+        """Keep the requests with the indices `keep`, and drop rows that they do not need."""
         super().filter(keep)
         index = mx.array(list(keep))
         n = self._n_needed()
@@ -277,18 +277,18 @@ class BatchedEntries(Batched, Quantised):
         )
 
     def extract(self, idx: int) -> EvictingCache:
-        """Return a copy of a request's cache, with its entries."""
+        """Return a copy of the cache of request `idx`, with its entries."""
         member = copy.deepcopy(self.members[idx])
         member.keys, member.values = self._copy_entries(idx, member.n_entries)
         return member
 
     @contextlib.contextmanager
     def _lend_slot(self, i: int, write_back: bool = False) -> Iterator[None]:
-        """Give a request's cache its entries for the block.
+        """Move the entries of a request to its own cache, within the `with` block.
 
         Args:
             i: index of the request.
-            write_back: whether the block changes the entries, so that they are written into the shared arrays.
+            write_back: whether the block changes the entries, which are then copied back to the shared arrays.
         """
         member = self.members[i]
         member.keys, member.values = self._copy_entries(i, member.n_entries)
@@ -304,15 +304,15 @@ class BatchedEntries(Batched, Quantised):
             member.keys = member.values = None
 
     def _copy_entries(self, i: int, n: int) -> Stored:
-        """Return a copy of the first `n` entries of a request, with a batch axis of 1."""
+        """Copy the first `n` entries of a request, with a batch axis of 1."""
         return each(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
 
     def _n_needed(self) -> int:
-        """Return the rows that the longest request needs, now or for its next token."""
+        """Return the number of rows that the longest request needs, now or for its next token."""
         return max(max(member.n_entries, member.n_after_next) for member in self.members)
 
     def _make_room(self, n: int) -> None:
-        """Grow the arrays if they have fewer than `n` rows."""
+        """Enlarge the arrays to at least `n` rows."""
         n_now = n_rows(self.keys)
         if n > n_now:
             n_added = with_room(n) - n_now
@@ -320,17 +320,17 @@ class BatchedEntries(Batched, Quantised):
 
     @property
     def _stored(self) -> Stored:
-        """Return keys and values of all slots, free rows included."""
+        """Return the keys and values of all slots, including unused rows."""
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the shared arrays, free rows included."""
+        """Return the bytes of the shared arrays, including unused rows."""
         return n_bytes(self._stored)
 
 
 def _stacked(slots: list[Stored]) -> Stored:
-    """Concatenate slots along the batch axis, padded to the rows of the longest."""
+    """Concatenate slots along the batch axis. Shorter slots are padded."""
     n = max(map(n_rows, slots))
     padded = []
     for slot in slots:
@@ -340,29 +340,29 @@ def _stacked(slots: list[Stored]) -> Stored:
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
-    """Return the batched caches of all layers."""
+    """Return the caches of all layers as batches of one request."""
     caches = members(prompt_cache)
-    return [cache if isinstance(cache, BatchCache) else MlxLmBatch(cache) for cache in caches]
+    return [cache if isinstance(cache, BatchCache) else MlxBatchCache(cache) for cache in caches]
 
 
 def kind_of(prompt_cache: list) -> tuple:
-    """Return the kinds of a request's caches: requests of equal kinds can decode together."""
+    """Return the kinds of a request's caches. Requests with equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
     has_choosing = any(cache.chooses for cache in caches)
     has_padded = any(cache.pads for cache in caches)
-    # mlx-lm makes one mask for all layers. A sparse request's layers that read all entries would need their own, so
-    # such a request decodes alone: the identity of its first cache makes its kind different from all others.
+    # mlx-lm makes one mask for all layers. If layers of a sparse request read all entries, they would need their own
+    # mask, so such a request decodes alone: the identity of its first cache makes its kind unique.
     own_identity = id(prompt_cache[0]) if has_choosing and has_padded else None
     return own_identity, *(cache.kind for cache in caches)
 
 
-def batched(cache: Any) -> Any:
-    """Return a request's cache of one layer as a batch of one request."""
+def batch_of_one(cache: Any) -> Any:
+    """Return the cache of one layer as a batch of one request."""
     if isinstance(cache, CacheList):
-        return CacheList(*map(batched, cache.caches))
+        return CacheList(*map(batch_of_one, cache.caches))
     layer = layer_cache(cache)
     if layer.stacks:
-        return BatchedEntries([cache])
+        return EvictingBatchCache([cache])
     if layer.chooses:
-        return BatchedChoices([cache])
+        return SparseBatchCache([cache])
     return cache.merge([cache])

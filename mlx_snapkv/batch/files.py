@@ -1,4 +1,4 @@
-"""Read and write OpenAI's batch files: one request per line, and one answer per line.
+"""Read and write OpenAI's batch files, which have one request or one answer per line.
 
 A later run continues an unfinished file of answers.
 """
@@ -21,7 +21,7 @@ from ..json_lines import JsonLines
 # Codes of errors in answers.
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
-START = b'{"id": "batch_req_'  # every line of an answer starts with this
+START = b'{"id": "batch_req_'  # the first bytes of every answer
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Line:
     """A line of the file of requests.
 
     Attributes:
-        number: the line's number, from 1.
-        body: the request; None if the line has a problem.
-        problem: what is wrong with the line, to be read after the line's number; None for a valid line.
-        code: the error code of the problem.
+        number: the line's number, counted from 1.
+        body: the request; None if the line is invalid.
+        problem: what is wrong with the line, in words that follow its number; None if it is valid.
+        code: the error code for the problem.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """Return the line's identity in this and later runs: its `custom_id`, or its number."""
+        """Return what identifies the line in all runs: its `custom_id`, or its number."""
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
@@ -53,7 +53,8 @@ class RequestsFile:
     """The requests of a file, parsed one by one.
 
     Args:
-        stream: the file, at its first request. A stream that can't seek, such as a pipe, is copied to a temporary file.
+        stream: the file, positioned at its first request. A stream that can't seek, such as a pipe, is copied to a
+            temporary file.
 
     Attributes:
         n_lines: number of lines that are not blank.
@@ -62,7 +63,7 @@ class RequestsFile:
     """
 
     def __init__(self, stream: BinaryIO):
-        """Count the lines, and parse them until one is a JSON object."""
+        """Count the lines, and check that at least one is a JSON object."""
         self._stream: IO[bytes] = stream
         if not stream.seekable():
             self._stream = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
@@ -77,7 +78,7 @@ class RequestsFile:
             )
 
     def __iter__(self) -> Iterator[Line]:
-        """Yield every line that isn't blank; a line that repeats an earlier `custom_id` has a problem."""
+        """Yield every non-blank line. A line that repeats a `custom_id` gets a problem."""
         first_lines: dict[str, int] = {}  # `custom_id` -> number of its first line
         for number, raw in self._raw_lines():
             line = _parse_line(number, raw)
@@ -89,7 +90,7 @@ class RequestsFile:
             yield line
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and the bytes of every line that isn't blank, without a byte order mark."""
+        """Yield the number and bytes of every non-blank line. A byte order mark is removed."""
         self._stream.seek(self._start)
         for number, raw in enumerate(self._stream, start=1):
             text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
@@ -98,7 +99,7 @@ class RequestsFile:
 
 
 def _parse_line(number: int, raw: bytes) -> Line:
-    """Return the parsed line with this number; what is wrong with it is its `problem`."""
+    """Parse a line. If it is invalid, its `problem` says why."""
     try:
         record = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -125,40 +126,40 @@ def _parse_line(number: int, raw: bytes) -> Line:
 
 
 class AnswersFile:
-    """The file of a run's answers, one per line; each line is on the disk before the next one is begun.
+    """The file of a run's answers, one per line. Each line is written to disk before the next one begins.
 
-    Nothing is written before the file is entered as a context. Then it is locked by this process, and an incomplete
-    last line is dropped.
+    Use it in a `with` block: on entry, the file is locked by this process, and an incomplete last line is dropped.
+    Nothing is written before.
 
     Args:
-        path: the file, which need not exist.
-        run: the fields that all answers have in common: `model`, and the run's fields of `mlx_snapkv`.
+        path: the file, which may not exist yet.
+        run: fields that all answers of the run share: `model`, and the run's part of `mlx_snapkv`.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
-        SnapKVError: the file can't be written, belongs to another run or another process, or is not a file of answers.
-        OSError: from `answer` and `error`: a line can't be written, for example on a full disk. Earlier lines are
+        SnapKVError: the file can't be written, belongs to another run or process, or is not a file of answers.
+        OSError: `answer` or `error` could not write a line, for example because the disk is full. Earlier lines are
             complete.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
-        """Read the answers that the file has already."""
+        """Read the answers that the file contains."""
         self.path = path
         self._run = run
         self._lines = JsonLines(path, START)
         self._read()
 
     def _read(self) -> None:
-        """Read the file's answers."""
+        """Read the lines of the file."""
         self._keys: set[str | int] = set()
         self.n_answered = self.n_errors = 0
         for number, line in self._lines.read():
             self._note(number, line)
 
     def _note(self, number: int, raw: bytes) -> None:
-        """Note the key of a line of the file, and count the line as an answer or an error.
+        """Add a line of the file to the known answers or errors.
 
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
@@ -179,7 +180,7 @@ class AnswersFile:
             self.n_answered += 1
 
     def _require_same(self, run: dict[str, Any]) -> None:
-        """Raise SnapKVError if the fields of an answer's run differ from the fields of this run."""
+        """Check that an answer has the fields of this run. Raises: SnapKVError: it belongs to another run."""
         for name, value in self._run.items():
             earlier = run.get(name)
             if earlier != value:
@@ -192,7 +193,7 @@ class AnswersFile:
                 )
 
     def __enter__(self) -> AnswersFile:
-        """Lock the file, and read it again, since another process may have written to it."""
+        """Lock the file, and read it again, because another process may have written to it."""
         self._lines.open(self._read)
         return self
 
@@ -201,11 +202,11 @@ class AnswersFile:
         self._lines.close()
 
     def has(self, line: Line) -> bool:
-        """Return whether the file has an answer or an error for a line of requests."""
+        """Return whether the file has an answer or error for a line of requests."""
         return line.key in self._keys
 
     def answer(self, line: Line, body: dict[str, Any]) -> None:
-        """Write the answer to a line; `body` is the completion. Raises: OSError."""
+        """Write the answer to a line. `body` is the completion. Raises: OSError."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
         self._add(line, response=response, error=None)
         self.n_answered += 1
@@ -217,7 +218,7 @@ class AnswersFile:
         self.n_errors += 1
 
     def _add(self, line: Line, **outcome: Any) -> None:
-        """Write a request's outcome to the disk, completely or not at all. Raises: OSError."""
+        """Write a line to disk, completely or not at all. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)
@@ -226,10 +227,9 @@ class AnswersFile:
 def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
     """Parse a line of a file of answers.
 
-    Returns: The key of the request's line, the fields of the answer's run, and whether the line is an error. An error
-    has no fields of its run.
+    Returns: The key of the request's line, the run's fields (errors have none), and whether the line is an error.
 
-    Raises: ValueError, TypeError, KeyError: the line is damaged, or is not an answer of this package.
+    Raises: ValueError, TypeError, KeyError: the line is damaged, or not an answer of this package.
     """
     if not raw.startswith(START):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Answer several prompts together: mlx-lm's `batch_generate`, with a policy."""
+"""Answer several prompts together: mlx-lm's `batch_generate` with compression or sparse attention."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ..compress.policy import Policy
 from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import require_known, token_ids
-from ..entries.quantization import taken_from
+from ..entries.quantization import extract_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.auto import BATCH, explaining, resolve
@@ -27,10 +27,10 @@ from .generator import CompressedBatchGenerator
 
 @dataclass
 class BatchResponse(MlxBatchResponse):
-    """mlx-lm's response.
+    """mlx-lm's response, with errors.
 
     Attributes:
-        errors: for each prompt the exception that ended its answer early, or None.
+        errors: the exception that ended the answer to each prompt, or None.
     """
 
     errors: list[Exception | None] = field(default_factory=list)
@@ -53,22 +53,22 @@ def batch_generate(
     on_report: Callable[[CompressionReport], None] | None = None,
     **kwargs: Any,
 ) -> MlxBatchResponse:
-    """Call `mlx_lm.batch_generate` with compressed prompts; without a policy, call mlx-lm's own.
+    """Call `mlx_lm.batch_generate`, and compress the prompts. Without a policy, mlx-lm's own function is called.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer, for the texts of the answers.
+        tokenizer: its tokenizer, which decodes the answers.
         prompts: token ids of each prompt, at least one.
-        prompt_caches: for each prompt the caches that it continues; None starts with empty caches.
-        max_tokens: limit of an answer's tokens, for all prompts or for each.
-        verbose: print the number of answers and the speed.
-        return_prompt_caches: whether the response has the caches after each answer.
-        return_token_ids: whether the response has the token ids of each answer.
-        return_logprobs: whether the response has the log-probability of each token of an answer.
+        prompt_caches: caches that each prompt continues; None starts with empty caches.
+        max_tokens: maximum number of tokens of an answer, for all prompts or for each.
+        verbose: whether to print the number of answers and the speed.
+        return_prompt_caches: whether the response contains the caches after each answer.
+        return_token_ids: whether the response contains the token ids of each answer.
+        return_logprobs: whether the response contains the log-probability of each token.
         snapkv: see `generate_step`.
         policy: see `generate_step`.
         sparse: see `generate_step`.
-        on_report: receives one `CompressionReport` for each prompt, in the order of the prompts.
+        on_report: called with a `CompressionReport` for each prompt, in the order of the prompts.
         **kwargs: the options of `CompressedBatchGenerator`.
 
     Returns:
@@ -76,12 +76,7 @@ def batch_generate(
 
     Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
-    arrays = [token_ids(p, may_be_empty=True) for p in prompts]
-    for array in arrays:
-        require_known(array, model)
-    token_lists: list[Any] = [array.tolist() for array in arrays]
-    if [] in token_lists:
-        raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
+    token_lists = _token_lists(model, prompts)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest = max(map(len, token_lists), default=0)
     warn_beyond_trained_length(model, longest)
@@ -98,7 +93,7 @@ def batch_generate(
     report_to = explaining(recommendation, on_report)
     if config.setting is None:
         config.require(model)
-        _, mlx_options = taken_from(options)  # mlx-lm's batches don't quantise
+        _, mlx_options = extract_quantization(options)  # mlx-lm's batches don't quantise
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         return mlx_batch_generate(
@@ -126,9 +121,24 @@ def batch_generate(
     )
 
 
+def _token_lists(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the token ids of the prompts as lists.
+
+    Raises: SnapKVError: a prompt is empty, or has a token that is not in the model's vocabulary.
+    """
+    token_lists: list[Any] = []
+    for prompt in prompts:
+        tokens = token_ids(prompt, may_be_empty=True)
+        require_known(tokens, model)
+        token_lists.append(tokens.tolist())
+    if [] in token_lists:
+        raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
+    return token_lists
+
+
 @dataclass
 class _Answer:
-    """The answer to one prompt so far."""
+    """The answer to one prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -137,7 +147,7 @@ class _Answer:
     report: CompressionReport | None = None
 
     def add(self, response: Any, with_logprobs: bool) -> None:
-        """Add a response of the generator; its token belongs to the answer unless it ended the answer."""
+        """Add a response of the generator. Its token is part of the answer unless it stops the answer."""
         self.prompt_cache = response.prompt_cache or []
         self.error = response.error
         if response.finish_reason in (None, "length"):
@@ -160,12 +170,12 @@ def _answer_all(
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer, for the tokens that end an answer.
+        tokenizer: its tokenizer, whose end-of-sequence tokens stop an answer.
         prompts: token ids of each prompt.
-        limits: for each prompt the limit of its answer's tokens.
-        prompt_caches: for each prompt the caches that it continues; None starts with empty caches.
-        config: the setting, and the options of every prompt.
-        options: mlx-lm's keywords of the generator.
+        limits: maximum number of tokens of each answer.
+        prompt_caches: caches that each prompt continues; None starts with empty caches.
+        config: the setting and options for all prompts.
+        options: mlx-lm's keywords for the generator.
         with_logprobs: whether to keep the log-probability of each token.
     """
     answers = [_Answer() for _ in prompts]
@@ -194,7 +204,7 @@ def _response(
     with_token_ids: bool,
     with_logprobs: bool,
 ) -> BatchResponse:
-    """Return mlx-lm's response for these answers; the parts that are not wanted are None."""
+    """Return mlx-lm's response for the answers. Parts that were not requested are None."""
     return BatchResponse(
         texts=[tokenizer.decode(answer.tokens) for answer in answers],
         stats=stats,

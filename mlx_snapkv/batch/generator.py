@@ -1,4 +1,4 @@
-"""Batch requests continuously with mlx-lm's `BatchGenerator`, on compressed caches."""
+"""Add requests to a running batch: mlx-lm's `BatchGenerator` on compressed caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..compress.policies import SnapKV
 from ..compress.policy import Policy
 from ..engine.loop_model import PacedModel
 from ..engine.serving import require_servable
-from ..entries.quantization import taken_from
+from ..entries.quantization import extract_quantization
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
@@ -25,14 +25,14 @@ from ..planning.request_plan import FULL_CACHE_REASON, SLOWER_REASON, Plan, plan
 from ..planning.settings import Setting
 from ..planning.speed_record import speed_of
 from ..sparse.options import Sparse
-from .groups import Groups, Guard, Single, decoding, request_errors
+from .groups import Groups, Guard, Single, model_and_caches, request_errors
 from .job import BatchReport, BatchSettings, Job
 
-# Batches of these model types fail or give wrong answers in mlx-lm itself (0.32).
+# mlx-lm (0.32) can't batch models of these types, or gives wrong answers.
 UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
-def require_together(model) -> None:
+def require_batchable(model) -> None:
     """Check that mlx-lm can decode several prompts of a model together.
 
     Raises: UnsupportedModelError: it can't, or its answers are wrong.
@@ -46,32 +46,32 @@ def require_together(model) -> None:
 
 
 class CompressedBatchGenerator(BatchGenerator):
-    """mlx-lm's `BatchGenerator`, which compresses every prompt before it decodes with the others.
+    """mlx-lm's `BatchGenerator`, which compresses every prompt before it decodes with others.
 
-    Prompts are read one at a time, whatever `prefill_batch_size` is, in the chunks and with the choices of
-    `generate_step`. A prompt below `min_ctx` keeps its full cache. Requests whose caches hold about equally many
-    entries decode together. The greedy answer of a request is the same as alone. A request that fails gets a last
-    response with the finish reason "error" and the exception as `error`; the other requests continue.
+    Prompts are read one at a time, regardless of `prefill_batch_size`, exactly as `generate_step` reads them. A prompt
+    below `min_ctx` keeps its full cache. Requests whose caches have similar numbers of entries decode together. The
+    greedy answer of a request is the same as alone. A request that fails gets a last response with the finish reason
+    "error" and the exception as `error`; other requests continue.
 
     Args:
         model: an mlx-lm model.
         snapkv: see `generate_step`. Without `snapkv`, `policy`, `sparse` and `turns`, this is mlx-lm's generator.
-        policy: see `generate_step`; "auto" is not allowed.
+        policy: see `generate_step`; "auto" is not supported.
         sparse: see `generate_step`.
-        on_report: receives a request's number and its `CompressionReport`.
-        on_read: receives a request's number, caches with all entries that it has read, from which other requests can
-            continue, and the tokens of these entries. It is not called for a policy that evicts during prefill.
-        turns: whether caches that hold tokens already are compressed again, as a `Conversation`'s caches are.
-        reads_first: whether all prompts are read before any request decodes: later first tokens, but fewer steps.
-        on_pause: called about once a second while a chunk is read; an exception that it raises fails the request.
-        **kwargs: the options of `RequestOptions`; `kv_bits` and `kv_group_size` for compressed entries, while full
-            caches are not quantised; and mlx-lm's own, which are passed on.
+        on_report: called with a request's number and its `CompressionReport`.
+        on_read: called with a request's number, caches of all tokens that it has read, from which other requests can
+            continue, and these tokens. It is not called if entries are evicted during prefill.
+        turns: whether caches that contain tokens are compressed again, like those of a `Conversation`.
+        reads_first: whether all prompts are read before any request decodes: first tokens are later, steps are fewer.
+        on_pause: called about once a second while a chunk is read; if it raises an exception, the request fails.
+        **kwargs: the options of `RequestOptions`; `kv_bits` and `kv_group_size` for compressed entries; and mlx-lm's
+            keywords.
 
     Raises:
-        SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
+        SnapKVError: options conflict or the model is not supported; also raised by `insert`, before anything is read.
     """
 
-    _old_wired_limit = None  # mlx-lm's `close` reads it, also after a failed `__init__`
+    _old_wired_limit = None  # mlx-lm's `close` needs it, even if `__init__` failed
 
     def __init__(
         self,
@@ -87,21 +87,21 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        """Check the options against the model; nothing is read before `insert`."""
+        """Check options and model. Nothing is read before `insert`."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
-        self._plans: dict[int, Plan] = {}  # waiting requests' plans, by request number
+        self._plans: dict[int, Plan] = {}  # plans of waiting requests, by number
         if config.setting is None and not turns:
             config.require(model)
             self._settings = None
-            _, mlx_options = taken_from(kwargs)  # mlx-lm's generator does not quantise
+            _, mlx_options = extract_quantization(kwargs)  # mlx-lm's generator does not quantise
             super().__init__(model, **mlx_options)
             return
         require_servable(model, config)
-        require_together(model)
+        require_batchable(model)
         self._settings = BatchSettings(model=model, on_report=on_report, on_read=on_read)
         self._config = config
-        _, mlx_options = taken_from(kwargs)  # the config has the quantisation
+        _, mlx_options = extract_quantization(kwargs)  # the config contains the quantisation
         super().__init__(model, **mlx_options | {"prefill_batch_size": 1})
         self._max_step_size = self.prefill_step_size
         self._prompt_batch = PromptBatch.empty(model, self.sampler)
@@ -121,17 +121,17 @@ class CompressedBatchGenerator(BatchGenerator):
         *,
         in_full: bool = False,
     ) -> list[int]:
-        """Add requests, as mlx-lm's `insert_segments` does.
+        """Add requests, like mlx-lm's `insert_segments`.
 
         Args:
-            segments: for each request its prompt's token ids, in parts that are read in chunks of their own.
-            max_tokens: limit of each answer's tokens; None takes the generator's.
-            caches: for each request the caches that it continues; they are copied. None starts with empty caches.
-            all_tokens: for each request the tokens that its caches have read.
-            samplers: a sampler for each request; None takes the generator's.
-            logits_processors: for each request its logits processors.
-            stop_sequences: for each request the token sequences that end its answer.
-            in_full: whether the requests are answered from all entries, without the policy.
+            segments: token ids of each request's prompt, in parts that are read in chunks of their own.
+            max_tokens: maximum number of tokens of each answer; None uses the generator's.
+            caches: caches that each request continues; they are copied. None starts with empty caches.
+            all_tokens: tokens that the caches of each request have read.
+            samplers: a sampler for each request; None uses the generator's.
+            logits_processors: logits processors of each request.
+            stop_sequences: token sequences that end each answer.
+            in_full: whether to answer from full caches, without the policy.
         """
         plans: list[Plan] = []
         if self._settings is not None:
@@ -154,12 +154,12 @@ class CompressedBatchGenerator(BatchGenerator):
     def _make_plans(
         self, lengths: list[int], caches: list[list[Any]], max_tokens: list[int], in_full: bool
     ) -> list[Plan]:
-        """Return the plan of each request, except requests with an empty prompt, which mlx-lm refuses.
+        """Plan the requests. Those with an empty prompt are left out, because mlx-lm rejects them.
 
         Args:
-            lengths: tokens of each prompt.
-            caches: for each request the caches that it continues.
-            max_tokens: limit of each answer's tokens.
+            lengths: number of tokens of each prompt.
+            caches: caches that each request continues.
+            max_tokens: maximum number of tokens of each answer.
             in_full: see `insert_segments`.
 
         Raises: SnapKVError: a request can't be served.
@@ -171,33 +171,33 @@ class CompressedBatchGenerator(BatchGenerator):
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
             if plan.adapts:
-                # Requests of a batch decode in the same steps, so none reads all entries for a time.
-                plan = replace(plan, adapts=False, reason=self._slower(plan, limit))
+                # Requests of a batch decode in common steps, so none can switch to reading all entries.
+                plan = replace(plan, adapts=False, reason=self._why_slower(plan, limit))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
 
-    def _slower(self, plan: Plan, max_tokens: int) -> str | None:
-        """Return why a request is left to mlx-lm if sparse attention is known to be slower; None otherwise."""
+    def _why_slower(self, plan: Plan, max_tokens: int) -> str | None:
+        """Return a reason to leave a request to mlx-lm if sparse attention is known to be slower, otherwise None."""
         assert plan.sparse is not None
         n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
         is_slower = speed_of(self.model, plan.sparse).loses(plan.n_prompt, n_answer)
         return SLOWER_REASON if is_slower else None
 
     def _next(self) -> Any:
-        """Return the responses of a step, as mlx-lm does; with `reads_first`, requests decode after all are read."""
+        """Run one step, like mlx-lm. With `reads_first`, requests wait until all prompts have been read."""
         if self._settings is not None and self._reads_first:
             groups = self._generation_batch
             is_reading = len(self._prompt_batch) > 0
             has_room = len(groups) < self.completion_batch_size
             will_read = has_room and len(self._unprocessed_sequences) > 0
-            groups.waits = is_reading or will_read
+            groups.only_uncompressed = is_reading or will_read
         prompts, responses = super()._next()
         if any(response.finish_reason is not None for response in responses):
             mx.clear_cache()  # the remaining groups need buffers of other sizes
         return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """End requests, as mlx-lm's `remove` does, and return their memory to the system."""
+        """Remove requests, like mlx-lm's `remove`, and return their memory to the system."""
         removed = super().remove(uids, *args, **kwargs)
         for uid in uids:
             self._plans.pop(uid, None)
@@ -207,7 +207,7 @@ class CompressedBatchGenerator(BatchGenerator):
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
         """Return copies of the caches of a request whose prompt is being read, and the tokens read so far.
 
-        Other requests can continue from these caches. None if the request waits, decodes, or has failed.
+        Other requests can continue from the copies. Return None if the request is waiting, decoding, or has failed.
         """
         batch = self._prompt_batch
         if self._settings is None or uid not in batch.uids or batch.job.error is not None:
@@ -215,11 +215,11 @@ class CompressedBatchGenerator(BatchGenerator):
         return batch.extract_cache(0), list(batch.tokens[0])
 
     def _make_batch(self, n: int) -> Any:
-        """Return a batch with the next waiting request, which reads its prompt by its `Job`."""
+        """Start the next waiting request, and return a batch in which its `Job` reads the prompt."""
         if self._settings is None:
             return super()._make_batch(n)
         uid, segments, limit, cache, *others = self._unprocessed_sequences[0]
-        # The job has the caches; mlx-lm would merge them.
+        # mlx-lm would merge the caches, which the job already has.
         self._unprocessed_sequences[0] = (uid, segments, limit, [], *others)
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
@@ -231,21 +231,21 @@ class CompressedBatchGenerator(BatchGenerator):
 
 
 class PromptBatch(PromptProcessingBatch):
-    """mlx-lm's batch of prompts, with one prompt or none.
+    """mlx-lm's batch of prompts, restricted to at most one prompt.
 
-    Several prompts would need the memory of all their full caches at once, and more time, since they are padded to the
+    Several prompts would need memory for all of their full caches, and more time, because mlx-lm pads them to the
     longest.
     """
 
     job: Job
 
     def extend(self, batch: Any) -> None:
-        """Take over the prompt of `batch`; this batch must be empty."""
+        """Take the prompt from `batch`. This batch must be empty."""
         assert not self.uids, "prompts are read one at a time"
         vars(self).update(vars(batch))
 
     def split(self, indices: list[int]) -> PromptBatch:
-        """Move the prompt to a new batch and return it, without the copy of the caches that mlx-lm makes."""
+        """Move the prompt to a new batch, and return it. Unlike mlx-lm, do not copy the caches."""
         batch = copy.copy(self)
         self.filter([])
         return batch
@@ -253,11 +253,11 @@ class PromptBatch(PromptProcessingBatch):
     def filter(self, keep: list[int]) -> None:
         """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
-            self.prompt_cache = []  # mlx-lm clears this list; the old one belongs to the job
+            self.prompt_cache = []  # mlx-lm clears this list, and the job needs the old one
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read tokens of the prompt; `generate` reports a failure."""
+        """Read tokens of the prompt. `generate` reports a failure."""
         if not tokens or self.job.error is not None:
             return
         try:
@@ -267,7 +267,7 @@ class PromptBatch(PromptProcessingBatch):
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
-        """Read the last tokens of the prompt, and return the request, ready to decode or to report a failure."""
+        """Read the last tokens of the prompt, and return a group with the request, even if it has failed."""
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
         single.job = job
@@ -275,7 +275,7 @@ class PromptBatch(PromptProcessingBatch):
         single.tokens = self.tokens
         if job.error is None:
             try:
-                self.model, self.prompt_cache = decoding(job)
+                self.model, self.prompt_cache = model_and_caches(job)
                 with job.recording():
                     vars(single).update(vars(super().generate(tokens)))
             except request_errors() as error:
@@ -283,5 +283,5 @@ class PromptBatch(PromptProcessingBatch):
         return single
 
     def extract_cache(self, idx: int) -> list[Any]:
-        """Return copies of the caches of the tokens read so far; there is one request, so `idx` is 0."""
+        """Return copies of the caches of the tokens read so far. The only valid `idx` is 0."""
         return self.job.copy_caches()

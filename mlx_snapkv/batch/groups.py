@@ -15,33 +15,32 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.distributed import n_ranks
 from ..models.patch import recording
-from .caches import batch_caches, batched, kind_of
+from .caches import batch_caches, batch_of_one, kind_of
 from .job import Job
 
 
 class Guard:
-    """A sampler or logits processor whose failure ends only its own request, not the others of the batch.
+    """A sampler or logits processor that ends only its own request if it fails.
 
-    From its first failure on, a call returns the result of `fallback`, which is called with the last argument, the
-    logits `(1, vocab_size)`.
+    After a failure, each call returns `fallback(logits)`, where the logits `(1, vocab_size)` are the last argument.
 
     Args:
         function: the sampler or logits processor.
-        fallback: computes the result that the request gets instead, of the same shape.
+        fallback: computes a substitute of the same shape.
 
     Attributes:
-        error: the failure; None before it.
+        error: the failure; None if there was none.
     """
 
     error: Exception | None = None
 
     def __init__(self, function: Callable[..., mx.array], fallback: Callable[[mx.array], mx.array]):
-        """Start without a failure."""
+        """Store both functions."""
         self._function = function
         self._fallback = fallback
 
     def __call__(self, *args: Any) -> mx.array:
-        """Return the function's result; the result of `fallback` if the function fails or has failed before."""
+        """Call the function. If it fails or has failed before, call `fallback` instead."""
         fallback = self._fallback(args[-1])
         if self.error is not None:
             return fallback
@@ -56,23 +55,23 @@ class Guard:
 
 
 def request_errors() -> type[Exception]:
-    """Return the class of errors in a step that end only its requests, for an `except` clause.
+    """Return the exceptions, for an `except` clause, that end only the requests of the failed step.
 
-    On several Macs, these are the errors that all ranks raise in the same step.
+    With several Macs, these are the exceptions that all ranks raise in the same step.
     """
     return Exception if n_ranks() == 1 else SnapKVError
 
 
 class Group(GenerationBatch):
-    """mlx-lm's batch of requests that decode, in which a request that fails ends alone.
+    """mlx-lm's batch of decoding requests, in which requests can fail one by one.
 
     Attributes:
-        can_join: whether the group can be joined with another one.
+        can_join: whether the group can be merged with another one.
     """
 
     @dataclass
     class Response(GenerationBatch.Response):
-        """mlx-lm's response. With the finish reason "error", `error` is set and the token is not part of the answer."""
+        """mlx-lm's response. If it ends with "error", `error` is set, and the token is not part of the answer."""
 
         error: Exception | None = None
 
@@ -81,19 +80,19 @@ class Group(GenerationBatch):
 
     @cached_property
     def _attention_classes(self) -> list[type]:
-        """Return the attention classes of the model, looked up once instead of for every token."""
+        """Return the model's attention classes, which are looked up only once."""
         return attention_classes(self.model)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the model's attention classes for the block, if a request captures queries."""
+        """Patch the attention classes within the `with` block, if a request records queries."""
         captures_queries = any(cache.observes for cache in batch_caches(self.prompt_cache))
         return recording(self._attention_classes if captures_queries else [])
 
     def next(self) -> list[Any]:
         """Decode a token of each request, and return the responses.
 
-        If the model fails, all requests of the group fail. If a request's sampler or processor fails, or its logits are
-        NaN, only this request fails.
+        If the model fails, all requests of the group fail. If a sampler or processor fails, or logits are NaN, only the
+        affected request fails.
         """
         uids = list(self.uids)
         try:
@@ -106,7 +105,7 @@ class Group(GenerationBatch):
         return self._without_failed(responses, self._errors(responses))
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
-        """Return the errors of a step by request: NaN logits, or a failure of its sampler or processors."""
+        """Return the errors of a step by request: NaN logits, or a failed sampler or processor."""
         errors: dict[int, Exception] = {}
         for response in responses:
             if _is_nan(response.logprobs):
@@ -119,7 +118,7 @@ class Group(GenerationBatch):
         return errors
 
     def _recorded(self) -> list[Sequence[mx.array]]:
-        """Return the arrays that the caches recorded of the step's queries."""
+        """Return the arrays that the caches recorded in this step."""
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def copy_caches(self, idx: int) -> list:
@@ -127,7 +126,7 @@ class Group(GenerationBatch):
         return self.extract_cache(idx)
 
     def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
-        """End the requests with errors, and return the responses with a `failure` for each of these requests."""
+        """End the requests with errors, and replace their responses by failures."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
         return [
@@ -137,7 +136,7 @@ class Group(GenerationBatch):
 
 
 def failure(uid: int, error: Exception) -> Any:
-    """Return the last response of a request that failed."""
+    """Return the last response of a failed request."""
     nothing: Any = None
     return Group.Response(
         uid=uid,
@@ -151,17 +150,17 @@ def failure(uid: int, error: Exception) -> Any:
 
 
 def _is_nan(logprobs: mx.array) -> bool:
-    """Return whether evaluated log-probabilities are NaN; one NaN makes all of them NaN, so one value is checked."""
+    """Return whether evaluated log-probabilities are NaN. One NaN makes all of them NaN, so one value is checked."""
     if logprobs.dtype == mx.bfloat16:  # NumPy has no bfloat16
-        with mx.stream(mx.cpu):  # the GPU's stream would first finish the next tokens
+        with mx.stream(mx.cpu):  # on the GPU's stream this would wait for the next tokens
             return bool(mx.isnan(logprobs[0]).item())
     return bool(np.isnan(np.asarray(logprobs)[0]))
 
 
 class Single(Group):
-    """A group of one request that has not joined others: its prompt is to be compressed, or it has failed.
+    """A group of one request whose prompt is not compressed yet, or which has failed.
 
-    The prompt is compressed after the first answer tokens, which vote, have been fed.
+    The prompt is compressed after the first answer tokens have been fed, because they vote.
     """
 
     job: Job
@@ -169,11 +168,11 @@ class Single(Group):
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
-        """Return whether the prompt is compressed, or left to mlx-lm."""
+        """Return whether the prompt has been compressed, or is left to mlx-lm."""
         return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the attention classes for the block, if the request captures queries."""
+        """Patch the attention classes within the `with` block, if the request records queries."""
         return self.job.recording()
 
     def next(self) -> list[Any]:
@@ -188,17 +187,17 @@ class Single(Group):
         if self.uids and not job.can_join and has_all_votes:
             try:
                 job.compress(self.tokens[0])
-                self.model, self.prompt_cache = decoding(job)
+                self.model, self.prompt_cache = model_and_caches(job)
             except request_errors() as error:
                 return self._without_failed(responses, {job.uid: error})
         return responses
 
     def _recorded(self) -> list[Sequence[mx.array]]:
-        """Return the arrays that the request's own caches recorded."""
+        """Return the arrays that the request's caches recorded."""
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def extract_cache(self, idx: int) -> list:
-        """Return the caches of a finished request, compressed."""
+        """Return the compressed caches of a finished request."""
         self.job.compress(self.tokens[idx])
         return list(self.job.caches)
 
@@ -207,23 +206,23 @@ class Single(Group):
         return self.job.copy_caches()
 
 
-def decoding(job: Job) -> tuple[Any, list]:
-    """Return the model and the caches with which a request's next token is decoded."""
+def model_and_caches(job: Job) -> tuple[Any, list]:
+    """Return the model and caches for the next token of a request."""
     if job.can_join:
-        return job.model, list(map(batched, job.caches))
+        return job.model, list(map(batch_of_one, job.caches))
     return job.loop_model, job.caches
 
 
 class Groups:
-    """All groups of a generator, with the interface of mlx-lm's one `GenerationBatch`.
+    """All groups of a generator, with the interface of mlx-lm's single `GenerationBatch`.
 
     Attributes:
-        waits: whether only requests whose prompts are not compressed yet decode.
+        only_uncompressed: whether requests with compressed prompts are held back, and only the others decode.
     """
 
     def __init__(self) -> None:
         """Start without groups."""
-        self.waits = False
+        self.only_uncompressed = False
         self._groups: list[Group] = []
 
     def __len__(self) -> int:
@@ -232,21 +231,21 @@ class Groups:
 
     @property
     def uids(self) -> list[int]:
-        """Return the numbers of all requests, group by group; indices of other methods refer to this order."""
+        """Return the numbers of all requests, group by group. Indices in other methods refer to this order."""
         return [uid for group in self._groups for uid in group.uids]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Return for each request the tokens that its caches have read."""
+        """Return the tokens that the caches of each request have read."""
         return [tokens for group in self._groups for tokens in group.tokens]
 
     @property
     def prompt_cache(self) -> list:
-        """Return the caches of all groups, one list after the other."""
+        """Return the caches of all groups in one list."""
         return [cache for group in self._groups for cache in group.prompt_cache]
 
     def extend(self, group: Group) -> None:
-        """Add a group's requests: to a group of the same kind if there is one and both can be joined."""
+        """Add the requests of a group to a group of the same kind, if both can be merged, or as a new group."""
         if not group.can_join:
             self._groups.append(group)
             return
@@ -260,8 +259,10 @@ class Groups:
         self._groups.append(new)
 
     def next(self) -> list[Any]:
-        """Decode a step of each group, and return the responses."""
-        groups = [group for group in self._groups if not (self.waits and group.can_join)]
+        """Decode one token of each request, group by group, and return the responses."""
+        groups = [
+            group for group in self._groups if not (self.only_uncompressed and group.can_join)
+        ]
         responses = [response for group in groups for response in group.next()]
         self._regroup()
         return responses
@@ -272,7 +273,7 @@ class Groups:
         return group.copy_caches(i)
 
     def filter(self, keep: list[int]) -> None:
-        """Keep only the requests at these indices; groups without requests disappear."""
+        """Keep the requests at the indices `keep`. Groups without requests disappear."""
         kept = [self._locate(idx) for idx in keep]
         for group in self._groups:
             kept_of_group = [i for owner, i in kept if owner is group]
@@ -281,12 +282,12 @@ class Groups:
         self._regroup()
 
     def _locate(self, idx: int) -> tuple[Group, int]:
-        """Return the group of the request at `idx`, and the request's index in the group."""
+        """Return the group of the request at `idx`, and its index in this group."""
         places = [(group, i) for group in self._groups for i in range(len(group))]
         return places[idx]
 
     def _regroup(self) -> None:
-        """Drop empty groups, and join requests that have been compressed with others."""
+        """Drop empty groups, and merge requests whose prompts have been compressed with others."""
         groups = [group for group in self._groups if len(group)]
         ready = [group for group in groups if isinstance(group, Single) and group.can_join]
         self._groups = [group for group in groups if group not in ready]

@@ -1,4 +1,4 @@
-"""One request of a batch, up to the compression of its prompt."""
+"""One request of a batch, until its prompt has been compressed."""
 
 import contextlib
 import copy
@@ -10,18 +10,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import copies_sharing_entries, members
-from ..engine.loop_model import observing, one_by_one
+from ..engine.loop_model import observing_queries, one_by_one
 from ..engine.report import CompressionReport
 from ..engine.request import Request, make_request
 from ..planning.request_plan import Plan
-from ..sparse.prompt_caches import plain_forms, saved_forms
+from ..sparse.prompt_caches import caches_to_batch, caches_to_save
 
 BatchReport = Callable[[int, CompressionReport], None]
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The settings that all requests of a batch share; see `CompressedBatchGenerator`."""
+    """Settings that all requests of a batch share; see `CompressedBatchGenerator`."""
 
     model: Any
     on_report: BatchReport | None
@@ -29,22 +29,22 @@ class BatchSettings:
 
 
 class Job:
-    """One request of a batch, whose prompt is read and compressed as if the request were alone.
+    """One request of a batch, which reads and compresses its prompt as if it were alone.
 
     Args:
-        settings: what all requests of the batch share.
-        uid: the request's number in the batch.
-        plan: the request's plan; with a `reason`, the prompt is left to mlx-lm.
-        prompt_cache: the request's prompt cache, which is copied.
+        settings: settings that all requests of the batch share.
+        uid: number of the request.
+        plan: plan of the request; with a `reason`, the prompt is left to mlx-lm.
+        prompt_cache: prompt cache that the request continues; it is copied.
 
     Attributes:
-        request: reads and compresses the prompt; None after that, or if the prompt is left to mlx-lm.
-        caches: the caches for the next token.
-        error: the exception that ended the request.
+        request: reads and compresses the prompt; None afterwards, or if the prompt is left to mlx-lm.
+        caches: caches for the next token.
+        error: exception that ended the request, or None.
     """
 
     def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
-        """Make the caches to read the prompt on; a failure is kept as `error` for the first response."""
+        """Make the caches on which the prompt is read. An exception is stored as `error`, for the first response."""
         self.uid = uid
         self.model = settings.model
         self.plan = plan
@@ -57,9 +57,9 @@ class Job:
                 self.request = make_request(self.model, plan, self.caches)
                 self.caches = self.request.caches
             else:
-                self.caches = plain_forms(self.model, self.caches)
+                self.caches = caches_to_batch(self.model, self.caches)
                 self._report(CompressionReport.of_full_cache(plan))
-        except Exception as error:  # ends only this request, with its first response
+        except Exception as error:  # ends only this request
             self.error = error
 
     @property
@@ -75,13 +75,13 @@ class Job:
         return one_by_one(self.model, self.caches)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the model's attention classes for the block, if queries are captured."""
+        """Patch the attention classes within the `with` block, if queries are recorded."""
         if self.request is not None:
             return self.request.recording()
-        return observing(self.model, self.caches)
+        return observing_queries(self.model, self.caches)
 
     def _report(self, report: CompressionReport) -> None:
-        """Give the report to `on_report`, if there is one."""
+        """Call `on_report`, if given."""
         if self._settings.on_report is not None:
             self._settings.on_report(self.uid, report)
 
@@ -89,13 +89,14 @@ class Job:
         """Compress the caches at the first call, and call `on_read` and `on_report`.
 
         Args:
-            tokens: the tokens that the request has read.
+            tokens: tokens that the request has read.
         """
         request = self.request
         if request is None:
             return
         on_read = self._settings.on_read
-        # Without `on_read` nothing else refers to the full entries, so each layer's are freed when it is compressed.
+        # Without `on_read`, nothing else refers to the full entries, so those of each layer are freed when it is
+        # compressed.
         read_caches = None if on_read is None else self._all_entries(request)
         report = request.compress()
         self.request = None
@@ -108,20 +109,20 @@ class Job:
         self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
-        """Return caches with the entries of all tokens read; None if entries were evicted during prefill."""
+        """Return caches with all tokens read; None if entries were evicted during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
         if request.plan.options.evicts_in_blocks:
             return None
-        return saved_forms(self.model, copies_sharing_entries(request.caches, request.layers))
+        return caches_to_save(self.model, copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
         """Return copies of the caches of the tokens read so far, from which other requests can continue."""
         read_caches = self.caches if self.request is None else self.request.read_caches
-        caches = saved_forms(self.model, copy.deepcopy(read_caches))
+        caches = caches_to_save(self.model, copy.deepcopy(read_caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
-                # Drop the buffers' room for the rest of the prompt.
+                # Free the rows that were allocated for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
         mx.eval([cache.state for cache in caches])
         return caches

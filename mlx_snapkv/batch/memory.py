@@ -1,4 +1,4 @@
-"""Decide whether a batch has KV memory for another request, before the request's prompt is read."""
+"""Decide whether a batch has KV memory for another request before its prompt is read."""
 
 import math
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from ..planning.kv_limit import advice, fits, machine_kv_limit
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
-# Tokens of an answer for which memory is reserved at least, if a request asks for as many.
+# Memory is reserved for at least this many answer tokens, if a request asks for them.
 RESERVED_ANSWER = 2048
 
 
 class NeverFits(SnapKVError):
-    """A request needs more than the whole limit."""
+    """A request needs more memory than the whole limit."""
 
 
 class Memory:
@@ -27,12 +27,12 @@ class Memory:
 
     Args:
         sizes: sizes of the model's entries.
-        options: the keywords of the batch's `CompressedBatchGenerator`.
-        limit: bytes of KV memory; None for what this machine has beside the model.
+        options: keywords of the `CompressedBatchGenerator`.
+        limit: limit of KV memory in bytes; None for the memory that this machine has in addition to the model.
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
-        """Read prefill's chunk size and the setting from `options`; the model itself is not needed."""
+        """Read the setting and the chunk size from `options`. The model is not needed."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
@@ -46,7 +46,7 @@ class Memory:
 
         Raises:
             NeverFits: the request needs more than the limit.
-            SnapKVError: the policy can't serve it.
+            SnapKVError: the policy can't be applied to it.
         """
         plan = self._footprint.plan(n_prompt, max_tokens)
         need = self._footprint.need(plan, max_tokens)
@@ -64,10 +64,11 @@ class Memory:
         return need
 
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
-        """Return how many tokens of an answer to reserve memory for: `max_tokens`, or fewer if this machine has less.
+        """Return the number of answer tokens for which to reserve memory: `max_tokens`, or fewer if memory is short.
 
-        Clients ask for long answers and rarely get them, so they are not refused for an answer that would not fit. The
-        result is at least `RESERVED_ANSWER`, unless `max_tokens` is less. A limit that a user has set holds strictly.
+        Clients request long answers and rarely get them, so a request is not rejected because its longest answer would
+        not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. A limit set by a user is not
+        exceeded.
         """
         n = max_tokens
         while n > RESERVED_ANSWER and not self._is_given:
@@ -76,34 +77,33 @@ class Memory:
             n = max(RESERVED_ANSWER, n // 2)
         return n
 
-    def admit(self, new: Need, active: Iterable[Any], held: int) -> int | None:
-        """Return the bytes that the batch takes at most with another request; None if the request has to wait.
+    def admit(self, new: Need, active: Iterable[Any], held_bytes: int) -> int | None:
+        """Return the maximum bytes of the batch with another request; None if the request has to wait.
 
-        The result is the larger of two bounds: the bytes held now plus the whole need of the new request, and the bytes
-        that all requests will hold together plus the bytes that each takes in addition. An empty batch admits any
-        request.
+        The result is the larger of two bounds: the bytes used now plus everything that the new request needs; and the
+        bytes that all requests will keep plus the bytes that each needs temporarily. An empty batch admits any request.
 
         Args:
-            new: the need of the other request.
-            active: the batch's requests, each with its `need`, and with its `report` once its prompt is compressed.
-            held: bytes of their caches now.
+            new: the need of the new request.
+            active: the requests of the batch, with their `need`, and their `report` once prompts are compressed.
+            held_bytes: bytes of the caches of the batch now.
         """
         others = [request for request in active if request.need is not None]
-        beyond_held = new.reading
+        temporary = new.reading
         for request in others:
             is_reading = request.report is None
-            beyond_held += request.need.reading if is_reading else request.need.stays
-        planned = self._held_together([*(request.need for request in others), new])
-        taken = max(held + new.most, planned + beyond_held)
-        has_to_wait = bool(others) and taken > self.limit
-        return None if has_to_wait else taken
+            temporary += request.need.reading if is_reading else request.need.stays
+        planned = self._shared_bytes([*(request.need for request in others), new])
+        needed = max(held_bytes + new.most, planned + temporary)
+        has_to_wait = bool(others) and needed > self.limit
+        return None if has_to_wait else needed
 
-    def _held_together(self, needs: list[Need]) -> int:
-        """Return the bytes of the caches of requests that decode together.
+    def _shared_bytes(self, needs: list[Need]) -> int:
+        """Return the bytes of caches that decode together.
 
-        The requests of a group share arrays, and each takes as many rows as the longest. Without a policy, all requests
-        are one group of mlx-lm. Otherwise the requests of a group differ by at most a factor of 2, and by a factor of 4
-        if their buffers grow, with the buffers' spare room.
+        The requests of a group share arrays, in which each has as many rows as the longest. Without a policy, all
+        requests are one group of mlx-lm. Otherwise the requests of a group differ by at most a factor of 2, or of 4 if
+        their buffers grow, because buffers have unused rows.
         """
         has_policy = self._footprint.config.setting is not None
         total = 0

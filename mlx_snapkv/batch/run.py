@@ -1,4 +1,4 @@
-"""Answer a file of requests in one continuous batch."""
+"""Answer a file of requests in one batch, to which requests are added while it runs."""
 
 import hashlib
 import secrets
@@ -21,19 +21,19 @@ from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
 from ..planning.kv_limit import NO_KV_LIMIT
 from .files import AnswersFile, Line
-from .generator import CompressedBatchGenerator, require_together
+from .generator import CompressedBatchGenerator, require_batchable
 from .memory import Memory
 
 
 @dataclass
 class Progress:
-    """The progress of a run, which `on_progress` receives.
+    """The progress of a run, passed to `on_progress`.
 
     Attributes:
-        lines: lines of the file that are done, including lines that earlier runs have done.
-        before: lines that earlier runs have done.
-        longest: tokens of the longest prompt.
-        warnings: how often each warning of a report came.
+        lines: number of finished lines of the file, including those of earlier runs.
+        before: number of lines finished by earlier runs.
+        longest: number of tokens of the longest prompt.
+        warnings: number of occurrences of each warning in a report.
     """
 
     lines: int = 0
@@ -51,8 +51,8 @@ class Request:
 
     Attributes:
         line: its line in the file.
-        need: the memory that it takes; None without a limit.
-        report: the compression's report; None before the compression.
+        need: memory that the request needs; None without a limit.
+        report: report of the compression; None before it.
         n_read: number of prompt tokens read.
     """
 
@@ -66,17 +66,18 @@ class Request:
 
 @dataclass
 class Run:
-    """Answers the lines of a file in one batch, and writes each answer when it is complete.
+    """Answers the lines of a file in one batch. Each answer is written when it is complete.
 
     Attributes:
-        answers: the file of answers, entered as a context; lines that it has already are skipped.
+        answers: the file of answers, in a `with` block; lines that it already contains are skipped.
         options: keywords of the `CompressedBatchGenerator`.
-        name: the model's name in the answers.
-        about: the run's part of the answers' field `mlx_snapkv`.
-        defaults: what applies to requests that leave a field out.
-        concurrency: limit of requests in the batch.
-        max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
-        seed: with a request's `custom_id` the seed of sampled requests that have none; None for random seeds.
+        name: name of the model in the answers.
+        about: the run's part of the field `mlx_snapkv` of an answer.
+        defaults: values for fields that a request omits.
+        concurrency: maximum number of requests in the batch.
+        max_kv_bytes: limit of KV memory in bytes; None for the memory that this machine has in addition to the model, 0
+            for no limit.
+        seed: combined with a request's `custom_id`, the seed of requests without a seed; None for random seeds.
         on_progress: called after every step.
 
     Raises:
@@ -97,8 +98,8 @@ class Run:
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
-        """Make the batch's generator, which checks model and options."""
-        require_together(self.model)
+        """Make the batch's generator, which checks options and model."""
+        require_batchable(self.model)
         self.progress = Progress()
         limit = self.max_kv_bytes
         self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
@@ -115,12 +116,12 @@ class Run:
             stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
             on_report=lambda uid, report: setattr(self._active[uid], "report", report),
             completion_batch_size=self.concurrency,
-            prefill_batch_size=1,  # more prompts at once need more memory, and on a CPU more time
+            prefill_batch_size=1,  # several at once need more memory, and on a CPU more time
             **self.options,
         )
 
     def answer(self, lines: Iterable[Line]) -> None:
-        """Write an answer or an error for every line that the file of answers lacks."""
+        """Write an answer or error for every line that the file of answers lacks."""
         started = time.perf_counter()
         requests = self._requests(lines)
         try:
@@ -135,7 +136,7 @@ class Run:
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
         """Yield the requests of valid lines, and write an error for every other line.
 
-        `progress` counts the lines that are skipped, and gets the length of the longest prompt.
+        `progress` counts skipped lines, and notes the length of the longest prompt.
         """
         for line in lines:
             if self.answers.has(line):
@@ -146,23 +147,23 @@ class Run:
                 completion = self._completion_of(line)
                 self.progress.longest = max(self.progress.longest, len(completion.prompt))
                 request = self._request(line, completion)
-            except Exception as error:  # a bad line must not end the run
+            except Exception as error:  # an invalid line must not end the run
                 self._fail(line, line.code, error)
             else:
                 yield request
 
     def _completion_of(self, line: Line) -> CompletionRequest:
-        """Return the completion that a line asks for. Raises: SnapKVError: the line or its body is invalid."""
+        """Return the completion that a line requests. Raises: SnapKVError: the line or its body is invalid."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = self._seed_of(line)
         return completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
 
     def _seed_of(self, line: Line) -> int:
-        """Return the sampling seed for a line whose body sets none: 64 bits.
+        """Return a 64-bit sampling seed for a line whose body has none.
 
-        The run's seed and the line's `custom_id` determine it, so that neither the order of the lines nor a second run
-        changes an answer. Without the run's seed it is random.
+        The run's seed and the line's `custom_id` determine it, so that answers depend neither on the order of the lines
+        nor on earlier runs. Without a seed of the run it is random.
         """
         if self.seed is None:
             return secrets.randbits(64)
@@ -170,7 +171,7 @@ class Run:
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
     def _request(self, line: Line, completion: CompletionRequest) -> Request:
-        """Return the batch's request for a completion. Raises: SnapKVError: it would never fit, or can't be served."""
+        """Return a request of the batch for a completion. Raises: SnapKVError: it never fits, or is not supported."""
         need = None
         if self._memory is not None:
             n_prompt = len(completion.prompt)
@@ -182,9 +183,9 @@ class Run:
         return Request(line=line, completion=completion, need=need, answer=answer)
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests to the batch while they fit, and return whether the batch has any.
+        """Add requests to the batch while they fit, and return whether the batch is not empty.
 
-        The first request that does not fit is kept in `_waiting` for the next call.
+        The first request that does not fit is stored in `_waiting`.
         """
         while len(self._active) < self.concurrency:
             request = self._waiting or next(requests, None)
@@ -203,25 +204,25 @@ class Run:
                     logits_processors=[completion.processors],
                 )
                 self._active[uid] = request
-            except SnapKVError as error:  # the policy can't serve this prompt
+            except SnapKVError as error:  # the policy can't be applied to this prompt
                 self._fail(request.line, "invalid_request", error)
         return bool(self._active)
 
     def _has_memory_for(self, request: Request) -> bool:
-        """Return whether the batch has memory for another request; True without a limit."""
+        """Return whether the batch has memory for another request. Without a limit it always has."""
         if self._memory is None or request.need is None:
             return True
         held = self._generator.prompt_cache_nbytes
         return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
-        """Decode a token of every answer, and read a chunk of a prompt.
+        """Read a chunk of a prompt, and decode a token of every answer.
 
-        If the generator fails, all its requests get an error, and later requests get a new generator.
+        If the generator fails, all of its requests get an error, and later requests get a new generator.
         """
         try:
             prompts, responses = self._generator.next()
-        except Exception as error:  # without a policy, the request that failed is unknown: all fail
+        except Exception as error:  # without a policy, the failed request is unknown
             failed = list(self._active.values())
             self._active = {}
             self._generator.close()
@@ -238,7 +239,7 @@ class Run:
             self._add_response(response)
 
     def _add_response(self, response: Any) -> None:
-        """Add a response to its answer, and write the answer if it is complete, or an error if it failed."""
+        """Add a response to its answer. Write the answer if it is complete, or an error if the request failed."""
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
@@ -249,7 +250,7 @@ class Run:
         if request.answer.finish_reason is None:
             return
         if response.finish_reason is None:
-            # A stop string ended the answer, and the generator would continue.
+            # A stop string has ended the answer, but the generator would continue.
             self._generator.remove([response.uid])
         del self._active[response.uid]
         if request.report is not None:
@@ -259,7 +260,7 @@ class Run:
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return the field `mlx_snapkv` of an answer: `about`, what was compressed or why not, and ignored fields."""
+        """Return the field `mlx_snapkv` of an answer: `about`, the figures of the compression, and ignored fields."""
         extra = dict(self.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)
@@ -268,14 +269,14 @@ class Run:
         return extra
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
-        """Write an error with this code for a line."""
+        """Write an error for a line."""
         why = str(error) if isinstance(error, SnapKVError) else brief(error)
         self.answers.error(line, code, why)
         self.progress.lines += 1
 
 
 def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
-    """Return the figures of a report, or why nothing was compressed; without a report, the answer ended first."""
+    """Return the figures of a report, or the reason why nothing was compressed."""
     if report is None:
         return {"reason": ENDED_EARLY}
     if not report.compressed:

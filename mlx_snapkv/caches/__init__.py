@@ -1,1 +1,1 @@
-"""The contract of every layer's cache, and adapters for mlx-lm's own caches."""
+"""The interface of every layer's cache, and adapters for mlx-lm's caches."""

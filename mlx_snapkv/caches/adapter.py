@@ -1,4 +1,4 @@
-"""Adapters that give mlx-lm's own caches the contract of `LayerCache`."""
+"""Adapters that give mlx-lm's caches the interface of `LayerCache`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,19 @@ from .contract import LayerCache, restorer_of
 
 
 def layer_cache(cache: Any) -> LayerCache:
-    """Return a layer's cache as a `LayerCache`: itself, or an adapter around mlx-lm's."""
+    """Return a `LayerCache` for a layer's cache: the cache itself, or an adapter around mlx-lm's."""
     if isinstance(cache, LayerCache):
         return cache
     return FullCache(cache=cache) if has_all_entries(cache) else StateCache(cache)
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Return whether a policy can choose from a cache. A rotating cache has already dropped entries."""
+    """Return whether a cache has all entries, so that a policy can choose among them. Rotating caches do not."""
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
-    """Return mlx-lm's cache with these entries, quantised if they are; `sparse_from` as in `LayerCache`."""
+    """Return a cache of mlx-lm with these entries, quantised if they are. For `sparse_from` see `LayerCache`."""
     quantization = entries.quantization
     cache: Any = KVCache()
     if quantization is not None:
@@ -35,12 +35,12 @@ def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
 
 
 class FullCache(LayerCache):
-    """Adapts a `KVCache` or `QuantizedKVCache`, which has all entries."""
+    """Adapter for `KVCache` and `QuantizedKVCache`, which have all entries."""
 
     grows = True
 
     def __init__(self, cache: Any):
-        """Adapt the cache without copying its entries."""
+        """Wrap the cache. Its entries are not copied."""
         self.cache = cache
         if isinstance(cache, QuantizedKVCache):
             self.quantization = Quantization(cache.bits, cache.group_size)
@@ -52,7 +52,7 @@ class FullCache(LayerCache):
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
-        """Return the mark that `full_cache` left on mlx-lm's cache; None if the marked entry was trimmed since."""
+        """Return the mark that `full_cache` set on mlx-lm's cache; None if the marked entry has been trimmed."""
         first = getattr(self.cache, "sparse_from", None)
         return first if first is not None and first < self.cache.offset else None
 
@@ -62,12 +62,12 @@ class FullCache(LayerCache):
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
-        """Return the whole buffers, free rows included."""
+        """Return the whole buffers, including unused rows."""
         return self.cache.keys, self.cache.values
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all entries, without free rows."""
+        """Return the bytes of all entries, without unused rows."""
         return n_bytes(rows(self.sample, 0, self.offset)) if self.offset else 0
 
     def size(self) -> int:
@@ -75,26 +75,26 @@ class FullCache(LayerCache):
         return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries, without queries whatever `n_queries`: mlx-lm's caches record none."""
+        """Return the entries without queries, because mlx-lm's caches record none. `n_queries` is ignored."""
         keys, values = rows(self.sample, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
-    def saved_form(self) -> Any:
+    def cache_to_save(self) -> Any:
         """Return mlx-lm's own cache."""
         return self.cache
 
     def trim(self, n: int) -> int:  # type: ignore[override]
-        """Drop up to `n` of the newest tokens, and return how many were dropped."""
+        """Drop the `n` newest tokens, or all if there are fewer, and return the number dropped."""
         return self.cache.trim(n)
 
 
 class StateCache(LayerCache):
-    """Adapts any other cache of mlx-lm's, which no policy changes: linear states, sliding windows."""
+    """Adapter for mlx-lm's other caches, linear states and sliding windows, which no policy changes."""
 
     kv_nbytes = 0  # type: ignore[assignment]
 
     def __init__(self, cache: Any):
-        """Adapt the cache without copying its arrays."""
+        """Wrap the cache. Its arrays are not copied."""
         self.cache = cache
 
     @property
@@ -104,21 +104,21 @@ class StateCache(LayerCache):
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
-        """Return the buffers of a sliding window. Raises: AttributeError: the cache is a linear state."""
+        """Return the buffers of a sliding window. Raises: AttributeError: the cache has a linear state."""
         return self.cache.keys, self.cache.values
 
     def size(self) -> int:
         """Return the number of entries in a sliding window; 0 for linear states."""
         return self.cache.size()
 
-    def saved_form(self) -> Any:
+    def cache_to_save(self) -> Any:
         """Return mlx-lm's own cache."""
         return self.cache
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Refuse. Raises: TypeError: no policy can choose from this cache."""
+        """Raise TypeError, because no policy can choose among these entries."""
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores all attributes, because these caches can't be trimmed."""
+        """Return a function that restores all attributes of the cache, which can't be trimmed."""
         return restorer_of(self.cache)

@@ -1,4 +1,4 @@
-"""A model's layers whose entries can be compressed, and their places in a prompt cache."""
+"""The full-attention layers of a model, and where a prompt cache holds their caches."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .contract import LayerCache
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A full-attention layer: its attention module, and its place in a prompt cache."""
+    """A full-attention layer: its attention module, and the location of its cache in a prompt cache."""
 
-    index: int  # index of its element in the prompt cache
-    member: int | None  # index in that element if it is a `CacheList`, else None
-    attention: Any  # the attention module, of the class that `family` describes
+    index: int  # index of its cache in the prompt cache
+    member: int | None  # index within a `CacheList`, otherwise None
+    attention: Any  # the attention module, an instance of the class that `family` describes
     family: AttentionFamily
-    borrowers: tuple[Any, ...] = ()  # later layers' attention modules that read its entries
-    number: int = 0  # from 0 among the full-attention layers of this process
+    borrowers: tuple[Any, ...] = ()  # attention modules of later layers that read its entries
+    number: int = 0  # index among the full-attention layers of this process
 
     def cache_in(self, prompt_cache: list) -> Any:
-        """Return the layer's cache in a prompt cache, as mlx-lm's loop sees it."""
+        """Return the layer's cache from a prompt cache, as mlx-lm uses it."""
         entry = prompt_cache[self.index]
         return entry if self.member is None else entry[self.member]
 
     def entries_in(self, prompt_cache: list) -> LayerCache:
-        """Return the layer's cache in a prompt cache, adapted to the contract of `LayerCache`."""
+        """Return the layer's cache from a prompt cache as a `LayerCache`."""
         return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
-        """Replace the layer's cache; a `CacheList` around it is replaced, too."""
+        """Replace the layer's cache, and with it a `CacheList` that contains it."""
         if self.member is not None:
             caches = list(prompt_cache[self.index].caches)
             caches[self.member] = cache
@@ -50,70 +50,72 @@ class AttentionLayer:
 
     @property
     def latent(self) -> bool:
-        """Return whether entries are latents and positional parts of keys; see `Entries`."""
+        """Return whether entries are latents and the positional part of keys; see `Entries`."""
         return self.family.latent
 
     @property
     def cap(self) -> float | None:
-        """Return the soft cap of the logits, if the family has one."""
+        """Return the soft cap of the logits, or None."""
         return getattr(self.attention, self.family.cap) if self.family.cap else None
 
     @property
     def readers(self) -> tuple[Any, ...]:
-        """Return the attention modules that read the entries, the layer's own first."""
+        """Return the attention modules that read the entries; the layer's own is first."""
         return self.attention, *self.borrowers
 
     @property
     def rope(self) -> Any | None:
-        """Return the module that rotates queries and keys; None if the family has none."""
+        """Return the RoPE module of the layer; None if it has none."""
         return self.family.rope_of(self.attention)
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
-        """Return queries `(B, n_heads, n, head_dim)` of positions from `offset` on before the RoPE, float32."""
+        """Rotate queries `(B, n_heads, n, head_dim)` of positions from `offset` on back to pre-RoPE float32."""
         rope = self.rope
         return self.family.map_rotary(self.attention, queries, lambda x: undo_rope(rope, x, offset))
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
-        """Return the mean rotation matrix of the positions `[start, start + n)`, float32 `(head_dim, head_dim)`."""
+        """Average the rotation matrices of the positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
         rope = self.rope
 
         def rotate(x: mx.array) -> mx.array:
             return x @ mean_rotation(rope, x.shape[3], start, n).T
 
-        # A matrix's columns are what it makes of the unit vectors.
+        # The columns of the matrix are the images of the unit vectors.
         units = mx.eye(head_dim)[None, None]
         rotated = self.family.map_rotary(self.attention, units, rotate)
         return rotated[0, 0].T
 
-    def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """Reorder `(B, n_heads, ...)`, the heads of all `readers`, so that the heads of a KV head are together."""
+    def group_heads(self, heads: mx.array, n_kv_heads: int) -> mx.array:
+        """Reorder `(B, n_heads, ...)`, the heads of all `readers`, so that the heads of a GQA group are adjacent."""
         by_kv_head: list[mx.array] = []
         for of_reader in mx.split(heads, len(self.readers), axis=1):
-            neighbours = self.family.grouped(of_reader, n_kv_heads)
+            neighbours = self.family.group_heads(of_reader, n_kv_heads)
             by_kv_head.append(mx.unflatten(neighbours, 1, (n_kv_heads, -1)))
         return mx.concatenate(by_kv_head, axis=2).flatten(1, 2)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
-        """Return the layer itself: a copied cache serves the same model."""
+        """Return the layer itself, because a copied cache belongs to the same model."""
         return self
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """Return the model's full-attention layers, without linear and sliding-window layers.
+    """Return the model's full-attention layers. Linear and sliding-window layers are left out.
 
-    Raises: UnsupportedModelError: the model has no such layer, or its type can't be compressed.
+    Raises: UnsupportedModelError: there is no such layer, or the model's type can't be compressed.
     """
     owners = attentions(model)
-    # Linear layers have an `ArraysCache`, without entries.
-    holding = [slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
-    # A model that loops over its layers has caches for each pass.
-    if len(holding) % len(owners):
+    # The `ArraysCache` of a linear layer has no entries.
+    slots_with_entries = [
+        slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)
+    ]
+    # Models that loop over their layers have caches for each pass.
+    if len(slots_with_entries) % len(owners):
         raise UnsupportedModelError(
-            f"{len(holding)} caches with entries for {len(owners)} attention layers: "
+            f"{len(slots_with_entries)} caches with entries for {len(owners)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
     layers: list[AttentionLayer] = []
-    for (index, member, cache), owner in zip(holding, itertools.cycle(owners)):
+    for (index, member, cache), owner in zip(slots_with_entries, itertools.cycle(owners)):
         if owner.attention is None or not has_all_entries(cache):
             continue
         layers.append(
@@ -134,40 +136,41 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     return layers
 
 
-def choosing_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """Return the layers whose queries choose which entries they read under sparse attention.
+def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """Return the layers whose queries choose entries under sparse attention.
 
-    A layer that lends its entries gives them to the other layers as arrays, so all of these layers read all entries.
+    Layers that lend their entries are left out: they pass them on as arrays, so all layers that read them read all
+    entries.
     """
     return [layer for layer in layers if not layer.borrowers]
 
 
 def token_caches(model) -> list:
-    """Return a model's caches after one token, for the shapes of their arrays; nothing is computed."""
+    """Return a model's caches after one token. Only shapes and dtypes may be used, and nothing is evaluated."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     return caches
 
 
 def first_sparse(prompt_cache: list) -> int | None:
-    """Return the first position that was read by sparse attention, if any."""
+    """Return the first position that sparse attention computed; None if every entry saw all earlier ones."""
     positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((position for position in positions if position is not None), default=None)
 
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
-    """Return the sizes of the layers' key and value heads."""
+    """Return the head sizes of the layers' keys and values."""
     caches = token_caches(model)
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
 
 def require_quantised_attention(layers: list[AttentionLayer], remedy: str, option: Option) -> None:
-    """Check that the model can read quantised entries.
+    """Check that the model's attention can read quantised entries.
 
     Args:
         layers: the model's full-attention layers.
         remedy: end of the error's sentence, with `{}` for the user's `option`.
-        option: the option that quantises entries, as the user gave it.
+        option: the option that quantises entries.
 
     Raises: UnsupportedModelError: its forward pass in mlx-lm reads plain entries only.
     """
@@ -179,11 +182,11 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
-    """Check, before the prompt is read, that the model's entries can be quantised.
+    """Check that the model's entries can be quantised, before the prompt is read.
 
     Raises:
-        SnapKVError: the number of bits or the group size is not possible.
-        UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
+        SnapKVError: the number of bits or the group size is not supported.
+        UnsupportedModelError: mlx-lm's quantised attention does not support the model.
     """
     if quantization.bits not in BITS:
         raise OptionError("kv_bits", ", ".join(map(str, BITS)), quantization.bits)
@@ -201,7 +204,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 
 
 def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
-    """Return `(index, member, cache)` for every cache; `member` is its index in a `CacheList`, else None."""
+    """Return `(index, member, cache)` for every cache. `member` is the index within a `CacheList`, otherwise None."""
     result: list[tuple[int, int | None, Any]] = []
     for index, entry in enumerate(prompt_cache):
         if isinstance(entry, CacheList):
@@ -212,16 +215,16 @@ def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
 
 
 def members(prompt_cache: list) -> list:
-    """Return every cache of a prompt cache, including the caches inside a `CacheList`."""
+    """Return all caches of a prompt cache, including those inside a `CacheList`."""
     return [cache for _, _, cache in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
-    """Return every cache of a prompt cache as a `LayerCache`."""
+    """Return all caches of a prompt cache, each as a `LayerCache`."""
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
-def held_tokens(model, prompt_cache: list) -> int:
+def n_tokens_read(model, prompt_cache: list) -> int:
     """Return the number of tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
 
@@ -242,7 +245,7 @@ def kv_bytes(prompt_cache: list) -> int:
 
 
 def memory_bytes(prompt_cache: list) -> int:
-    """Return the bytes in memory of all caches: keys and values, indexes, linear states, sliding windows."""
+    """Return the bytes of all caches in memory, including indexes, linear states and sliding windows."""
     caches = members(prompt_cache)
     return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
 
@@ -253,9 +256,9 @@ def file_bytes(prompt_cache: list) -> int:
 
 
 def copies_sharing_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
-    """Return a prompt cache with copies of all caches except those of the full-attention `layers`."""
+    """Copy a prompt cache, except the caches of the full-attention `layers`, which are shared."""
     uncopied = [layer.cache_in(prompt_cache) for layer in layers]
-    # deepcopy takes an object that is in the memo for its own copy.
+    # deepcopy returns objects found in `memo` instead of copying them.
     memo = {id(cache): cache for cache in uncopied}
     return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 

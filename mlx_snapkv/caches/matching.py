@@ -1,4 +1,4 @@
-"""Checks that a loaded prompt cache fits a model."""
+"""Check that a loaded prompt cache fits a model."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import attention_layers, layer_caches, members, slots, token_caches
 
-# Types that may replace a `KVCache` of the model.
+# Classes that may take the place of a model's `KVCache`.
 _REPLACES_KV_CACHE = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
-    """Check layers, kinds, heads, head size and dtype of the caches. Raises: SnapKVError: they are not the model's."""
+    """Check that number, class, heads, head size and dtype of the caches fit the model. Raises: SnapKVError."""
     loaded = slots(prompt_cache)
     wanted = slots(token_caches(model))
     if [slot[:2] for slot in loaded] != [slot[:2] for slot in wanted]:
@@ -27,16 +27,16 @@ def require_match(prompt_cache: list, model) -> None:
     for number, (cache, model_cache) in enumerate(pairs):
         try:
             problem = problem_of(cache, model_cache)
-        except Exception:  # the state is not one of this class
+        except Exception:  # the state does not fit this class
             problem = "holds something else than its class says"
         if problem is not None:
             raise SnapKVError(f"cache {number}, a {type(cache).__name__}, {problem}")
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
-    """Check the number of tokens. Raises: SnapKVError: layers hold different numbers, or not `n_tokens`."""
+    """Check that all layers have read `n_tokens` tokens. Raises: SnapKVError."""
     filled = [cache for cache in members(prompt_cache) if not cache.empty()]
-    # Caches of linear layers don't count tokens.
+    # Linear layers do not count tokens.
     with_entries = [cache for cache in filled if isinstance(cache, _REPLACES_KV_CACHE)]
     counts = sorted({cache.offset for cache in with_entries})
     if len(counts) > 1:
@@ -48,12 +48,12 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def n_tokens(prompt_cache: list) -> int:
-    """Return the number of tokens that a prompt cache has read; 0 if it does not say."""
+    """Return the number of tokens that a prompt cache has read; 0 if no cache counts tokens."""
     return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
 def adopt(prompt_cache: list, model) -> None:
-    """Set the `layer` of caches that came from a file."""
+    """Set the `layer` of caches that were loaded from a file."""
     if any(cache.needs_layer for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
             if layer.entries_in(prompt_cache).needs_layer:
@@ -61,11 +61,11 @@ def adopt(prompt_cache: list, model) -> None:
 
 
 def problem_of(cache: Any, model_cache: Any) -> str | None:
-    """Return what is wrong with a loaded cache; None if nothing.
+    """Describe how a loaded cache differs from the model's; None if it fits.
 
     Args:
         cache: the loaded cache.
-        model_cache: the model's own cache in its place, after one token.
+        model_cache: the model's own cache for this layer, after one token.
     """
     replaces = type(model_cache) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)
     if type(cache) is not type(model_cache) and not replaces:
@@ -74,7 +74,7 @@ def problem_of(cache: Any, model_cache: Any) -> str | None:
         both_empty = cache.empty() == model_cache.empty()
         return None if both_empty else "holds other tokens than other caches"
     if not isinstance(cache, _REPLACES_KV_CACHE):
-        # The state of an `ArraysCache` has the same shape after any number of tokens.
+        # The shape of an `ArraysCache` does not depend on the number of tokens.
         return _difference(cache.state, model_cache.state, exact=hasattr(cache, "cache"))
     loaded = layer_cache(cache)
     quantization = loaded.quantization
@@ -85,7 +85,7 @@ def problem_of(cache: Any, model_cache: Any) -> str | None:
 
 
 def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
-    """Describe the first array that differs in dtype or shape; numbers of rows are compared only if `exact`."""
+    """Describe the first array whose dtype or shape differs. The number of rows is compared only if `exact`."""
     loaded_forms = _forms(loaded, exact)
     wanted_forms = _forms(wanted, exact)
     for path in sorted(loaded_forms.keys() | wanted_forms.keys()):
@@ -96,7 +96,7 @@ def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
 
 
 def _forms(tree: Any, exact: bool) -> dict[str, str]:
-    """Return dtype and shape of each array of a tree by its path, without the number of rows unless `exact`."""
+    """Return dtype and shape of each array of a tree, by path. The number of rows is omitted unless `exact`."""
     forms: dict[str, str] = {}
     for path, x in dict(tree_flatten(tree)).items():
         if isinstance(x, mx.array):

@@ -1,1 +1,1 @@
-"""Conversations: messages, caches between turns, and saved files."""
+"""Conversations: their messages, their caches between turns, and their saved files."""

@@ -1,4 +1,4 @@
-"""Chat in several turns, and keep the prompt cache between turns small."""
+"""Chat in several turns, and keep the prompt cache small between turns."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
-from ..caches.layers import held_tokens, is_compressed
+from ..caches.layers import is_compressed, n_tokens_read
 from ..compress.policy import Policy
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.restore import trimmed_to
-from ..engine.serving import require_servable, served
+from ..engine.serving import require_servable, serve
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
@@ -24,7 +24,7 @@ from ..planning.options import OPTIONS, noted
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import make_caches, saved_forms
+from ..sparse.prompt_caches import caches_to_save, make_caches
 from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .states import STATE_FIELDS, StateBefore, load
 
@@ -32,10 +32,10 @@ from .states import STATE_FIELDS, StateBefore, load
 def _require_options(options: dict[str, Any]) -> None:
     """Check the names of a conversation's options.
 
-    Raises: UnknownOptionError: an option belongs neither to `RequestOptions` nor to mlx-lm's `generate_step`.
+    Raises: UnknownOptionError: an option is neither one of `RequestOptions` nor of mlx-lm's `generate_step`.
     """
     known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS}
-    known -= {"prompt_cache", "input_embeddings"}  # set by the conversation itself
+    known -= {"prompt_cache", "input_embeddings"}  # set by the conversation
     for name in options:
         if name not in known:
             advice = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
@@ -43,32 +43,32 @@ def _require_options(options: dict[str, Any]) -> None:
 
 
 class Conversation:
-    """A chat in which a policy compresses the prompt cache at every turn.
+    """A chat whose prompt cache is compressed at every turn.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer from mlx-lm, which needs a chat template.
-        policy: a policy object or string; without one the full cache is kept. "auto" chooses what suits the model and
-            this machine; see docs/choose.md. At later turns the policy chooses among the entries that earlier turns
-            kept and the turn's new entries.
+        tokenizer: its tokenizer from mlx-lm, with a chat template.
+        policy: a policy object or string; None keeps the full cache. "auto" selects what suits the model and this
+            machine; see docs/choose.md. At later turns, the policy chooses among the entries that earlier turns kept
+            and the new entries.
         sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: the options of `RequestOptions` and of mlx-lm's `stream_generate`, for every answer. With a policy,
+        **options: the options of `RequestOptions`, and mlx-lm's of `stream_generate` for every answer. With a policy,
             `kv_bits` and `kv_group_size` apply to compressed entries; entries stay plain until a turn is compressed.
 
     Attributes:
         options: the `RequestOptions` as keywords.
-        messages: the chat so far, in the form that chat templates take.
-        report: what the last turn's compression did; None before the first turn.
-        prompt_cache: the caches that the next turn continues.
-        read: the chat's tokens that the cache has read.
-        pending_tokens: the chat's tokens after `read`, which the next turn reads.
-        n_unknown: number of the first tokens of `read` that are unknown, since a file of mlx-lm does not hold them;
-            they are listed as 0.
+        messages: the chat so far, as chat templates take it.
+        report: report of the last turn's compression; None before the first turn.
+        prompt_cache: caches from which the next turn continues.
+        read: tokens of the chat that the cache has read.
+        pending_tokens: tokens after `read`, which the next turn reads.
+        n_unknown: number of first tokens in `read` that are unknown, because files of mlx-lm do not contain them; they
+            are 0 in `read`.
         attached: documents that will be read with the next message.
-        said: for every user message its documents, then the text that was typed.
+        user_inputs: for each user message, its documents followed by the text that was typed.
 
-    Raises: SnapKVError: an option is out of range, the model can't be compressed, or it has no chat template.
+    Raises: SnapKVError: an option is out of range, the model is not supported, or it has no chat template.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Conversation:
         system: str | None = None,
         **options: Any,
     ):
-        """Check options and setting against the model; nothing is read before the first message."""
+        """Check options, setting and model. Nothing is read before the first message."""
         _require_options(options)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
@@ -109,26 +109,26 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        """Return the setting and the options of every turn."""
+        """Return the setting and options for every turn."""
         return CompressionConfig(self.policy, **self.options, turns=True)
 
     @property
     def store(self) -> str | None:
-        """Return the name of the store in which sparse attention keeps all entries; None without sparse attention."""
+        """Return the name of the store that keeps all entries; None without sparse attention."""
         return self.options["store"]
 
     def reset(self) -> None:
-        """Begin a new chat with the same options and system prompt."""
+        """Start a new chat with the same options and system prompt."""
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self.said: list[list[str]] = []
+        self.user_inputs: list[list[str]] = []
         self.attached: list[str] = []
         self.n_unknown = 0
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        """Begin with an empty prompt cache, so that the next turn reads the whole chat."""
+        """Start with an empty prompt cache, so that the next turn reads the whole chat."""
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
@@ -139,9 +139,9 @@ class Conversation:
         self._before_last: StateBefore | None = None
 
     def attach(self, text: str) -> int:
-        """Put a document before the next message, and return its number of tokens.
+        """Add a document before the next message, and return its number of tokens.
 
-        The message's question then chooses among the document's entries.
+        The question in the message will choose among the document's entries.
 
         Raises: SnapKVError: the text is empty.
         """
@@ -150,7 +150,7 @@ class Conversation:
         return n_tokens
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a document. Raises: SnapKVError: the text is empty."""
+        """Return the number of tokens in a document. Raises: SnapKVError: the text is empty."""
         if not text.strip():
             raise SnapKVError("the document is empty: give some text")
         return len(self.tokenizer.encode(text, add_special_tokens=False))
@@ -158,12 +158,12 @@ class Conversation:
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
     ) -> Iterator[GenerationResponse]:
-        """Send a message, and yield mlx-lm's responses as the answer comes.
+        """Send a message, and yield mlx-lm's responses while the answer is generated.
 
         If the caller stops early, the conversation keeps the part of the answer that was generated. If reading the
-        message fails or is interrupted, the conversation is unchanged.
+        message fails or is interrupted, the conversation does not change.
 
-        Raises: SnapKVError: the message is empty, or the chat template refuses it.
+        Raises: SnapKVError: the message is empty, or the chat template rejects it.
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
@@ -175,15 +175,15 @@ class Conversation:
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the text that was typed.
 
-        The last turn is undone exactly, unless the copy of the state before it would take more memory than the
-        conversation itself. At earlier turns and turns from a file, a cache with all entries is trimmed to the
+        The last turn is undone exactly, unless the copy of the earlier state would take more memory than the
+        conversation itself. For earlier turns, and turns from a file, a cache with all entries is trimmed to the
         remaining messages. Any other cache is emptied, and the next message reads the conversation again.
 
-        Raises: SnapKVError: there is no turn to undo, or the chat began with a file of mlx-lm, which has no text.
+        Raises: SnapKVError: there is no turn to undo, or the chat started from a file of mlx-lm, which has no text.
         """
-        if not self.said:
+        if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
-        *documents, typed = self.said[-1]
+        *documents, typed = self.user_inputs[-1]
         if self._before_last is None:
             self._go_back_to_messages()
         else:
@@ -193,15 +193,15 @@ class Conversation:
         return typed
 
     def _go_back_to_messages(self) -> None:
-        """Drop the last turn's messages, and trim or empty the cache."""
+        """Drop the messages of the last turn, and trim or empty the cache."""
         if self.n_unknown:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
-        self.messages = self.messages[:-2]  # a message of the user and its answer
-        self.said = self.said[:-1]
+        self.messages = self.messages[:-2]  # one message of the user, and its answer
+        self.user_inputs = self.user_inputs[:-1]
         remaining: list[int] = []
-        if self.said:
+        if self.user_inputs:
             remaining = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([remaining, self.read])
         read = self.read[:n_shared]
@@ -214,7 +214,7 @@ class Conversation:
 
     @property
     def undo_nbytes(self) -> int:
-        """Return the bytes of keys and values that are kept only for `undo`."""
+        """Return the bytes of keys and values that only `undo` needs."""
         return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
@@ -226,7 +226,7 @@ class Conversation:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in STATE_FIELDS}
         notes["options"] = noted(self.options)
-        caches = saved_forms(self.model, self.prompt_cache)
+        caches = caches_to_save(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
     @classmethod
@@ -240,20 +240,20 @@ class Conversation:
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         **options: Any,
     ) -> "Conversation":
-        """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
+        """Load a saved conversation, or a text saved by `mlx-snapkv cache-prompt` or mlx-lm to ask questions about.
 
-        The system prompt comes from the file. A file of mlx-lm holds it in the cache only, so `reset` loses it.
+        The system prompt comes from the file. In a file of mlx-lm it is only in the cache, so `reset` drops it.
 
         Args:
-            path: a file that `save`, `mlx-snapkv cache-prompt` or mlx-lm wrote.
+            path: a file written by `save`, `mlx-snapkv cache-prompt` or mlx-lm.
             model: the model that filled the cache.
             tokenizer: its tokenizer.
             policy: a policy for a file that was saved without a setting. A conversation that was saved with a setting
                 keeps it, and its `RequestOptions`.
             sparse: sparse attention for a file that was saved without a setting.
-            **options: see `Conversation`; options of mlx-lm are not in the file.
+            **options: see `Conversation`; files do not contain mlx-lm's options.
 
-        Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with that setting.
+        Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
         keywords, state = load(path, model, setting, options)
@@ -264,20 +264,20 @@ class Conversation:
     def _answers(
         self, messages: list, parts: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
-        """Yield the responses to `tokens`, and then note the turn, or restore the conversation without an answer.
+        """Yield the responses to `tokens`. Then add the turn, or restore the conversation if there is no answer.
 
-        The turn before can be undone exactly until the first token of this answer.
+        Until the first token of this answer, the previous turn can be undone exactly.
 
         Args:
             messages: the chat with the new user message.
-            parts: the documents and the text of that message.
-            tokens: the chat's tokens that the cache has not read.
+            parts: documents and text of this message.
+            tokens: tokens of the chat that the cache has not read.
             options: keywords of mlx-lm's `stream_generate`.
         """
         before = StateBefore(self)
         text = ""
-        answered: list[int] = []
-        responses = served(
+        answer_tokens: list[int] = []
+        responses = serve(
             partial(
                 mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=mx.array(tokens)
             ),
@@ -290,19 +290,19 @@ class Conversation:
         )
         try:
             for response in responses:
-                if not answered:
+                if not answer_tokens:
                     self._before_last = None  # frees its copy of the caches
-                answered.append(response.token)
+                answer_tokens.append(response.token)
                 text += response.text
                 yield response
         finally:
             responses.close()  # type: ignore[attr-defined]  # all of these are generators
-            mx.clear_cache()  # the next turn's buffers have other sizes
-            if answered:
+            mx.clear_cache()  # buffers of the next turn have other sizes
+            if answer_tokens:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
-                self.said = [*self.said, parts]
+                self.user_inputs = [*self.user_inputs, parts]
                 self.attached = []
-                self._remember(tokens + answered, before)
+                self._remember(tokens + answer_tokens, before)
                 self._before_last = before if before.is_cheap else None
             else:
                 before.restore()
@@ -312,17 +312,17 @@ class Conversation:
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         whole = self._render(messages, add_generation_prompt=True)
-        held = self.read + self.pending_tokens
-        if whole[: len(held)] == held:
+        known = self.read + self.pending_tokens
+        if whole[: len(known)] == known:
             return whole[len(self.read) :]
-        # The template renders earlier answers differently, or the model chose other tokens than the tokenizer for them.
+        # The template renders earlier answers differently, or tokenizes them differently than the model generated them.
         earlier = self._render(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _remember(self, tokens: list[int], before: StateBefore) -> None:
-        """Note which of the chat's new `tokens` the cache has read; with sparse attention, the answer is not.
+        """Update `read` and `pending_tokens` by new tokens. With sparse attention, the cache has not read the answer.
 
-        If a step was interrupted after some layers had read its token, that token is trimmed. If the caches can't be
+        If a step was interrupted after some layers had read its token, this token is trimmed. If the caches can't be
         trimmed, they are restored, and the next turn reads this turn again.
         """
         sequence = self.read + tokens
@@ -331,6 +331,6 @@ class Conversation:
             before.caches.restore()
             n_read = len(self.read)
         elif self.policy is not None:
-            n_read = held_tokens(self.model, self.prompt_cache)
+            n_read = n_tokens_read(self.model, self.prompt_cache)
         self.read = sequence[:n_read]
         self.pending_tokens = sequence[n_read:]

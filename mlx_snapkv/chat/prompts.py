@@ -1,4 +1,4 @@
-"""Render chats as token ids, and find the common beginning of prompts."""
+"""Render chats as token ids, and find the common start of prompts."""
 
 import re
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from ..completions.chat_template import apply_template
 from ..engine.tokenizer_limit import ignore_length_limit
 from ..errors import SnapKVError
 
-MARKER = "<query>"  # placeholder for the question in the chat template
+MARKER = "<query>"  # placeholder for the question in a chat template
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens that all prompts have in common from the start."""
+    """Return the number of tokens that all prompts have in common at their start."""
     first, *others = prompts
     n_common = len(first)
     for other in others:
@@ -23,7 +23,7 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens before the first that differs, or before the end of the shorter prompt."""
+    """Return the number of tokens before the first difference, or the length of the shorter prompt."""
     for n, (token, other) in enumerate(zip(first, second)):
         if token != other:
             return n
@@ -31,25 +31,24 @@ def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Rendering:
-    """Renders a conversation's messages as token ids, and tokenizes only the text that is new since the last call.
+    """Renders a conversation's messages as token ids. Only text that is new since the last call is tokenized.
 
-    The rendered text is cut before special tokens. No token reaches across a special token, so the tokens of the pieces
-    are the tokens of the whole text. If that is not certain, as with a tokenizer written in Python, the text is not
-    cut.
+    The rendered text is split before special tokens. No token spans a special token, so the tokens of the pieces are
+    those of the whole text. If this is not certain, as with a tokenizer written in Python, the text is not split.
     """
 
     def __init__(self, tokenizer):
-        """Find the tokenizer's special tokens, and lift its limit of the text's length."""
+        """Find the tokenizer's special tokens, and ignore its maximum length."""
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
-        self._tokens_by_piece: dict[str, list[int]] = {}  # the pieces of the last text
+        self._tokens_by_piece: dict[str, list[int]] = {}  # pieces of the last text
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         """Return the token ids of messages in the chat template.
 
         Args:
             messages: dicts with `role` and `content`.
-            **options: the template's options, such as `add_generation_prompt`.
+            **options: options of the template, such as `add_generation_prompt`.
 
         Raises: SnapKVError: the chat template fails.
         """
@@ -59,7 +58,7 @@ class Rendering:
         starts = [match.start() for match in self._cuts.finditer(text)]
         pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
         known = self._tokens_by_piece
-        # Only the pieces of this text are remembered, so that those of earlier texts leave memory.
+        # Pieces of earlier texts are dropped to free memory.
         self._tokens_by_piece = {
             piece: known.get(piece) or self._encode(piece) for piece in pieces if piece
         }
@@ -75,9 +74,10 @@ class Rendering:
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """Return a pattern of the special tokens at which a text can be cut; None without such tokens.
+        """Return a pattern of the special tokens before which a text can be split, or None.
 
-        These are the template's special tokens whose text always becomes that token, whatever text is around it.
+        These are special tokens of the template whose text always becomes that token, regardless of the surrounding
+        text.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
@@ -95,17 +95,17 @@ class Rendering:
         return re.compile("|".join(cuts)) if cuts else None
 
     def _is_cut(self, index: int) -> bool:
-        """Return whether the text of the special token with this id always becomes exactly this token."""
+        """Return whether the text of this special token always becomes exactly this token."""
         added = self._tokenizer.added_tokens_decoder
         token = added[index]
-        if token.normalized or token.lstrip:  # its text may be changed, or take spaces before it
+        if token.normalized or token.lstrip:  # its text may be changed, or include spaces before it
             return False
         contents = [other.content for other in added.values()]
         beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
-        # Another token that ends like this one begins would be found first.
+        # Another token whose end is this token's start would be found first.
         if any(content.endswith(beginnings) for content in contents):
             return False
-        # A token that contains this one's text would be found instead; one of `contents` is the token itself.
+        # A token that contains this token's text would be found instead. One of `contents` is the token itself.
         if sum(token.content in content for content in contents) > 1:
             return False
         return self._encode(token.content) == [index]
@@ -114,9 +114,9 @@ class Rendering:
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
     """Return the tokens of a question about a prompt that `mlx_lm.cache_prompt` saved.
 
-    They are the tokens that mlx-lm's own `generate` feeds, without a second beginning-of-text token.
+    These are the tokens that mlx-lm's `generate` would feed, without a second beginning-of-text token.
 
-    Raises: SnapKVError: the chat template fails, or leaves the question out.
+    Raises: SnapKVError: the chat template fails, or omits the question.
     """
     if not ignore_chat_template and tokenizer.has_chat_template:
 
@@ -127,6 +127,6 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
         marked = render(MARKER)
         if MARKER not in marked:
             raise SnapKVError("this model's chat template drops the question")
-        # The saved prompt ends where the question begins.
+        # The saved prompt ends where the question starts.
         question = render(question)[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Restore a conversation: to its state before the last turn, and from a file."""
+"""Restore a conversation, either to its state before the last turn or from a file."""
 
 import weakref
 from pathlib import Path
@@ -15,36 +15,43 @@ from ..planning.config import CompressionConfig
 from ..planning.options import OPTIONS
 from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import book_store, make_caches, move_entries
+from ..sparse.prompt_caches import file_store_of, make_caches, move_entries
 
-# Attributes of a conversation that a saved file holds.
-STATE_FIELDS = ("messages", "said", "attached", "pending_tokens", "system", "n_unknown")
-# Attributes of a conversation that every turn replaces.
-TURN_FIELDS = ("messages", "said", "read", "pending_tokens", "report")
+# Attributes of a conversation that are saved in files.
+STATE_FIELDS = (
+    "messages",
+    "user_inputs",
+    "attached",
+    "pending_tokens",
+    "system",
+    "n_unknown",
+)
+# Attributes of a conversation that each turn replaces.
+TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
 class StateBefore:
-    """The state of a conversation before a turn, to which it can be restored exactly until the next turn begins.
+    """The state of a conversation before a turn. Until the next turn starts, it can be restored exactly.
 
     Attributes:
-        caches: a copy of the prompt cache.
+        caches: copy of the prompt cache.
     """
 
     def __init__(self, conversation: Any):
-        """Copy the conversation's caches and the fields that a turn changes."""
+        """Copy the caches and the attributes that a turn changes."""
         self.caches = CacheCopy(conversation.prompt_cache)
-        # A proxy, since the conversation holds this object: a reference cycle would keep the caches' memory.
+        # A weak reference: the conversation refers to this object, and a cycle would keep the caches in memory.
         self._conversation = weakref.proxy(conversation)
         self._fields = {name: getattr(conversation, name) for name in TURN_FIELDS}
 
     def restore(self) -> None:
-        """Restore the conversation's caches and attributes."""
+        """Restore the caches and attributes of the conversation."""
         self.caches.restore()
         vars(self._conversation).update(self._fields)
 
     @property
     def is_cheap(self) -> bool:
-        """Return whether the copy takes at most the memory of the cache itself; False if nothing had been read."""
+        """Return whether the copy takes at most the memory of the cache itself; False if the cache was empty."""
         cache_bytes = kv_bytes(self._conversation.prompt_cache)
         return bool(self._fields["read"]) and self.caches.kv_nbytes <= cache_bytes
 
@@ -52,14 +59,14 @@ class StateBefore:
 def load(
     path: str | Path, model, policy: Policy | Setting | str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load a saved conversation, or a saved text that questions will be asked about; see `Conversation.load`.
+    """Load a saved conversation, or a saved text to ask questions about; see `Conversation.load`.
 
-    Returns: The keywords to make the `Conversation` with, and the attributes to set afterwards.
+    Returns: The keywords for `Conversation`, and the attributes to set afterwards.
 
-    Raises: SnapKVError: the file can't be read, holds a prompt that is neither, or can't be continued with `policy`.
+    Raises: SnapKVError: the file can't be read, contains another kind of prompt, or does not fit `policy`.
     """
     prompt = saved.load(path, model)
-    # Files of mlx-lm have no tokens, and their notes have other meanings.
+    # Files of mlx-lm have no tokens, and their notes have another meaning.
     is_from_mlx_lm = prompt.tokens is None
     notes = {} if is_from_mlx_lm else prompt.notes
     if not is_from_mlx_lm and "messages" not in notes and "text" not in notes:
@@ -69,7 +76,7 @@ def load(
     setting = _resumed_setting(path, prompt, policy)
     noted = notes.get("options", {})
     store = _resumed_store(path, prompt, setting, options.get("store"), noted.get("store"))
-    # The noted options say how the entries in the file were read.
+    # The saved options say how the entries in the file were read.
     request_options: dict[str, Any] = {name: options.get(name) for name in OPTIONS}
     request_options |= {name: value for name, value in noted.items() if value is not None}
     request_options["store"] = store
@@ -86,7 +93,7 @@ def load(
     state |= {"prompt_cache": caches, "read": prompt.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]
-    if is_from_mlx_lm:  # its tokens are unknown
+    if is_from_mlx_lm:  # the tokens are unknown
         n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
     return {"policy": setting, "sparse": None, "system": system, **config.keywords}, state
@@ -95,14 +102,14 @@ def load(
 def _resumed_setting(
     path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
 ) -> Setting | None:
-    """Return the setting to continue a file with: the file's own, or `policy` for a file without one.
+    """Return the setting for continuing a file: the file's own, or `policy` if the file has none.
 
-    Raises: SnapKVError: the entries are in files, of which only sparse attention reads few.
+    Raises: SnapKVError: the file is a book, but the setting is not sparse attention.
     """
     if prompt.policy != NO_POLICY:
         policy = prompt.policy
     setting = setting_named(policy) if isinstance(policy, str) else resolve_setting(policy=policy)
-    if book_store(prompt.prompt_cache) is not None and not isinstance(setting, Sparse):
+    if file_store_of(prompt.prompt_cache) is not None and not isinstance(setting, Sparse):
         raise SnapKVError(
             "{} holds a book, of which all entries stay: give {} instead of a policy",
             path,
@@ -118,21 +125,21 @@ def _resumed_store(
     store: str | None,
     noted_store: str | None,
 ) -> str | None:
-    """Return the name of the store to continue a file with.
+    """Return the name of the store for continuing a file.
 
     Args:
-        path: the file, for the error's sentence.
+        path: path of the file, for the error's sentence.
         prompt: the loaded file.
         setting: the setting to continue with.
-        store: the store that the caller asks for; it takes precedence over the file's own.
+        store: the store requested by the caller, which takes precedence over the file's.
         noted_store: the store in the file's notes.
 
     Raises: SnapKVError: the file's entries are compressed, and `setting` is None or needs all entries.
     """
     if prompt.policy != NO_POLICY:
-        # The file's setting is continued, whatever the caller asks for, and only sparse attention has a store.
+        # The setting of the file is continued, regardless of the caller's, and only sparse attention has a store.
         store = store or noted_store if isinstance(setting, Sparse) else None
-    store = store or book_store(prompt.prompt_cache)
+    store = store or file_store_of(prompt.prompt_cache)
     if is_compressed(prompt.prompt_cache):
         if setting is None:
             raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")

@@ -1,4 +1,4 @@
-"""The entry point of `mlx-snapkv`: the table of commands, and one line on stderr for every error."""
+"""The entry point of `mlx-snapkv`: its commands, and one line on stderr for each error."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ from .plan import plan
 from .serve import serve
 
 INTERRUPTED = 130  # exit status after Ctrl-C
-HELP_WIDTH = 100  # columns, on terminals that have as many
+HELP_WIDTH = 100  # columns, on terminals that are wide enough
 
 app = typer.Typer(
     help="Long prompts with mlx-lm, faster or in less memory. --snapkv evicts entries: it saves memory, and time per "
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 def _print_help(context: typer.Context) -> None:
-    """Print the help of a group that is called without a command."""
+    """Print the help of a group that was called without a command."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -57,7 +57,7 @@ COMMANDS = (
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
         name = function.__name__.replace("_", "-")
-        # Typer keeps the lines of a paragraph that starts with a backspace.
+        # Typer keeps the lines of paragraphs that start with a backspace.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)
@@ -70,7 +70,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Print the version or the help, without a command."""
+    """Print the version or, without a command, the help."""
     if version:
         print(__version__)
     else:
@@ -80,23 +80,23 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run a command of the group `commands`, and exit.
 
-    The exit status is 2 after a user's mistake, 1 after a failure of the system such as a full disk, and 130 after
-    Ctrl-C. Each prints one line on stderr. An error of the program itself prints its traceback.
+    The exit status is 2 for a user's mistake, 1 for a failure of the system such as a full disk, and 130 after Ctrl-C.
+    Each prints one line on stderr. Errors of the program itself print a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
     process.replace_unencodable()
-    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print a line of their own
+    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print their own line instead
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so the answer can't be written", status=1)
     folder = os.environ.get("TMPDIR")
-    if folder and not os.path.isdir(folder):  # MLX would fail without a sentence
+    if folder and not os.path.isdir(folder):  # MLX would fail without an explanation
         fail(f"TMPDIR must be a folder, got {folder}")
     try:
         status = commands(standalone_mode=False)
-        if status == INTERRUPTED:  # typer returns it after Ctrl-C
+        if status == INTERRUPTED:  # typer's result after Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
@@ -105,7 +105,7 @@ def main(commands: typer.Typer = app) -> None:
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         process.exit_process(INTERRUPTED)
     except BrokenPipeError:
-        os._exit(1)  # sys.exit would try to write the rest
+        os._exit(1)  # sys.exit would try to write the remaining output
     except OSError as error:
         prefix = f"{error.filename}: " if error.filename else ""
         fail(prefix + (error.strerror or str(error)), status=1)
@@ -115,7 +115,7 @@ def main(commands: typer.Typer = app) -> None:
             raise
         fail(advice, status=1)
     except Exception as error:
-        # Newer typers vendor click, so usage errors are recognised by their method and not by their class.
+        # Newer versions of typer vendor click, so usage errors are recognised by their method rather than their class.
         if hasattr(error, "format_message"):
             fail(error.format_message())
         process.restore_stderr()
@@ -125,7 +125,7 @@ def main(commands: typer.Typer = app) -> None:
 
 
 def _mlx_advice(error: ImportError) -> str | None:
-    """Return what the user can do if MLX can't be imported; None if another module can't be."""
+    """Return advice if MLX can't be imported; None if the error is about another module."""
     module_and_path = f"{error.name} {error.path}".split()
     if not any(re.search(r"(^|[/.])mlx([/.]|$)", text) for text in module_and_path):
         return None
@@ -133,7 +133,7 @@ def _mlx_advice(error: ImportError) -> str | None:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes says that a disk or a quota is full."""
+    """Return whether an error, or one of its causes, says that a disk or quota is full."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             return True
@@ -142,7 +142,7 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print the message as one line on stderr, and exit with `status`."""
+    """Print a message as one line on stderr, and exit with `status`."""
     process.restore_stderr()
     print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
     process.exit_process(status)

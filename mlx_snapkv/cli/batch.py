@@ -1,4 +1,4 @@
-"""`mlx-snapkv batch`: a file of requests, several answered at once."""
+"""`mlx-snapkv batch`: answer a file of requests, several at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(options.ConcurrencyOptions):
-    """The files of requests and answers, and how requests are answered."""
+    """The files of requests and answers, and limits for answering."""
 
     requests: Annotated[
         str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
@@ -41,7 +41,7 @@ class FileOptions(options.ConcurrencyOptions):
     quiet: options.Quiet = False
 
     def open_requests(self) -> BinaryIO:
-        """Return the open file of requests. Raises: SnapKVError: it can't be read."""
+        """Open the file of requests. Raises: SnapKVError: it can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         with refusing(self.requests):
@@ -108,20 +108,20 @@ def batch(
 
 
 def _require_policy(keywords: dict[str, Any], kv_bits: int | None) -> None:
-    """Raise SnapKVError if the entries of full caches would be quantised."""
+    """Check that full caches would not be quantised. Raises: SnapKVError: --kv-bits without a policy."""
     if keywords["policy"] is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 
 
 def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
-    """Return the setting and the options that every answer lists. A run that continues the file must have the same."""
+    """Return the setting and options that every answer contains. A run that continues the file must have the same."""
     policy = keywords["policy"]
     about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
     return about | noted(keywords)
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
-    """Answer the requests of a file, with a progress bar."""
+    """Answer the requests of a file, and show a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
@@ -139,7 +139,7 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
 
 
 def _closing_line(answers: AnswersFile, done: Progress) -> str:
-    """Return the line with the numbers of answers and errors, the tokens, the time and the memory."""
+    """Return a line with the numbers of answers, errors and tokens, the time and the memory."""
     from mlx.core import get_peak_memory
 
     errors = ""

@@ -1,9 +1,11 @@
-"""`mlx-snapkv cache-prompt`: reads a long text once, and saves its KV cache."""
+"""`mlx-snapkv cache-prompt`: read a long text once, and save its KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -46,8 +48,7 @@ def cache_prompt(
     from ..planning.config import CompressionConfig
     from ..planning.exclusions import When, require_compatible
     from ..planning.file_cost import file_cost
-    from ..sparse.prompt_caches import saved_forms
-    from .progress import writing_bar
+    from ..sparse.prompt_caches import caches_to_save
 
     setting = policy.resolve()
     config = CompressionConfig(setting, **request.keywords, is_text=True).with_mlx_options(
@@ -83,7 +84,7 @@ def cache_prompt(
             **vars(cache),
             prompt_progress_callback=update,
         )
-    caches = saved_forms(loaded, caches)
+    caches = caches_to_save(loaded, caches)
     notes = {
         "text": text,
         "system_prompt": prompt.system_prompt,
@@ -92,21 +93,31 @@ def cache_prompt(
     }
     saved_policy = report.policy if report.compressed else NO_POLICY
     if config.store is not None:
-        saved_policy = str(setting)  # also for a short text, since answers read it by this setting
-    replaced = ", replacing the earlier file" if path.exists() else ""
-    outcome = f"saved in {path}{replaced}"
-    writing = writing_bar(console.rich_console)
-    with writing as update:
-        saved.save(path, loaded, caches, tokens, saved_policy, notes, update)
-    if writing.done:
-        outcome += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
+        # Even for a short text, because answers continue with this setting.
+        saved_policy = str(setting)
+    save = partial(saved.save, path, loaded, caches, tokens, saved_policy, notes)
+    outcome = _save(path, save, console)
     memory = format_bytes(report.kv_bytes_after or kv_bytes(caches))
     kept = _kept_text(report, config.store)
     console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {outcome}")
 
 
+def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
+    """Call `save(progress)` with a progress bar, and describe for the closing line what was written to `path`."""
+    from .progress import writing_bar
+
+    replaced = ", replacing the earlier file" if path.exists() else ""
+    writing = writing_bar(console.rich_console)
+    with writing as update:
+        save(update)
+    folder = ""
+    if writing.done:
+        folder = f", and all entries in a folder beside it ({format_bytes(writing.done)})"
+    return f"saved in {path}{replaced}{folder}"
+
+
 def _kept_text(report: CompressionReport, store: str | None) -> str:
-    """Return the words of the closing line about the saved entries."""
+    """Describe the saved entries for the closing line."""
     if not report.compressed:
         return f"full cache: {report.reason}"
     if store is None:
@@ -129,9 +140,9 @@ def _read(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the text.
-        setting: what compresses the caches, or reads them sparsely from a store; None for the full cache.
+        setting: setting that compresses the caches, or sparse attention; None for the full cache.
         options: the options of `RequestOptions`.
-        **loop_options: mlx-lm's options of the prefill.
+        **loop_options: mlx-lm's options for the prefill.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache

@@ -1,4 +1,4 @@
-"""`mlx-snapkv chat`: a conversation in the terminal."""
+"""`mlx-snapkv chat`: have a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def chat(
 
 
 def _handle_line(session: Session, line: str) -> None:
-    """Answer a message, or run a command. At a terminal, the chat continues after a mistake or Ctrl-C.
+    """Answer a message, or run a command. In a terminal, the chat continues after mistakes and Ctrl-C.
 
     Raises:
         StopIteration: the command ends the chat.
-        SnapKVError: a line of a script is a mistake.
+        SnapKVError: a line of a script is invalid.
     """
     from .chat_commands import run_command
 

@@ -1,4 +1,4 @@
-"""The commands of a chat: lines that start with a slash."""
+"""The commands of a chat, which are lines that start with a slash."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +33,12 @@ Handler = Callable[[Session, str], None]
 
 
 class Command(NamedTuple):
-    """A command of the chat. The docstring of `do` is its help.
+    """A command of the chat. The docstring of `do` is its help text.
 
     Attributes:
-        arguments: the arguments, as the help shows them.
+        arguments: the arguments, as shown in the help.
         completer: completes the arguments.
-        do: runs the command with the session and the text of the arguments.
+        do: runs the command, given the session and the text of the arguments.
     """
 
     arguments: str
@@ -50,11 +50,11 @@ CHAT_COMMANDS: dict[str, Command] = {}
 
 
 def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that registers a function as a command: `_files` is /files.
+    """Return a decorator that registers a function as a command; `_files` becomes /files.
 
     Args:
-        arguments: the arguments, as the help shows them; `FILE` is a file name.
-        *words: completions of arguments that are not a file name.
+        arguments: the arguments, as shown in the help; `FILE` is a file name.
+        *words: completions for arguments that are not file names.
     """
     paths = PathCompleter(expanduser=True)
     completer = paths if arguments == FILE else WordCompleter([*words])
@@ -68,10 +68,10 @@ def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
 
 
 def run_command(session: Session, line: str) -> None:
-    """Run the command that a line names.
+    """Run the command in a line.
 
     Raises:
-        SnapKVError: there is no such command, or it fails.
+        SnapKVError: the command does not exist, or fails.
         StopIteration: the command ends the chat.
     """
     name, _, arguments = line.partition(" ")
@@ -91,15 +91,15 @@ def run_command(session: Session, line: str) -> None:
 
 
 def _unquoted(text: str) -> str:
-    """Return a file name without the quotation marks in which it may be typed."""
+    """Remove quotation marks around a file name."""
     return re.sub(r"""^(["'])(.*)\1$""", r"\2", text)
 
 
 class CommandCompleter(Completer):
-    """Completes the names of commands and their arguments."""
+    """Completes command names and arguments."""
 
     def get_completions(self, document, complete_event) -> Iterator:
-        """Yield names of commands, or after a name the completions of its arguments."""
+        """Yield command names or, after a name, completions of its arguments."""
         name, space, arguments = document.text_before_cursor.partition(" ")
         if not space and name.startswith("/"):
             names = WordCompleter(list(CHAT_COMMANDS), WORD=True)
@@ -126,7 +126,7 @@ def _files(session: Session, arguments: str) -> None:
         _detach(session, arguments)
         return
     lines = []
-    for *documents, _ in session.conversation.said:
+    for *documents, _ in session.conversation.user_inputs:
         lines += [f"   {session.name_of(text)}, part of the conversation" for text in documents]
     for number, text in enumerate(session.conversation.attached, start=1):
         lines.append(f"{number}  {session.name_of(text)}, will be read with your next message")
@@ -134,9 +134,9 @@ def _files(session: Session, arguments: str) -> None:
 
 
 def _detach(session: Session, arguments: str) -> None:
-    """Detach the first file that the arguments of "/files detach" give by its number or name.
+    """Detach the first file that matches the arguments of "/files detach", a number or a name.
 
-    Raises: SnapKVError: the arguments do not start with "detach", or no unread file has this number or name.
+    Raises: SnapKVError: the arguments do not start with "detach", or no unread file matches.
     """
     word, _, wanted = arguments.partition(" ")
     wanted = wanted.strip()
@@ -155,7 +155,7 @@ def _detach(session: Session, arguments: str) -> None:
 def _undo(session: Session, _: str) -> None:
     """Undo the last turn."""
     message = session.conversation.undo()
-    is_unread = bool(session.conversation.said) and not session.conversation.read
+    is_unread = bool(session.conversation.user_inputs) and not session.conversation.read
     note = "; your next message will read the conversation again" if is_unread else ""
     beginning = " ".join(message.split())[:60]
     session.say(f"undid the turn: {beginning}{note}{session.waiting}")
@@ -164,7 +164,7 @@ def _undo(session: Session, _: str) -> None:
 @_command()
 def _retry(session: Session, _: str) -> None:
     """Answer the last question again."""
-    if not session.conversation.said:
+    if not session.conversation.user_inputs:
         raise SnapKVError("the conversation is empty, so there is no question to answer again")
     is_same = _answer_again(session)
     if is_same and session.sampling.temp == 0:
@@ -172,15 +172,15 @@ def _retry(session: Session, _: str) -> None:
 
 
 def _answer_again(session: Session) -> bool:
-    """Undo the last turn and answer its message again. Return whether the answer is the same."""
+    """Undo the last turn, and answer its message again. Return whether the answer is the same."""
     conversation = session.conversation
-    n_turns = len(conversation.said)
+    n_turns = len(conversation.user_inputs)
     last_answer = conversation.messages[-1:]
     message = conversation.undo()
     try:
         session.answer(message)
     finally:
-        if len(conversation.said) < n_turns:
+        if len(conversation.user_inputs) < n_turns:
             session.say("the question was not answered again, and its turn is undone")
     return conversation.messages[-1:] == last_answer
 
@@ -195,7 +195,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # The last turn is read again from all entries. The entries of earlier turns stay as sparse attention made them.
+        # The last turn is read again with all entries. Entries of earlier turns remain as sparse attention computed
+        # them.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:
@@ -240,10 +241,10 @@ def _stats(session: Session, _: str) -> None:
 
 
 def _entries_by_layer(entries: Sequence[int | None]) -> str:
-    """Return the entries of each layer as text, with one item for neighbouring layers of equal numbers.
+    """Describe the entries of each layer. Neighbouring layers with equal numbers share an item.
 
     Args:
-        entries: by layer, the number of entries per KV head; None for layers without entries, which are left out.
+        entries: number of entries per KV head, by layer; None for layers without entries, which are omitted.
     """
     items = []
     for n_entries, run in groupby(enumerate(entries), key=lambda pair: pair[1]):
@@ -263,7 +264,7 @@ def _save(session: Session, name: str) -> None:
     path = require_writable(name)
     replaced = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
-    session.replace(session.conversation)  # notes that it is saved
+    session.replace(session.conversation)  # notes that the conversation is saved
     session.say(f"saved in {path}{replaced}")
 
 
@@ -322,7 +323,7 @@ def _policy(session: Session, text: str) -> None:
 
 
 def _keywords_for_auto(session: Session) -> dict[str, Any]:
-    """Return the keywords of `Conversation` that auto chooses, and print the choice."""
+    """Return the keywords of `Conversation` that auto selects, and print the choice."""
     keywords = session.options | {"policy": AUTO}
     options = CompressionOptions(**keywords, kv_memory=session.context.params["kv_memory"])
     generation = session.conversation.generation

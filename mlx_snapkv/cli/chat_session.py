@@ -1,4 +1,4 @@
-"""The state of a chat: its input, its conversation, and the output that messages and commands share."""
+"""The state of a chat: its input, its conversation, and its output."""
 
 import io
 import sys
@@ -26,25 +26,25 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-SHORT_TURN = 2048  # tokens; up to here no line says how much a turn writes to files
+SHORT_TURN = 2048  # tokens; turns up to this length print no line about what they write to files
 
 
 class Lines:
     """Iterates over the messages that the user types, until the end of the input.
 
-    Pasted text is one message, and a backslash at the end of a line joins it with the next. Every rank reads its own
-    standard input, since `mlx.launch` passes the same input to all.
+    Pasted text is one message, and a backslash at the end of a line joins it with the next line. Every rank reads its
+    own standard input, because `mlx.launch` passes the same input to all.
 
     Args:
-        stream: standard input; None if it is closed, which is an error.
-        completer: completes words at a terminal, with Tab.
+        stream: standard input; None, if it is closed, is an error.
+        completer: completes words in a terminal, with Tab.
 
     Attributes:
         interactive: whether the input is a terminal.
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
-        """Prepare a terminal for editing, and any other input for UTF-8. Raises: SnapKVError: it is closed."""
+        """Prepare a terminal for editing, and other input for UTF-8. Raises: SnapKVError: the input is closed."""
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream
@@ -52,7 +52,7 @@ class Lines:
         self._session: PromptSession | None = None
         if self.interactive and not is_dumb_terminal():
             self._session = PromptSession(
-                # Prompts go to the terminal and not to stdout, which has only answers.
+                # Prompts go to the terminal rather than to stdout, which contains only answers.
                 output=create_output(always_prefer_tty=True),
                 completer=completer,
                 complete_style=CompleteStyle.READLINE_LIKE,
@@ -74,7 +74,7 @@ class Lines:
                 while parts[-1].endswith("\\"):
                     parts[-1] = parts[-1].removesuffix("\\")
                     parts.append(self._read_line("  "))
-            except KeyboardInterrupt:  # drops the typed text
+            except KeyboardInterrupt:  # discards the typed text
                 has_typed = self._session is not None and self._session.default_buffer.text != ""
                 if not parts and not has_typed:
                     print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
@@ -82,7 +82,7 @@ class Lines:
             except EOFError:
                 if not parts:
                     return None
-                # The input ended after a backslash: the lines before it are the message.
+                # The input ended after a backslash, so the lines before it are the message.
             return "\n".join(parts)
 
     def confirm(self, question: str) -> bool:
@@ -91,14 +91,14 @@ class Lines:
         try:
             if self._session is None:
                 answer = self._read_line(question)
-            else:  # a new session, since the history of messages must not have the answer
+            else:  # a separate session, so that the answer does not enter the history of messages
                 answer = PromptSession(output=self._session.output).prompt(question)
         except (KeyboardInterrupt, EOFError):
             return False
         return answer.strip().lower() in ("y", "yes")
 
     def _read_line(self, prompt: str) -> str:
-        """Show a prompt at a terminal, and return the next line. Raises: EOFError: the input has ended."""
+        """Show a prompt in a terminal, and return the next line. Raises: EOFError: the input has ended."""
         if self._session is not None:
             return self._session.prompt(prompt)
         if self.interactive:
@@ -111,18 +111,18 @@ class Lines:
 
 @dataclass
 class Session:
-    """A conversation with a user or a script. Answers go to stdout, and everything else goes to stderr.
+    """A conversation with a user or a script. Answers go to stdout, everything else to stderr.
 
     Attributes:
-        model: the model's name, as the user typed it.
-        sampling: the sampling options, which /set changes.
-        console: prints progress and warnings, unless the chat is quiet.
-        context: the command's context.
-        options: the policy and the `RequestOptions` of new conversations, as keywords of `Conversation`.
+        model: the model's name, as typed by the user.
+        sampling: sampling options, which /set changes.
+        console: prints progress and warnings unless the chat is quiet.
+        context: context of the command.
+        options: policy and `RequestOptions` for new conversations, as keywords of `Conversation`.
         max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
-        names: the file name of each attached document, by the document's text.
-        exported: the files that /export has written.
-        speed: the speed of the last turn, as text.
+        names: file name of each attached document, by the document's text.
+        exported: files written by /export.
+        speed: speed of the last turn, as text.
     """
 
     model: str
@@ -138,9 +138,9 @@ class Session:
     speed: str = ""
 
     def __post_init__(self) -> None:
-        """Start with nothing saved and no warning printed."""
+        """Start without a saved conversation or printed warnings."""
         self._stderr = stderr_console()
-        self._saved: list[dict[str, str]] = []  # messages of the conversation's file
+        self._saved: list[dict[str, str]] = []  # messages of the saved conversation
         self._warned: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
@@ -150,11 +150,11 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message, and return its number of tokens."""
         conversation = self.conversation
-        # The thread only counts: after Ctrl-C it runs on, and must not attach the document then.
+        # The thread only counts. After Ctrl-C it continues, and must not attach the document.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_before = len(conversation.read)
-        # A document that does not fit is refused with its message.
+        # A document that does not fit is rejected together with its message.
         self.console.announce(
             conversation.model, n_tokens, n_before, max_kv_bytes=NO_KV_LIMIT, **self._keywords
         )
@@ -162,29 +162,29 @@ class Session:
 
     @property
     def _keywords(self) -> dict[str, Any]:
-        """The keywords of `generate_step` for the next turn."""
+        """Return the keywords of `generate_step` for the next turn."""
         conversation = self.conversation
         if conversation.policy is None:
             return conversation.generation
         return {"policy": conversation.policy, **conversation.options, **conversation.generation}
 
     def _require_memory(self, n_new: int) -> None:
-        """Raise SnapKVError if a turn of `n_new` tokens will not fit in memory."""
+        """Check that a turn of `n_new` tokens fits in memory. Raises: SnapKVError: it doesn't."""
         conversation = self.conversation
         prompts = LongPrompts(conversation.model, **self._keywords)
         prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
-        """Send a message, and print the answer as it comes."""
+        """Send a message, and print the answer while it is generated."""
         conversation = self.conversation
-        last = None  # the last response, with the speeds
+        last = None  # the last response, which contains the speeds
         with self.console.bar(self._cost, self._require_memory) as update:
             responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
                 for last in responses:
                     print(last.text, end="", flush=True)
             finally:
-                responses.close()  # ends an interrupted turn now, not when Python collects the generator
+                responses.close()  # ends an interrupted turn now, rather than when Python collects the generator
                 if last is not None:
                     print(flush=True)
                     self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
@@ -195,14 +195,14 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """Return the policy and the options of the conversation, as text."""
+        """Describe the policy and options of the conversation."""
         conversation = self.conversation
         values = {"policy": conversation.policy or "none", **conversation.options}
         return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @property
     def waiting(self) -> str:
-        """Return the words about attached documents that the model has not read; empty without one."""
+        """Describe the attached documents that the model has not read; empty without any."""
         n = len(self.conversation.attached)
         if n == 0:
             return ""
@@ -210,7 +210,7 @@ class Session:
         return f", and {documents} will be read with your next message"
 
     def name_of(self, document: str) -> str:
-        """Return the file name of a document, or the beginning of its text if it is from a saved conversation."""
+        """Return the file name of a document, or the start of its text if it came from a saved conversation."""
         if self.names.get(document):
             return self.names[document]
         beginning = " ".join(document[:200].split())
@@ -219,11 +219,11 @@ class Session:
         return f"“{beginning}”"
 
     def may_replace(self) -> bool:
-        """Return whether the conversation may be lost: it is saved, or the user agrees. A script always agrees.
+        """Return whether the conversation may be discarded: it is saved, or the user agrees. Scripts always agree.
 
-        The user is asked if the conversation is not saved, and gets a line if it continues.
+        If the conversation is not saved, the user is asked. A line says if the conversation continues.
         """
-        is_saved = not self.conversation.said or self.conversation.messages == self._saved
+        is_saved = not self.conversation.user_inputs or self.conversation.messages == self._saved
         if is_saved or not self.lines.interactive:
             return True
         is_agreed = self.lines.confirm("This conversation is not saved: replace it?")
@@ -232,14 +232,14 @@ class Session:
         return is_agreed
 
     def replace(self, conversation: Conversation) -> None:
-        """Continue with a conversation that is saved or new, so that it may be lost until the next turn."""
+        """Continue with a conversation that is saved or new, and so may be discarded until the next turn."""
         self.conversation = conversation
         self._saved = conversation.messages
 
     def start_again(self, line: str, **changes: Any) -> None:
-        """Start a new conversation, if the current one may be lost, and print `line`.
+        """Start a new conversation, if the current one may be discarded, and print `line`.
 
-        Options that a loaded file has set are dropped.
+        Options from a loaded file are dropped.
 
         Args:
             **changes: new values of the keywords `system`, `policy` and those of `RequestOptions`. With changes,
@@ -260,9 +260,9 @@ class Session:
         self.say(line + self.waiting)
 
     def as_markdown(self) -> str:
-        """Return the conversation as Markdown, with the names of its documents instead of their text."""
+        """Return the conversation as Markdown. Documents are represented by their names."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
-        turns = iter(self.conversation.said)
+        turns = iter(self.conversation.user_inputs)
         parts = [f"# Chat with {self.model}", self.settings]
         for message in self.conversation.messages:
             role = message["role"]
@@ -275,7 +275,7 @@ class Session:
         return "\n\n".join(parts) + "\n"
 
     def _cost(self, n_new: int) -> FileCost | None:
-        """Return the bytes that a turn will write to files; None for a short turn, or a store that is not in files."""
+        """Return the bytes that a turn will write to files; None for short turns, or if the store is not in files."""
         conversation = self.conversation
         if n_new <= SHORT_TURN:
             return None

@@ -1,4 +1,4 @@
-"""Commands made of functions: dataclass fields become options, and a user's mistake becomes one sentence."""
+"""Make commands from functions: dataclass fields become options, and mistakes become one sentence."""
 
 import contextlib
 import functools
@@ -16,17 +16,17 @@ from .config import SETTING_OPTIONS, ConfigValue, config_values
 
 Group = TypeVar("Group")
 
-# The panels of `--help`, in its order. An option without a panel is one of the "Options".
+# The panels of `--help`, in order. Options without a panel are in "Options".
 PANELS = "Arguments", "Options", "KV cache", "Sampling", "Output", "Model and prompt", "Server"
 ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes each field of the function's dataclass parameters as an option of its own.
+    """Return a command with an option for each field of the function's dataclass parameters.
 
-    A field is annotated like a parameter of a typer command: `Annotated[int, Option(min=1, help="...")]`. A field of
-    the library's `RequestOptions` has its help in the field's metadata instead. The command makes each dataclass from
-    the values of its fields and calls the function with it. Other parameters stay unchanged.
+    Fields are annotated like parameters of a typer command: `Annotated[int, Option(min=1, help="...")]`. Fields of the
+    library's `RequestOptions` have their help in metadata instead. The command creates each dataclass from the values
+    of its fields, and calls the function. Other parameters do not change.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -50,7 +50,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield a keyword-only parameter for each field of a dataclass, with the field's default and typer annotation."""
+    """Yield a keyword-only parameter for each field of a dataclass, with its default and typer annotation."""
     annotations = get_type_hints(group, include_extras=True)
     for each in fields(group):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -65,7 +65,7 @@ def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# Maps an option to the option that it has no effect without, and to a text that the other option's value must contain.
+# Option -> (option without which it has no effect, text that the value of this option must contain).
 REQUIRED_OPTIONS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
@@ -77,16 +77,16 @@ REQUIRED_OPTIONS = {
 
 
 class Command(TyperCommand):
-    """A command whose options can be set by variables and config.toml, and that rejects options without effect."""
+    """A command that also takes options from variables and config.toml, and rejects options without effect."""
 
     def config_values(self, ctx: Any) -> dict[str, ConfigValue]:
-        """Return the values that variables and config.toml give to the command's options."""
+        """Return the values of the command's options in variables and config.toml."""
         return config_values(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, with the values from variables and config.toml as defaults.
+        """Parse the command line. Values from variables and config.toml are the defaults.
 
-        Raises: SnapKVError: an option does not allow its value. Other usage errors are typer's own.
+        Raises: SnapKVError: an option does not allow its value. Other usage errors are typer's.
         """
         configured = self.config_values(ctx)
         ctx.meta["config"] = configured
@@ -104,7 +104,7 @@ class Command(TyperCommand):
         return rest
 
     def _source_of(self, option: Any, ctx: Any, args: list[str]) -> tuple[str, Any] | None:
-        """Return the name of the flag, variable or key that sets an option, and the value; None if nothing sets it."""
+        """Return the flag, variable or key that sets an option, and the value; None if the option is not set."""
         typed, *_ = self.make_parser(ctx).parse_args(list(args))
         value = typed.get(option.name)
         if value is not None:
@@ -122,13 +122,13 @@ class Command(TyperCommand):
             self._reset_configured(ctx, SETTING_OPTIONS)
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
-        # compare has sparse attention by default, and auto may choose it.
+        # compare includes sparse attention by default, and auto may select it.
         may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
         if not may_be_sparse and params.get("sparse") is None:
             self._reset_configured(ctx, {"store"})
 
     def _reset_configured(self, ctx: Any, names: set[str]) -> None:
-        """Set those of the named options to their defaults that a variable or config.toml has set."""
+        """Reset those of the named options that were set by a variable or config.toml."""
         configured = ctx.meta["config"]
         for option in self.params:
             is_named = option.name in names and option.name in configured
@@ -137,7 +137,7 @@ class Command(TyperCommand):
                 del configured[option.name]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options to the help text, in one section for each panel, without types and negative flags."""
+        """Write the options to the help text, in one section per panel, without types and negative flags."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
         options: list[Any] = self.get_params(ctx)
         for option in options:
@@ -151,7 +151,7 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An error that names an option from a variable or config.toml also gives its origin."""
+        """Run the command. If an error is about an option from a variable or config.toml, add its origin."""
         try:
             self._reject_options_without_effect(ctx)
             return super().invoke(ctx)
@@ -163,8 +163,8 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
-        """Raise SnapKVError if an option was typed without the option that it needs; see `REQUIRED_OPTIONS`."""
-        # A store may still come from /policy in a chat, from the choice of auto, or from a saved prompt.
+        """Reject typed options that need another option (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
+        # A store may still come from /policy in a chat, from auto, or from a saved prompt.
         may_get_store = (
             self.name == "chat"
             or ctx.params.get("policy") == "auto"
@@ -181,7 +181,7 @@ class Command(TyperCommand):
 
 
 def _is_named(message: str, option: str, value: Any) -> bool:
-    """Return whether an error's message names an option, or the start of its value, such as the policy's name."""
+    """Return whether an error's message names an option, or the start of its value, such as a policy's name."""
     if flag_of(option) in message:
         return True
     start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
@@ -189,15 +189,15 @@ def _is_named(message: str, option: str, value: Any) -> bool:
 
 
 def is_typed(ctx: Any, name: str) -> bool:
-    """Return whether an option's value is from the command line."""
+    """Return whether an option was typed on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def typed_only(ctx: Any, group: Group, *names: str) -> Group:
-    """Return a copy of a dataclass of options in which the named ones have their defaults, unless they were typed.
+    """Return a copy of a dataclass of options, in which the named ones are reset unless they were typed.
 
-    Their configured values are also dropped from the context, so that no error gives them as an origin.
+    Their configured values are also removed from the context, so that errors do not name them as an origin.
     """
     defaults = {each.name: each.default for each in fields(group)}  # type: ignore[arg-type]
     reset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
@@ -207,19 +207,21 @@ def typed_only(ctx: Any, group: Group, *names: str) -> Group:
 
 
 def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
-    """Return the sentence for a value that an option does not allow: the allowed values, and the value.
+    """Return the error sentence for a value that an option does not allow, with the allowed values.
 
     Args:
-        name: the flag, variable or key that gave the value.
-        option: the option, as typer describes it.
-        value: the value that it was given.
-        error: the `BadParameter` that typer or the option's `parser` raised.
+        name: flag, variable or key that set the value.
+        option: the option, in typer's representation.
+        value: the value.
+        error: the `BadParameter` raised by typer or by the option's `parser`.
     """
-    kind = getattr(option, "type", option)  # older typers have the range on the option's type
+    kind = getattr(
+        option, "type", option
+    )  # older versions of typer have the range in the option's type
     least = getattr(kind, "min", None)
     most = getattr(kind, "max", None)
     rule = error.message.rstrip(".")
-    # For a value that is not a number the error's message stays.
+    # If the value is not a number, the error's message is kept.
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -230,12 +232,12 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option: `max_kv_size` is `--max-kv-size`."""
+    """Return the flag of an option: `max_kv_size` becomes `--max-kv-size`."""
     return f"--{name.replace('_', '-')}"
 
 
 def in_flags(error: SnapKVError) -> str:
-    """Return an error's message with its options as flags: the library's `max_kv_size=512` is `--max-kv-size 512`."""
+    """Return an error's message with flags in place of keywords: `max_kv_size=512` becomes `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:
         value = "" if option.value is None else f" {option.value}"

@@ -1,4 +1,4 @@
-"""`mlx-snapkv compare`: one prompt, answered with the full cache and with policies."""
+"""`mlx-snapkv compare`: answer one prompt with the full cache and with policies."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def compare(
     from ..planning.long_prompts import LongPrompts
 
     path = require_page(shown.output, ".html")
-    # Mistakes are found before the model is loaded.
+    # Check the methods before the model is loaded.
     methods = methods_of(shown.policy, shown.sparse, request=request)
     console = PromptConsole(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
     if not (shown.policy or shown.sparse):
         methods = _default_methods(len(tokens), request)
-    # The full cache takes the most memory.
+    # The full cache needs the most memory.
     LongPrompts(loaded, max_tokens=max_tokens).require_memory(
         len(tokens), max_kv_bytes=model.max_kv_bytes
     )
@@ -114,11 +114,11 @@ def compare(
 
 
 def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
-    """Return the full cache, sparse attention and two policies that suit a prompt of `n_prompt` tokens."""
+    """Return the full cache, sparse attention and two policies, with values suitable for `n_prompt` tokens."""
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
 
-    # The default number of entries is a large part of a short prompt, so a share is used there.
+    # The default number of entries would be a large part of a short prompt, so use a share.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     sparse = "budget=6.25%" if is_short else ""
     policies = worth_comparing(n_prompt)
@@ -128,25 +128,25 @@ def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
 
 
 def _ignore_text(name: str, text: str) -> None:
-    """Print nothing: --json prints all answers at the end."""
+    """Print nothing, because --json prints all answers at the end."""
 
 
 class _AnswerPrinter:
-    """Prints the parts of answers on stdout, each answer below the name of its method."""
+    """Prints parts of answers on stdout, each answer below its method's name."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def add(self, name: str, text: str) -> None:
-        """Print the next part of the answer of the method `name`."""
-        # The name comes with the answer's first part, when the progress bar of the prompt has gone.
+        """Print the next part of the answer by method `name`."""
+        # The name is printed with the first part of the answer, when the prompt's progress bar has disappeared.
         heading = "" if name in self._names else f"── {name}\n"
         self._names.add(name)
         print(heading, text, sep="", end="", flush=True)
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:
-    """Return the table of a comparison, with a row for each method."""
+    """Return the table of a comparison, with a row per method."""
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
     remarks = [COMPARE_REMARK]
     remarks += [
@@ -169,7 +169,7 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
 
 
 def _same_tokens(answer: Compared) -> str:
-    """Return how many tokens equal the full cache's before the first difference, counted from the compression on."""
+    """Return how many tokens after the compression equal the full cache's before the first difference."""
     if answer.kl is None:
         return ""
     if answer.differs is None:

@@ -1,4 +1,4 @@
-"""Values of options from MLX_SNAPKV_ variables and config.toml, and `mlx-snapkv config`, which shows them."""
+"""Read values of options from MLX_SNAPKV_ variables and config.toml. `mlx-snapkv config` shows them."""
 
 import os
 import sys
@@ -17,27 +17,27 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# The options that name a request's setting. A more specific source of one of them overrides all three.
+# The options that determine a request's setting. A more specific source of one of them overrides all three.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
 
-Table = dict[str, Any]  # a table of config.toml; names have underscores
+Table = dict[str, Any]  # a table of config.toml, with underscores in names
 
 
 class ConfigValue(NamedTuple):
-    """An option's value that is not from the command line, and its origin: a variable, or a key of config.toml."""
+    """An option's value from a variable or from config.toml, and its origin."""
 
     value: Any
     origin: str
 
 
 class _Source(NamedTuple):
-    """All variables, or a table of config.toml.
+    """All variables, or one table of config.toml.
 
     Attributes:
-        values: the values by option name.
-        place: the start of the origin of each value.
-        is_shared: whether the values are for all commands, not for one.
+        values: the values, by option name.
+        place: start of the description of each value's origin.
+        is_shared: whether the values apply to all commands.
     """
 
     values: Table
@@ -45,14 +45,14 @@ class _Source(NamedTuple):
     is_shared: bool
 
     def origin(self, name: str) -> str:
-        """Return where the value of an option comes from: the name of the variable, or the file, table and key."""
+        """Return the origin of an option's value: the name of the variable, or the file, table and key."""
         key = name.upper() if self.place == PREFIX else name.replace("_", "-")
         return self.place + key
 
     def values_for(self, options: dict[str, Any]) -> Table:
-        """Return the values that a command with these options takes.
+        """Return the values for a command with these options.
 
-        A policy "auto" for all commands is left out if this command does not take auto.
+        A policy "auto" for all commands is omitted if this command does not support auto.
         """
         values = {name: value for name, value in self.values.items() if name in options}
         takes_auto = "kv_memory" in options  # only commands with --policy auto have this option
@@ -62,13 +62,13 @@ class _Source(NamedTuple):
 
 
 def config_file() -> Path:
-    """Return the path of config.toml, which need not exist: in XDG_CONFIG_HOME, or else in ~/.config."""
+    """Return the path of config.toml, which may not exist: in XDG_CONFIG_HOME, or otherwise in ~/.config."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
 
 def config_values(context: Any) -> dict[str, ConfigValue]:
-    """Return the values that variables and config.toml give to a command's options, by parameter name.
+    """Return the values of a command's options in variables and config.toml, by parameter name.
 
     Raises: SnapKVError: config.toml can't be read, or has an unknown key.
     """
@@ -83,12 +83,12 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
 def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, ConfigValue]:
     """Return the values for the options of the command at `path`, by parameter name.
 
-    The most specific source of an option gives its value. The most specific source of any of `SETTING_OPTIONS` gives
-    all three.
+    The most specific source of an option determines its value. The most specific source of any of `SETTING_OPTIONS`
+    determines all three.
 
     Args:
         command: the command, whose options are looked up.
-        path: names of the groups around the command, and its own.
+        path: names of the groups that contain the command, and its own.
         table: the whole config.toml.
     """
     options = _options_of(command)
@@ -106,10 +106,10 @@ def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, 
 
 
 def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
-    """Return the sources for the command at `path`: variables, the command's own table, then the tables around it.
+    """Return the sources for the command at `path`: variables, its own table, then the tables around it.
 
     Args:
-        path: names of the groups around the command, and its own.
+        path: names of the groups that contain the command, and its own.
         table: the whole config.toml.
     """
     variables = {
@@ -127,12 +127,12 @@ def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
 
 
 def _read(root: Any) -> Table:
-    """Return the checked content of config.toml; empty if the file does not exist."""
+    """Read and check config.toml. Return an empty table if it does not exist."""
     path = config_file()
     try:
         with path.open("rb") as stream:
             table = tomllib.load(stream)
-    except (FileNotFoundError, NotADirectoryError):  # such as a HOME of /dev/null
+    except (FileNotFoundError, NotADirectoryError):  # for example, with HOME=/dev/null
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
@@ -140,19 +140,19 @@ def _read(root: Any) -> Table:
 
 
 def _check_table(table: Table, group: Any, place: str) -> Table:
-    """Check a table of config.toml, and return it with underscores in its names.
+    """Check a table of config.toml, and return it with underscores in names.
 
     Args:
-        table: the table as TOML gives it.
-        group: the command or group of commands that the table is for.
-        place: the start of error messages.
+        table: the table as parsed from TOML.
+        group: the command or group to which the table applies.
+        place: start of error messages.
 
     Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()
     }
-    # A table may have the options of all commands below it.
+    # A table may have the options of all commands in it.
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)
@@ -173,7 +173,7 @@ def _check_table(table: Table, group: Any, place: str) -> Table:
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command of a group and of its subgroups, with the names that call it."""
+    """Yield every command in a group and its subgroups, with the names that call it."""
     if not hasattr(command, "commands"):
         yield path, command
     for name, subcommand in getattr(command, "commands", {}).items():
@@ -181,7 +181,7 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 
 
 def _options_of(command: Any) -> dict[str, Any]:
-    """Return the options of a command, except --help, by the name of their flag with underscores."""
+    """Return the options of a command, except --help, by flag name with underscores."""
     options = {}
     for option in command.params:
         flag = option.opts[0]
@@ -205,7 +205,7 @@ def config(context: typer.Context) -> None:
     """
     root: Any = context.find_root().command
     table = _read(root)
-    # Maps a flag, its value and the value's origin to the names of commands.
+    # (flag, value, origin) -> names of commands
     commands: dict[tuple[str, str, str], list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}

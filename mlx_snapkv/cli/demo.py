@@ -31,8 +31,8 @@ FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     f"1/{KEPT_SHARE} kept",
     f"1/{KEPT_SHARE} read (sparse)",
 )
-DECODED_ENTRIES = 32_768  # entries of the full cache when decoding is timed
-DECODED_STEPS = 5  # tokens to decode
+DECODED_ENTRIES = 32_768  # number of entries in the full cache when decoding is timed
+DECODED_STEPS = 5  # number of decoded tokens
 
 
 def demo(
@@ -85,7 +85,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     few = n_prompt // KEPT_SHARE
     return {
         FULL_NAME: {},
-        # No lookahead: it would answer the short questions from the full cache.
+        # Without lookahead, which would answer the short questions from the full cache.
         SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
         SPARSE_NAME: {
             "sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE, when="always")
@@ -94,7 +94,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
 
 
 def _introduction(n_prompt: int, n_facts: int) -> str:
-    """Return the text that explains the three chats."""
+    """Return the introduction to the three chats."""
     from ..sparse.options import LAST_TOKENS
 
     return (
@@ -106,7 +106,7 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
 
 
 def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
-    """Return the table of the chats: a column for each, with its answer to each fact and then its figures."""
+    """Return the table of the chats, with a column per chat: its answers to the facts, and its figures."""
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
@@ -152,7 +152,7 @@ def _column(
 ) -> list[str]:
     """Ask for all facts in a chat about the document.
 
-    Return the cells of the chat's column: its answers in rich's markup, and then its figures.
+    Returns: The cells of the chat's column: its answers in rich's markup, and its figures.
     """
     from rich.markup import escape
 
@@ -184,9 +184,9 @@ def _column(
 
 
 def _speed(model: Any) -> str:
-    """Time decoding with `DECODED_ENTRIES` random entries, with SnapKV and with sparse attention.
+    """Time decoding from `DECODED_ENTRIES` random entries, with SnapKV and with sparse attention.
 
-    Return the times of a token, and the bytes that it reads, as text.
+    Returns: The times of a token, and the bytes that it reads, as text.
     """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
@@ -201,7 +201,7 @@ def _speed(model: Any) -> str:
     ]
     caches = [decoding_cache(model, each, DECODED_ENTRIES) for each in contenders]
     step_seconds = step_in_turn(model, caches, DECODED_STEPS)
-    # The first step is slower than the others, and is left out.
+    # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
     full_size, *other_sizes = [
         format_bytes(entries_bytes(cache, contender.is_sparse))

@@ -1,4 +1,4 @@
-"""`mlx-snapkv eval fidelity`: how far a model's predictions move when the text before them is compressed."""
+"""`mlx-snapkv eval fidelity`: measure how much a model's predictions change if the text before them is compressed."""
 
 import sys
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    """The texts, methods and settings that `eval fidelity` measures."""
+    """The texts, methods and settings for `eval fidelity`."""
 
     text: Annotated[
         list[str], Option(help="Text file, or folder of text files (recursive); repeatable.")
@@ -83,7 +83,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    # The first token after a piece is fed to the model, and the tokens after it are scored.
+    # The first token after a piece is fed to the model, and the following ones are scored.
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
@@ -95,7 +95,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.JUDGED_TOKENS,  # records that also score earlier tokens have another setting
+        "judged": measuring.JUDGED_TOKENS,  # records that score earlier tokens, too, have another setting
     }
     run = partial(
         measuring.run,

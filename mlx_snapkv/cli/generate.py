@@ -1,4 +1,4 @@
-"""`mlx-snapkv generate`: one prompt, one answer."""
+"""`mlx-snapkv generate`: answer one prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Options that can't be combined with a saved prompt.
 EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
-# Options of which a saved prompt has its own values. Only the command line changes them.
+# Options for which a saved prompt has its own values. Only the command line changes them.
 SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
@@ -34,7 +34,7 @@ FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", 
 
 @dataclass(frozen=True)
 class QuestionOptions(PromptOptions):
-    """The options of a prompt, or of a question about a saved prompt."""
+    """Options for a prompt, or a question about a saved prompt."""
 
     prompt_cache_file: Annotated[
         str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
@@ -43,7 +43,7 @@ class QuestionOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class AnswerOutputOptions(options.OutputOptions):
-    """The options of the output, and mlx-lm's own --verbose."""
+    """Options for the output, and mlx-lm's --verbose."""
 
     verbose: Annotated[
         str,
@@ -56,13 +56,13 @@ class AnswerOutputOptions(options.OutputOptions):
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether --quiet, or mlx-lm's --verbose False, is given."""
+        """Return whether --quiet or mlx-lm's --verbose False is given."""
         return self.quiet or self.verbose.startswith("F")
 
 
 @dataclass(frozen=True)
 class ConstraintOptions:
-    """The option that makes an answer obey a JSON schema."""
+    """The option that makes an answer follow a JSON schema."""
 
     json_schema: Annotated[
         str | None,
@@ -90,9 +90,9 @@ class ConstraintOptions:
 
 
 def _is_json_text(value: str) -> bool:
-    """Return whether the value of --json-schema is JSON text, not the name of a file.
+    """Return whether the value of --json-schema is JSON rather than the name of a file.
 
-    A value that starts like an object is text even if it is not valid JSON.
+    A value that starts like an object counts as JSON, even if it is invalid.
     """
     if value.startswith("{"):
         return True
@@ -111,7 +111,7 @@ def _constraint_keywords(
     prompt: PromptOptions,
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Return keywords of `stream_generate` that make the answer obey a JSON schema.
+    """Return keywords of `stream_generate` that make the answer follow a JSON schema.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
@@ -131,7 +131,7 @@ def _constraint_keywords(
 
 
 def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
-    """Return dataclasses of options for a saved prompt, without the values that variables and config.toml give.
+    """Return dataclasses of options for a saved prompt, without values from variables and config.toml.
 
     Raises: SnapKVError: an option was typed that can't be combined with a saved prompt.
     """
@@ -231,19 +231,20 @@ def generate(
 
 @dataclass
 class _Answer:
-    """An answer, printed while it is generated, and its figures.
+    """An answer that is printed while it is generated, and its figures.
 
     Attributes:
-        model_name: the model's name, as the user typed it.
+        model_name: the model's name, as typed by the user.
         keywords: keywords of `stream_generate`.
-        saved: the saved prompt that the answer continues.
-        output: the options of the output.
-        advice: words after "full cache" in the closing line.
-        recommendation: the choice of --policy auto.
-        reports: the reports of the request; one at most.
-        texts: the texts of the responses.
+        saved: saved prompt from which the answer continues.
+        output: options for the output.
+        advice: advice after "full cache" in the closing line.
+        recommendation: choice of --policy auto.
+        reports: reports of the request, at most one.
+        texts: texts of the responses.
         n_drafted: number of answer tokens that the draft model proposed.
-        last: mlx-lm's last response. Earlier ones are dropped, since each holds log-probabilities of the vocabulary.
+        last: last response of mlx-lm. Earlier ones are dropped, because each contains log-probabilities of the
+            vocabulary.
     """
 
     model_name: str
@@ -258,7 +259,7 @@ class _Answer:
     last: Any = None
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], console: PromptConsole) -> None:
-        """Generate the answer to a prompt. Print it on stdout, as text or a JSON object, and its figures on stderr."""
+        """Generate the answer. Print it on stdout, as text or a JSON object, and its figures on stderr."""
         from ..engine.generate import stream_generate
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
@@ -288,7 +289,7 @@ class _Answer:
         self._print_figures(console)
 
     def _print_figures(self, console: PromptConsole, prefix: str = "") -> None:
-        """Print the closing line and the warnings of the report; nothing if no token was generated."""
+        """Print the closing line and the report's warnings, unless no token was generated."""
         last = self.last
         if last is None:
             return
@@ -308,7 +309,7 @@ class _Answer:
 
     @property
     def _continued(self) -> SavedPrompt | None:
-        """Return the saved prompt, if the answer continues its entries without a policy or sparse attention."""
+        """Return the saved prompt if the answer continues from its entries without a policy or sparse attention."""
         return self.saved if self.keywords["policy"] is None else None
 
     @property
@@ -319,7 +320,7 @@ class _Answer:
 
     @property
     def _kept_text(self) -> str:
-        """Return the words of the closing line about the entries that the answer was decoded from."""
+        """Describe the entries from which the answer was decoded, for the closing line."""
         if self._continued is not None:
             return self._continued.kept_text
         if not self.reports:
@@ -337,7 +338,7 @@ class _Answer:
         return f"{report.entries_text}, {report.memory_text}"
 
     def _to_dict(self) -> dict[str, Any]:
-        """Return the object that --json prints."""
+        """Return the object for --json."""
         report = self.reports[0] if self._continued is None else self._continued.report
         answer = {
             "model": self.model_name,

@@ -1,4 +1,4 @@
-"""`mlx-snapkv inspect`: the entries that a policy keeps of a prompt, and the attention of the answer."""
+"""`mlx-snapkv inspect`: show the entries that a policy keeps, and the attention of the answer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 SHADES = " ░▒▓█"
 MIN_MAP_WIDTH = 8  # characters
 MAX_MAP_WIDTH = 160  # characters
-SHARE_WIDTH = (
-    7  # characters; the share of votes after a line of the map, with a space on both sides
-)
+# Characters for the share of votes after each line of the map, with a space on both sides.
+SHARE_WIDTH = 7
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def inspect(
 
 
 def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
-    """Return the object that --json prints."""
+    """Return the object for --json."""
     prompt = inspections[0]
     return {
         "model": model,
@@ -119,7 +118,7 @@ def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
 
 
 def _print(inspection: Inspection) -> None:
-    """Print an inspection: the report, the map of kept entries, the sentences kept most, and the answer."""
+    """Print an inspection: the report, the map of kept entries, the top sentences, and the answer."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -133,7 +132,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the sentences with the most entries kept, in descending order, with the share that orders them."""
+    """Print the sentences with the most kept entries, in descending order, with the share that determines the order."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     most_kept = sentences[0]
@@ -154,13 +153,13 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
 
 
 def _print_map(inspection: Inspection, console: Console) -> None:
-    """Print a line for each layer, from the prompt's start to its end. A denser shade means that more heads keep it."""
+    """Print a line per layer, from the prompt's start to its end. Denser shades mean that more heads keep entries."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
     free_width = console.width - margin - SHARE_WIDTH
     density = inspection.density(max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width)))
     for name, row, share in zip(names, density, inspection.shares, strict=True):
-        # The square root gives half of the shades to the first quarter of the densities, so that small ones are seen.
+        # The square root makes low densities visible: half of the shades represent the lowest quarter of densities.
         shades = "".join(SHADES[ceil(cell**0.5 * (len(SHADES) - 1))] for cell in row)
         share_text = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {share_text}", no_wrap=True, crop=True)

@@ -1,4 +1,4 @@
-"""`mlx-snapkv models` and `mlx-snapkv policies`: the supported model types, and the policies."""
+"""`mlx-snapkv models` and `mlx-snapkv policies`: list the supported model types, and the policies."""
 
 import json
 from typing import Annotated, Any, NamedTuple
@@ -11,7 +11,7 @@ ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
 class Choice(NamedTuple):
-    """A recommended setting for one use.
+    """A recommended setting for a use.
 
     Attributes:
         when: the use.
@@ -122,7 +122,7 @@ def policies(
 
 
 def _print_choices() -> None:
-    """Print the recommended setting for each use, with its command and the pages that have its figures."""
+    """Print the recommended setting for each use, with its command and the pages that contain its figures."""
     for choice in CHOICES:
         files = [page.partition("#")[0] for page in choice.pages.split()]
         pages = ", ".join(f"docs/{file}" for file in files)
@@ -131,5 +131,5 @@ def _print_choices() -> None:
 
 
 def defaults(cls: Any) -> dict[str, str]:
-    """Return the defaults of a policy's options, as the user would type them. The policy's own options come first."""
+    """Return the default options of a policy as the user would type them, with the policy's own options first."""
     return {name: str(getattr(cls(), name)).lower() for name in cls.options()}

@@ -1,10 +1,11 @@
-"""Loading the model that a user names: a folder, a Hugging Face repository or an embedded model."""
+"""Load the model named by the user: a folder, a Hugging Face repository or an embedded model."""
 
 import contextlib
 import logging
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +17,10 @@ from .command import flag_of
 from .loading_errors import loading_problem
 from .process import raise_on_interrupt, silence_output
 
-# Largest part of the machine's memory that float32 weights may take. KV entries become float32, too.
+# Maximum part of the machine's memory for float32 weights. KV entries become float32, too.
 MAX_WEIGHTS_SHARE = 0.5
 INDEX = "model.safetensors.index.json"
-# Parts of the messages of mlx and mlx-lm about a model that can't be split.
+# Parts of error messages of mlx and mlx-lm about models that can't be split.
 SPLIT_ERRORS = ("does not support", "must be positive", "annot shard", "annot be sharded")
 WITHOUT_LAUNCH = "start it without mlx.launch"
 
@@ -32,18 +33,18 @@ def load_model(
     quantize_activations: bool = False,
     pipeline: bool | None = None,
 ):
-    """Return the model and tokenizer of a folder, a Hugging Face repository or an embedded model.
+    """Load the model and tokenizer from a folder, a Hugging Face repository or an embedded model.
 
-    If `mlx.launch` has started several processes, each loads its shard, and only rank 0 prints from then on.
+    If `mlx.launch` has started several processes, each loads its shard, and then only rank 0 prints.
 
     Args:
         name: the folder, repository or embedded model.
         adapter_path: folder of LoRA adapters; None loads none.
         trust_remote_code: whether the tokenizer may run code from the model's folder.
-        option: the flag that gave the name, for messages.
-        quantize_activations: whether activations are quantised as the weights are.
-        pipeline: whether each process loads whole layers instead of a slice of every layer; None for a command that
-            runs in one process only.
+        option: the flag that was given the name, for messages.
+        quantize_activations: whether activations are quantised like the weights.
+        pipeline: whether each process loads whole layers instead of a part of every layer; None for commands that run
+            in one process only.
 
     Raises: SnapKVError: there is no such model, or mlx-lm can't load it. The message says what was looked for.
     """
@@ -57,28 +58,23 @@ def load_model(
     require_one_process(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _folder_of(name, option)
     adapter = _adapter_folder(adapter_path)
-    # The tokenizer warns that texts beyond its limit fail. They don't, and commands warn of long prompts themselves.
+    # The tokenizer would warn that long texts fail. They don't, and commands have their own warning.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     raise_on_interrupt()
-    # `os.path.exists` is false for names that no file can have, for which `Path.exists` may raise.
+    # `os.path.exists` returns False for invalid file names, for which `Path.exists` may raise.
     location = str(folder) if os.path.exists(folder) else name
     options: Any = {
         "tokenizer_config": {"trust_remote_code": trust_remote_code},
         "trust_remote_code": trust_remote_code,
     }
-    try:
+    with _explaining_failures(option, name, folder, "loaded"):
         changes = _rope_changes(location, f"{option} {name}")
         if n_ranks > 1:
             model, tokenizer = _load_shard(location, n_ranks, bool(pipeline), changes, **options)
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
-    except SnapKVError as error:
-        raise SnapKVError("{} {}: {}", option, name, error) from error
-    except Exception as error:  # any error means that the user has to repair the files
-        problem = loading_problem(name, folder, error, "loaded")
-        raise SnapKVError(f"{option} {name}: {problem}") from error
-    # Processes with different memory could choose different types, so several processes keep the model's own.
+    # Ranks with different memory could choose different dtypes, so several ranks keep the model's own.
     if n_ranks == 1 or name in MODELS:
         notice = _compute_in_float32(name, model, this_machine().memory)
         if notice is not None:
@@ -88,8 +84,27 @@ def load_model(
     return model, tokenizer
 
 
+@contextlib.contextmanager
+def _explaining_failures(option: str, name: str, folder: Path, action: str) -> Iterator[None]:
+    """Convert any exception in the `with` block to a SnapKVError that says why the model can't be loaded.
+
+    Args:
+        option: the flag that was given the name, for messages.
+        name: the folder, repository or embedded model.
+        folder: the folder of that name, which may not exist.
+        action: see `loading_problem`.
+    """
+    try:
+        yield
+    except SnapKVError as error:
+        raise SnapKVError("{} {}: {}", option, name, error) from error
+    except Exception as error:  # any error means that the files need repair
+        problem = loading_problem(name, folder, error, action)
+        raise SnapKVError(f"{option} {name}: {problem}") from error
+
+
 def _adapter_folder(path: str | None) -> str | None:
-    """Return the folder of adapters as mlx-lm takes it. Raises: SnapKVError: the folder holds no adapters."""
+    """Return a folder of adapters for mlx-lm. Raises: SnapKVError: the folder contains no adapters."""
     if path is None:
         return None
     folder = path_of(path, "--adapter-path")
@@ -99,32 +114,32 @@ def _adapter_folder(path: str | None) -> str | None:
 
 
 def _rope_changes(location: str, label: str) -> dict[str, Any]:
-    """Return the changes to a model's config.json that give mlx-lm the values of `rope_parameters`.
+    """Return changes to a model's config.json that give mlx-lm the values of `rope_parameters`.
 
-    A line on stderr, which starts with `label`, lists the values.
+    The values are listed in a line on stderr that starts with `label`.
 
     Args:
         location: the folder, or the name of a repository.
-        label: the start of the line on stderr, which says which model it is about.
+        label: start of the line on stderr, which names the model.
 
-    Raises: SnapKVError: mlx-lm can't take a value.
+    Raises: SnapKVError: mlx-lm does not support a value.
     """
     from mlx_lm.utils import load_config, snapshot_download
 
-    from ..models.rope_parameters import taken_over
+    from ..models.rope_parameters import unread_parameters
 
     is_folder = os.path.exists(location)
     folder = location if is_folder else snapshot_download(location, allow_patterns=["config.json"])
-    rope = taken_over(load_config(Path(folder)))
+    rope = unread_parameters(load_config(Path(folder)))
     if rope.values:
         print(f"mlx-snapkv: {label}: {rope}", file=sys.stderr)
     return rope.changes
 
 
 def _start_ranks(pipeline: bool | None) -> int:
-    """Return the number of processes that `mlx.launch` started. Silence all but rank 0, and share a sampling seed.
+    """Return the number of processes started by `mlx.launch`. Silence all but rank 0, and share a sampling seed.
 
-    Raises: SnapKVError: several processes run a command for one process, or one process was given --pipeline.
+    Raises: SnapKVError: the command supports only one process, or --pipeline was given to a single process.
     """
     import mlx.core as mx
 
@@ -147,7 +162,7 @@ def _start_ranks(pipeline: bool | None) -> int:
 
 
 def require_one_process(**options: Any) -> None:
-    """Raise SnapKVError if one of these options is set, and several processes run the command."""
+    """Check that there is one process if one of these options is set. Raises: SnapKVError."""
     from ..models.distributed import n_ranks
 
     for name, value in options.items():
@@ -160,10 +175,10 @@ def require_one_process(**options: Any) -> None:
 def _load_shard(
     folder: str, n_ranks: int, pipeline: bool, rope_changes: dict[str, Any], **options: Any
 ) -> tuple[Any, Any]:
-    """Return this rank's shard of a model, and the tokenizer.
+    """Load this rank's shard of a model, and the tokenizer.
 
-    Raises: SnapKVError: mlx-lm can't split the model, or the model needs `rope_changes`, which `sharded_load` can't
-        take.
+    Raises: SnapKVError: mlx-lm can't split the model, or the model needs `rope_changes`, which `sharded_load` does not
+        support.
     """
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
@@ -195,7 +210,7 @@ def _load_shard(
 
 
 def _require_divisible_heads(model: Any, n_ranks: int) -> None:
-    """Raise SnapKVError if the KV heads that a model's config.json gives can't be split evenly over the ranks."""
+    """Check that the KV heads in a model's config.json can be split evenly among the ranks. Raises: SnapKVError."""
     args = getattr(model, "args", None)
     text_config = getattr(args, "text_config", None) or {}
     n_heads = getattr(args, "num_key_value_heads", None) or text_config.get("num_key_value_heads")
@@ -207,7 +222,7 @@ def _require_divisible_heads(model: Any, n_ranks: int) -> None:
 
 
 def load_without_weights(name: str, for_mac: bool = False):
-    """Return a model with blank weights, made from its configuration and the headers of its weights.
+    """Make a model with uninitialised weights from its configuration and the headers of its weights.
 
     Nothing else is downloaded from a Hugging Face repository.
 
@@ -226,21 +241,16 @@ def load_without_weights(name: str, for_mac: bool = False):
     if not os.path.exists(folder):
         with contextlib.suppress(Exception):  # not in the local cache: the hub is asked below
             folder = hf_repo_to_path(name)
-    try:
+    with _explaining_failures("--model", name, folder, "planned"):
         is_folder = os.path.exists(folder)
         model = without_weights(folder) if is_folder else repository_without_weights(name)
-    except SnapKVError as error:
-        raise SnapKVError("--model {}: {}", name, error) from error
-    except Exception as error:  # any error means that the user has to repair the files
-        problem = loading_problem(name, folder, error, "planned")
-        raise SnapKVError(f"--model {name}: {problem}") from error
     if name in MODELS or not for_mac:
         _compute_in_float32(name, model, this_machine().memory)
     return model
 
 
 def _folder_of(name: str, option: str) -> Path:
-    """Return the folder of an embedded model or of a path. It need not exist if `name` can be a repository's.
+    """Return the folder of an embedded model or of a path. It may not exist if `name` can be a repository.
 
     Raises: SnapKVError: the folder has no config.json, or there is no folder and `name` is not a repository name.
     """
@@ -253,7 +263,7 @@ def _folder_of(name: str, option: str) -> Path:
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
     try:
-        # A name without an owner is a mistyped folder: it is refused like an empty name.
+        # A name without an owner is a mistyped folder, and rejected like an empty name.
         validate_repo_id(name if "/" in name else "")
     except HFValidationError as error:
         raise SnapKVError(
@@ -266,14 +276,14 @@ def _folder_of(name: str, option: str) -> Path:
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU, if they fit in memory.
 
-    Return a notice for the user about the conversion, or about slow half precision; None if neither applies, or the
-    model is an embedded one. MLX emulates half precision on a CPU, which is several times slower.
+    MLX emulates half precision on a CPU, which is several times slower. Return a notice about the conversion, or about
+    slow half precision; None if neither applies, or for embedded models.
 
     Args:
-        name: the model's name, as the user typed it.
-        model: the model, with its weights.
-        memory: bytes of the machine's memory. Free memory would change from run to run. Then answers would change,
-            and saved prompts would no longer fit the model.
+        name: the model's name, as typed by the user.
+        model: the model with its weights.
+        memory: bytes of the machine's memory. Free memory would vary from run to run. Then answers would vary, and
+            saved prompts would no longer fit the model.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -284,7 +294,7 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     halves = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
     if not halves or mx.default_device() != mx.Device(mx.cpu):
         return None
-    # Arrays of half precision take twice their bytes in float32.
+    # Half-precision arrays take twice their bytes in float32.
     needed = sum(array.nbytes for array in weights) + sum(array.nbytes for array in halves)
     dtype = str(halves[0].dtype).removeprefix("mlx.core.")
     sizes = f"{format_bytes(needed)} of {format_bytes(memory)}"

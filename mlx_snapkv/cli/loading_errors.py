@@ -1,11 +1,11 @@
-"""The sentences for models that can't be loaded: the reason, found from the exception and the model's files."""
+"""Explain why a model can't be loaded, from the exception and the model's files."""
 
 import traceback
 from pathlib import Path
 
 from ..errors import brief
 
-# Exceptions of the Hugging Face hub, by the names of their classes.
+# Exceptions of the Hugging Face hub, by class name.
 HUB_ERRORS = {
     "LocalEntryNotFoundError": "the Hugging Face hub can't be reached, and the local cache does not hold it",
     "GatedRepoError": "the repository is gated: request access on its Hugging Face page, then run `hf auth login`",
@@ -16,7 +16,7 @@ HUB_ERRORS = {
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
 )  # fmt: skip
-# Functions of mlx-lm's loader, and the problem if one of them fails. The first that is in the traceback counts.
+# Functions of mlx-lm's loader -> problem if they fail. The first one found in the traceback counts.
 LOADING_STEPS = {
     "load_tokenizer": "its tokenizer can't be read",
     "load_adapters": "the adapters don't fit",
@@ -30,9 +30,9 @@ def loading_problem(name: str, folder: Path, error: Exception, action: str) -> s
     """Return why a model can't be loaded.
 
     Args:
-        name: the folder or repository, as the user typed it.
-        folder: the folder of that name, which need not exist.
-        error: the exception of the loader.
+        name: the folder or repository, as typed by the user.
+        folder: the folder of that name, which may not exist.
+        error: exception of the loader.
         action: "loaded", or "planned" if only the configuration and the headers of the weights were needed.
     """
     if not folder.exists():

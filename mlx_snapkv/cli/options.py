@@ -1,4 +1,4 @@
-"""Options that several commands share, single or in dataclasses for `with_options`, and parsers of their values."""
+"""Options that several commands share, alone or in dataclasses for `with_options`, and parsers for their values."""
 
 import contextlib
 import functools
@@ -16,12 +16,12 @@ from .command import KV_CACHE, MODEL, OUTPUT, SAMPLING, invalid_value
 MAX_PROMPT_TOKENS = 10_000_000
 BYTE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
-# The parameters in the signature of `apply_chat_template` that --chat-template-config may set.
+# Parameters of `apply_chat_template` that --chat-template-config may set.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def parse_bytes(text: Any, least: int = 1) -> int:
-    """Return a number of bytes, at least `least`, from text such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
+    """Parse a number of bytes, at least `least`, such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
     bounds = f" from {least:,}" if least > 1 else ""
     rule = f"a number of bytes{bounds}, such as 500MB or 4GB"
     number = str(text).strip().lower().removesuffix("b")
@@ -29,26 +29,26 @@ def parse_bytes(text: Any, least: int = 1) -> int:
 
 
 def parse_limit(text: Any) -> int:
-    """Return a limit in bytes, from text as `parse_bytes` takes it; 0 sets no limit."""
+    """Parse a limit in bytes like `parse_bytes`; 0 means no limit."""
     return parse_bytes(text, least=0)
 
 
 def parse_tokens(text: Any) -> int:
-    """Return a number of tokens from text such as "4096", "128k" or "1M". Units are multiples of 1,024."""
+    """Parse a number of tokens such as "4096", "128k" or "1M". Units are multiples of 1,024."""
     rule = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
     number = str(text).strip().lower()
     return _parse_number(number, TOKEN_UNITS, least=1, most=MAX_PROMPT_TOKENS, rule=rule)
 
 
 def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rule: str) -> int:
-    """Return the value of a number that may end in a unit, rounded down.
+    """Parse a number with an optional unit, and round it down.
 
     Args:
-        number: the text, such as "1.5k".
-        units: the factor of each unit, which is one letter.
+        number: text such as "1.5k".
+        units: factor of each unit, which is one letter.
         least: smallest value allowed.
         most: largest value allowed.
-        rule: what the option takes, for the error.
+        rule: description of allowed values, for the error.
 
     Raises: BadParameter: it is not a number, or not from `least` to `most`.
     """
@@ -65,17 +65,17 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
 
 
 def format_tokens(n: int) -> str:
-    """Return a number of tokens as a user would type it: "128k" for 131,072."""
-    for unit, size in reversed(TOKEN_UNITS.items()):  # the largest first
+    """Return a number of tokens as a user would type it, such as "128k" for 131,072."""
+    for unit, size in reversed(TOKEN_UNITS.items()):  # largest first
         if n >= size and n % size == 0:
             return f"{n // size}{unit.replace('m', 'M')}"
     return str(n)
 
 
 def lengths(least: int) -> Callable[[Any], list[int]]:
-    """Return a parser of whole numbers, at least `least`, that are separated by commas.
+    """Return a parser for whole numbers, at least `least`, separated by commas.
 
-    The parser drops repeated numbers.
+    Repeated numbers are dropped.
     """
 
     def parse(text: Any) -> list[int]:
@@ -91,7 +91,7 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
 
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
-    """Return a parser that accepts the text of one of these values, in upper or lower case, and returns the value."""
+    """Return a parser that accepts one of these values in upper or lower case."""
     *others, last = map(str, values)
     value_by_text = {str(value).lower(): value for value in values}
 
@@ -105,7 +105,7 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
 
 
 def json_object(text: Any) -> dict[str, Any]:
-    """Return the object that a JSON text holds. Raises: BadParameter: the text holds no JSON object."""
+    """Parse text as a JSON object. Raises: BadParameter: it is not one."""
     with contextlib.suppress(ValueError):
         value = json.loads(str(text))
         if isinstance(value, dict):
@@ -147,7 +147,7 @@ AsJson = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options that name a model and say how it is loaded."""
+    """Options that name a model and control how it is loaded."""
 
     model: Model
     adapter_path: Annotated[
@@ -179,7 +179,7 @@ class ModelOptions:
     ] = None
 
     def load(self) -> tuple[Any, Any]:
-        """Return the model and its tokenizer. Raises: SnapKVError: see `load_model`."""
+        """Load the model and its tokenizer. Raises: SnapKVError: see `load_model`."""
         from .loading import load_model
 
         return load_model(
@@ -192,13 +192,13 @@ class ModelOptions:
 
     @property
     def splits_layers(self) -> bool | None:
-        """Return the argument `pipeline` of `load_model`; None for a command that runs in one process only."""
+        """Return the argument `pipeline` for `load_model`; None for commands that run in one process only."""
         return None
 
 
 @dataclass(frozen=True)
 class ChatModelOptions(ModelOptions):
-    """The options of a model, its tokenizer and its chat template."""
+    """Options for a model, its tokenizer and its chat template."""
 
     chat_template_config: ChatTemplateConfig = None
     extra_eos_token: Annotated[
@@ -207,7 +207,7 @@ class ChatModelOptions(ModelOptions):
     ] = None
 
     def load(self) -> tuple[Any, Any]:
-        """Return the model and its tokenizer, with the template's options and the additional end tokens."""
+        """Load the model and its tokenizer, with template options and additional end tokens."""
         model, tokenizer = super().load()
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
@@ -215,7 +215,7 @@ class ChatModelOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class ShardedModelOptions(ChatModelOptions):
-    """The options of a model that several Macs can share."""
+    """Options for a model that several Macs can share."""
 
     pipeline: Annotated[
         bool,
@@ -228,13 +228,13 @@ class ShardedModelOptions(ChatModelOptions):
 
     @property
     def splits_layers(self) -> bool:
-        """Return the argument `pipeline` of `load_model`."""
+        """Return the argument `pipeline` for `load_model`."""
         return self.pipeline
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The options of a draft model."""
+    """Options for a draft model."""
 
     draft_model: Annotated[
         str | None,
@@ -248,9 +248,9 @@ class DraftOptions:
     ] = 3
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-        """Return the keywords of `stream_generate` for the draft model, if one is given.
+        """Load the draft model, if one is given, and return keywords of `stream_generate` for it.
 
-        Raises: SnapKVError: it can't be loaded, or its vocabulary has another size than the main model's `tokenizer`.
+        Raises: SnapKVError: it can't be loaded, or its vocabulary differs in size from the main model's (`tokenizer`).
         """
         from .loading import load_model
 
@@ -268,7 +268,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The options of what a command prints on stdout and stderr."""
+    """Options for the output on stdout and stderr."""
 
     quiet: Quiet = False
     as_json: AsJson = False
@@ -276,7 +276,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrencyOptions:
-    """The limits of requests that are answered together."""
+    """Limits for requests that are answered together."""
 
     concurrency: Annotated[
         int, Option(min=1, max=1024, help="Maximum number of requests at once.")
@@ -285,7 +285,7 @@ class ConcurrencyOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options of sampling, which are mlx-lm's, and the limit of an answer's tokens."""
+    """mlx-lm's sampling options, and the maximum number of tokens in an answer."""
 
     temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[
@@ -312,11 +312,11 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
-        """Return a copy with the option `name` set to the value that `text` gives; `context` is the command's.
+        """Return a copy in which the option `name` has the value in `text`; `context` is the command's.
 
-        Raises: SnapKVError: there is no such option, or its flag does not allow the value.
+        Raises: SnapKVError: there is no such option, or it does not allow the value.
         """
-        name = name.lstrip("-").replace("-", "_")  # the flag's name is understood, too
+        name = name.lstrip("-").replace("-", "_")  # the flag is accepted, too
         values = vars(self)
         if name not in values:
             known = ", ".join(f"/set {each}" for each in values)
@@ -331,9 +331,9 @@ class SamplingOptions:
         return replace(self, **{name: value})
 
     def generate_keywords(self, tokenizer: Any) -> dict[str, Any]:
-        """Return the keywords `max_tokens` and `sampler` of mlx-lm's `stream_generate`.
+        """Return the keywords `max_tokens` and `sampler` for mlx-lm's `stream_generate`.
 
-        Raises: SnapKVError: a number of tokens to sample from is not below the vocabulary's size.
+        Raises: SnapKVError: a number of tokens to sample from is not smaller than the vocabulary.
         """
         from mlx_lm.sample_utils import make_sampler
 
@@ -344,7 +344,7 @@ class SamplingOptions:
                 rule = f"less than the vocabulary's {vocabulary_size}"
                 raise OptionError(name, rule, options[name])
         del options["max_tokens"]
-        # XTC never excludes these, so that answers keep their lines and their end.
+        # XTC never excludes these tokens, so that answers keep their line breaks and their end.
         special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special_tokens, **options)
         return {"max_tokens": self.max_tokens, "sampler": sampler}
@@ -353,9 +353,9 @@ class SamplingOptions:
 def adapt_tokenizer(
     tokenizer, extra_eos_token: Sequence[str] | None, template_options: dict[str, Any] | None
 ) -> None:
-    """Add end-of-answer tokens, given as text or ids, and options of the chat template to a tokenizer, in place.
+    """Add end-of-answer tokens (text or ids) and chat-template options to a tokenizer, in place.
 
-    Raises: SnapKVError: the tokenizer has no such token, or a template option is one that the command sets.
+    Raises: SnapKVError: the tokenizer has no such token, or the command itself sets a template option.
     """
     for token in extra_eos_token or []:
         if not _has_token(tokenizer, token):
@@ -370,14 +370,14 @@ def adapt_tokenizer(
 
 
 def _has_token(tokenizer: Any, token: str) -> bool:
-    """Return whether the vocabulary has a token, given as an id or as text."""
+    """Return whether the vocabulary contains a token, given as id or text."""
     if token.isdecimal():
         return int(token) < len(tokenizer)
     return token in tokenizer.get_vocab()
 
 
 def seed_sampling(seed: int | None) -> None:
-    """Seed MLX's generator; None leaves it as it is."""
+    """Seed MLX's generator, unless `seed` is None."""
     import mlx.core as mx
 
     if seed is not None:

@@ -1,4 +1,4 @@
-"""`mlx-snapkv plan`: the memory that prompts of a model will take, without loading its weights."""
+"""`mlx-snapkv plan`: show the memory that a model's prompts need, without loading its weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))  # tokens
 
 
 def mac_bytes(text: Any) -> int:
-    """Return the bytes of a Mac's memory. A small number is an error, since its unit must be missing."""
+    """Parse the memory of a Mac. A small number is an error, because its unit must be missing."""
     return parse_bytes(text, least=10**6)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The prompt's length, the machine, and the answer's length that `plan` computes with."""
+    """The lengths of prompt and answer, and the machine, for which `plan` computes."""
 
     context: Annotated[
         int | None,
@@ -76,7 +76,7 @@ def plan(
     setting = policy.resolve()
     setting_text = None
     if setting is not None:
-        setting_text = policy.policy or str(setting)  # --policy as it was typed
+        setting_text = policy.policy or str(setting)  # --policy as typed
     machine = this_machine() if options.memory is None else mac(options.memory)
     loaded = load_without_weights(model, for_mac=options.memory is not None)
     planner = Planner(
@@ -108,8 +108,8 @@ class ContextPlans(NamedTuple):
 
     Attributes:
         context: tokens of the prompt.
-        plans: the plans to show.
-        best: the recommended plan, which is one of `plans`; None if nothing fits.
+        plans: plans to show.
+        best: the recommended one of `plans`; None if none fits.
         why: why `best` is recommended.
     """
 
@@ -121,15 +121,15 @@ class ContextPlans(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """Makes and prints the plans for a model on a machine.
+    """Makes and prints plans for a model on a machine.
 
     Attributes:
-        model: the model's name, as the user typed it.
-        policy: the user's policy or sparse attention, as text; None if the user chose none.
-        kv_bits: bits of the entries kept; see --kv-bits.
-        kv_memory: the limit of the entries in bytes; see --kv-memory.
-        speed: what this machine's speed record says of sparse attention; None for another machine.
-        pays: from which length sparse attention pays on this machine; empty for another machine.
+        model: the model's name, as typed by the user.
+        policy: the user's setting as text; None without one.
+        kv_bits: bits of kept entries; see --kv-bits.
+        kv_memory: limit for entries in bytes; see --kv-memory.
+        speed: this machine's speed record of sparse attention; None for another machine.
+        pays: lengths from which sparse attention pays on this machine; empty for another machine.
     """
 
     model: str
@@ -142,7 +142,7 @@ class Plans:
     pays: dict[str, BreakEven] = field(default_factory=dict)
 
     def contexts(self) -> list[int]:
-        """Return the prompt lengths to plan by default, up to the model's trained length."""
+        """Return the default prompt lengths, up to the model's trained length."""
         from ..planning.prefixes import DEFAULT_CONTEXT
 
         longest = self.planner.trained_length or DEFAULT_CONTEXT
@@ -152,7 +152,7 @@ class Plans:
     def for_context(self, n_prompt: int) -> ContextPlans:
         """Return the plans for a prompt of `n_prompt` tokens.
 
-        The user's policy is recommended if it fits, and otherwise the choice of --policy auto.
+        The user's policy is recommended if it fits, otherwise the choice of --policy auto.
         """
         from ..planning.auto import AutoRequest, recommend
         from ..planning.speed_record import Speed
@@ -164,8 +164,8 @@ class Plans:
         }
         plans = []
         if self.kv_bits is not None:
-            plans.append(self.planner.plan(n_prompt))  # to compare with
-        # A policy that would change nothing is shown only if it is the user's.
+            plans.append(self.planner.plan(n_prompt))  # for comparison
+        # Policies that would change nothing are shown only if the user chose them.
         plans += [
             plan for policy, plan in by_policy.items() if not plan.reason or policy == self.policy
         ]
@@ -192,19 +192,19 @@ class Plans:
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
     def _policies(self) -> list[str]:
-        """Return the policies to plan beside the full cache: the user's, or otherwise the candidates of auto."""
+        """Return the settings to plan beside the full cache: the user's, or the candidates of auto."""
         from ..planning.auto import SNAPKV, SPARSE
 
         if self.policy is not None:
             return [self.policy]
         if not self.planner.can_compress:
             return []
-        # --kv-bits quantises only what a policy keeps.
+        # --kv-bits quantises only entries that a policy keeps.
         configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
         return [str(config.setting) for config in configs]
 
     def to_dict(self, planned: list[ContextPlans]) -> dict[str, Any]:
-        """Return the object that --json prints; sizes are in bytes."""
+        """Return the object for --json, with sizes in bytes."""
         plans = [plan for each in planned for plan in each.plans]
         usable = self.machine.usable
         return {
@@ -258,7 +258,7 @@ class Plans:
             print(beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
-        """Return the command that answers a prompt as planned."""
+        """Return a command that answers a prompt according to a plan."""
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
             words += f" {_config(plan).flags}"
@@ -267,7 +267,7 @@ class Plans:
         return words
 
     def _table(self, planned: list[ContextPlans]) -> Table:
-        """Return a table with a row for each plan."""
+        """Return a table with a row per plan."""
         usable = self.machine.usable
         weights = [plan.weights for each in planned for plan in each.plans]  # equal in all plans
         table = Table(
@@ -281,7 +281,7 @@ class Plans:
                 fits = "yes" if plan.peak <= usable else "no"
                 if plan == each.best:
                     fits = "recommended"
-                # Only the first row of a length shows it.
+                # Show the length in its first row only.
                 context = format_tokens(plan.context) if i == 0 else ""
                 table.add(
                     context,
@@ -301,7 +301,7 @@ def _policy_text(plan: MemoryPlan) -> str:
 
 
 def _config(plan: MemoryPlan) -> CompressionConfig:
-    """Return the config that the plan is for, without quantisation."""
+    """Return the config of a plan, without quantisation."""
     from ..planning.config import CompressionConfig
     from ..planning.settings import setting_named
 

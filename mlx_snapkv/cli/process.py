@@ -1,4 +1,4 @@
-"""The command's process: standard streams that are closed, full or not UTF-8, the exit, and Ctrl-C in the imports."""
+"""The process of a command: its standard streams, its exit, its open files, and Ctrl-C during imports."""
 
 import contextlib
 import io
@@ -8,11 +8,11 @@ import signal
 import sys
 from typing import Any, NoReturn, TextIO
 
-MAX_OPEN_FILES = 4096  # a Mac's shells allow 256, and --store file opens four for each layer
+MAX_OPEN_FILES = 4096  # shells on a Mac allow 256, and --store file opens four files per layer
 
 
 def open_standard_descriptors() -> None:
-    """Open the null device for each closed descriptor of 0, 1 and 2. Otherwise the next opened file would get it."""
+    """Open the null device for closed standard descriptors, which would otherwise be reused by the next file."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -21,9 +21,9 @@ def open_standard_descriptors() -> None:
 
 
 def replace_unencodable() -> None:
-    """Make stdout write "?" for a letter that its encoding lacks, which would otherwise end the command.
+    """Make stdout write "?" for letters that its encoding lacks. Otherwise such a letter would end the command.
 
-    UTF-8 lacks none. Another error handler, such as one from `PYTHONIOENCODING=cp1252:xmlcharrefreplace`, stays.
+    UTF-8 lacks none. An error handler set by the user, such as `PYTHONIOENCODING=cp1252:xmlcharrefreplace`, is kept.
     """
     stdout = sys.stdout
     if not isinstance(stdout, io.TextIOWrapper) or stdout.encoding.lower() in ("utf-8", "utf8"):
@@ -43,51 +43,51 @@ def allow_many_files() -> None:
 
 
 class Stderr:
-    """A wrapper of standard error that ignores write errors: printing progress must not end the command."""
+    """A wrapper of standard error that ignores write errors, because printing progress must not end the command."""
 
     def __init__(self, stream: TextIO | None):
-        """Wrap a stream; if it is closed (None), text is dropped."""
+        """Wrap a stream. If it is closed (None), text is dropped."""
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write a text if the stream takes it, and return the text's length."""
+        """Write text if the stream accepts it, and return the length of the text."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if it can be written to."""
+        """Flush the stream, ignoring errors."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the stream itself."""
+        """Return any other attribute of the stream."""
         return getattr(self._stream, name)
 
 
 class SilentStream(Stderr):
-    """A stream that drops all text. It remembers the stream that it replaces, for errors."""
+    """A stream that drops all text, and keeps the stream that it replaces."""
 
     def __init__(self, replaced: TextIO):
-        """Drop all text from now on."""
+        """Store the replaced stream."""
         super().__init__(None)
         self.replaced = replaced
 
 
 def silence_output() -> None:
-    """Drop everything that is printed until `restore_stderr`. Ranks other than 0 do so, since rank 0 prints for all."""
+    """Drop all output until `restore_stderr`. Ranks other than 0 do this, because rank 0 prints for all."""
     silent: Any = SilentStream(sys.stderr)
     sys.stdout = sys.stderr = silent
 
 
 def restore_stderr() -> None:
-    """Make stderr print again after `silence_output`, for an error."""
+    """Restore stderr after `silence_output`, to print an error."""
     if isinstance(sys.stderr, SilentStream):
         sys.stderr = sys.stderr.replaced
 
 
 def exit_process(status: int) -> NoReturn:
-    """Flush stdout and exit with this status. Exit with at least 1 if stdout can't be written."""
+    """Flush stdout, and exit with `status`, or with at least 1 if stdout can't be written."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -97,7 +97,7 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process until `raise_on_interrupt`. An exception would leave libraries half imported."""
+    """Let Ctrl-C end the process until `raise_on_interrupt`; an exception would leave libraries half imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 

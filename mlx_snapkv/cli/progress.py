@@ -1,4 +1,4 @@
-"""Progress bars on stderr: for callbacks with a count and a total, and for work in steps."""
+"""Progress bars on stderr, for callbacks with count and total, and for work in steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.theme import Theme
 
 LINE_INTERVAL = 30.0  # seconds between two lines if stderr is not a terminal
 
-# Colours of the terminal's palette. Only its green and red are readable on dark and on light backgrounds.
+# Colours of the terminal's palette of which only green and red are readable on dark and light backgrounds.
 PALETTE = Theme(
     {
         **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse"), "green"),
@@ -22,7 +22,7 @@ PALETTE = Theme(
 
 
 def stderr_console(quiet: bool = False) -> Console:
-    """Return rich's console on stderr, in this package's colours; a quiet one prints nothing."""
+    """Return rich's console on stderr in this package's colours. A quiet console prints nothing."""
     return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
@@ -33,24 +33,24 @@ class _TokenSpeed(progress.ProgressColumn):
 
 
 class CallbackBar:
-    """A context manager that shows a progress bar. Its value is the callback `update(done, total)`.
+    """A context manager that shows a progress bar, and returns its callback `update(done, total)`.
 
-    On a terminal the bar disappears at the end. Elsewhere its last state stays.
+    In a terminal the bar disappears at the end. Elsewhere its last state remains.
 
     Args:
-        console: the console to print on.
-        title: the text before the bar.
+        console: console to print on.
+        title: text before the bar.
         *columns: columns between the bar and the remaining time.
-        quiet: whether no bar is shown.
+        quiet: whether to show no bar.
 
     Attributes:
-        done: the count of the last call.
+        done: count of the last call.
     """
 
     def __init__(
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
-        """Prepare the bar; it appears with the first call of the callback."""
+        """Prepare the bar, which appears at the first call of the callback."""
         self.done = 0
         self._bar = Progress(
             TextColumn(title),
@@ -68,12 +68,12 @@ class CallbackBar:
         return self.update
 
     def __exit__(self, *_: object) -> None:
-        """Stop the bar, if it has appeared."""
+        """Stop the bar if it has appeared."""
         if self._bar.live.is_started:
             self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
-        """Show the progress. The bar starts with the first call with `done < total`, and ends when `done == total`."""
+        """Show the progress. The bar starts at the first call with `done < total`, and ends when `done == total`."""
         self.done = done
         if done < total and not self._bar.live.is_started:
             self._bar.start()
@@ -84,27 +84,27 @@ class CallbackBar:
 
 
 def prefill_bar(console: Console) -> CallbackBar:
-    """Return a bar of tokens read, for mlx-lm's `prompt_progress_callback`."""
+    """Return a bar for tokens that are read, for mlx-lm's `prompt_progress_callback`."""
     count = TextColumn("{task.completed:,}/{task.total:,}")
     return CallbackBar(console, "reading the prompt", count, _TokenSpeed())
 
 
 def writing_bar(console: Console) -> CallbackBar:
-    """Return a bar of bytes written, for the `progress` of `saved.save`. It is shown on a terminal only."""
+    """Return a bar for bytes that are written, for the `progress` of `saved.save`. Only terminals show it."""
     columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
 
 class StepBars:
-    """A context manager that shows bars of work done in steps. If stderr is not a terminal, it prints lines instead.
+    """A context manager that shows bars for work in steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        answers: the file of results, which a line names after Ctrl-C, since the same command continues it.
-        quiet: whether no bar is shown.
+        answers: file of results, which is named after Ctrl-C, because the same command continues it.
+        quiet: whether to show no bar.
     """
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
-        """Prepare the bars; each appears when it is started."""
+        """Prepare the bars, which appear when they are started."""
         self._console = stderr_console(quiet)
         self._answers = answers
         self._progress = Progress(
@@ -115,7 +115,7 @@ class StepBars:
             TimeRemainingColumn(),
             TextColumn("{task.fields[more]}"),
             console=self._console,
-            speed_estimate_period=3600,  # seconds: a step may take minutes
+            speed_estimate_period=3600,  # seconds, because a step may take minutes
             disable=quiet or not self._console.is_terminal,
         )
 
@@ -125,7 +125,7 @@ class StepBars:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the bars; after Ctrl-C, print where the results so far are."""
+        """Remove the bars. After Ctrl-C, print where the results so far are."""
         self._progress.stop()
         if kind is KeyboardInterrupt and self._answers is not None:
             line = (
@@ -140,7 +140,7 @@ class StepBars:
         self._end_printed = False
 
     def done(self, prints: bool = True) -> None:
-        """Count one more step; if `prints` is false, print no line about it."""
+        """Count a finished step. If `prints` is false, print no line about it."""
         self._progress.advance(self._task)
         if prints:
             self._print_line()
@@ -151,7 +151,7 @@ class StepBars:
         self._print_line()
 
     def _print_line(self) -> None:
-        """Print the progress as a line if stderr is not a terminal, and a line is due or the work has ended."""
+        """Print the progress as a line if stderr is not a terminal, and if a line is due or the work has ended."""
         task = self._progress.tasks[-1]
         now = self._progress.get_time()
         is_due = now - self._last_line_time >= LINE_INTERVAL

@@ -1,4 +1,4 @@
-"""The lines and the progress bar that commands print on stderr while they prepare and read a prompt."""
+"""The lines and progress bars on stderr of commands that prepare and read a prompt."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Result = TypeVar("Result")
 
 TOKENISING = "tokenising the text"
 STATUS_DELAY = 0.5  # seconds before a status is shown
-POLL_INTERVAL = 0.1  # seconds; the longest time until Ctrl-C is noticed
+POLL_INTERVAL = 0.1  # seconds; Ctrl-C is noticed within this time
 
 
 class PromptConsole:
-    """The console on stderr of a command that reads prompts; it prints nothing if it is quiet."""
+    """The console on stderr of a command that reads prompts. If it is quiet, it prints nothing."""
 
     def __init__(self, quiet: bool = False):
         """Open the console on stderr."""
-        # Imported here, since rich would slow down the start of every command.
+        # Imported here, because rich would slow down the start of every command.
         from .progress import stderr_console
 
         self.rich_console = stderr_console(quiet)
 
     def say(self, text: str) -> None:
-        """Print a line as it is: brackets and colons have no meaning."""
+        """Print a line literally, without rich's markup."""
         self.rich_console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def say_all(self, lines: Iterable[str]) -> None:
@@ -44,9 +44,9 @@ class PromptConsole:
         self.say_all(f"warning: {warning}" for warning in report.warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which tokenises a text, in a thread, and return or raise what it returns or raises.
+        """Run `work`, which tokenises a text, in a thread, and return its result or raise its exception.
 
-        A status is shown if it takes long. The thread lets the caller notice Ctrl-C during the work.
+        A status is shown if it takes long. Because of the thread, Ctrl-C is noticed during the work.
         """
         future: Future[Result] = Future()
 
@@ -56,7 +56,7 @@ class PromptConsole:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()  # Ctrl-C leaves it behind
+        threading.Thread(target=run, daemon=True).start()  # Ctrl-C leaves the thread behind
         wait([future], STATUS_DELAY)
         if not future.done():
             if not self.rich_console.is_terminal:
@@ -80,10 +80,10 @@ class PromptConsole:
         Args:
             model: the model that will read the prompt.
             n_prompt: number of tokens to read.
-            n_before: number of tokens that were read before.
+            n_before: number of tokens that were read earlier.
             foretell: whether to print which entries will be kept.
             max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
-            **options: the options of `LongPrompts`.
+            **options: options of `LongPrompts`.
 
         Raises: SnapKVError: the prompt will not fit in memory.
         """
@@ -105,12 +105,12 @@ class PromptConsole:
         cost: Callable[[int], FileCost | None] | None = None,
         check: Callable[[int], None] | None = None,
     ) -> Iterator[ProgressCallback]:
-        """Show a progress bar within the context, and yield the `prompt_progress_callback` for mlx-lm that moves it.
+        """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that moves it.
 
         Args:
-            cost: takes the number of tokens to read, and returns the bytes that reading writes to files, to be printed
-                first; None if nothing is written.
-            check: takes the number of tokens to read, and raises SnapKVError if they can't be read.
+            cost: returns the bytes written to files when a number of tokens is read, which are printed first; None if
+                nothing is written.
+            check: raises SnapKVError if a number of tokens can't be read.
         """
         from .progress import prefill_bar
 

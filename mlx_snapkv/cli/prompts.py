@@ -1,4 +1,4 @@
-"""The options that give a prompt, its text from the command line or files, and its tokens."""
+"""Options for a prompt: read its text from the command line or files, and convert it to tokens."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
-# Beginnings of questions. The tokens that the prompts of all of them share do not depend on the question.
+# Starts of questions. Tokens that the prompts of all of them share do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The options that give a text: on the command line, in a file, or on stdin."""
+    """Options for a text: on the command line, in a file, or on stdin."""
 
     prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt text, or - for stdin.")] = (
         None
@@ -63,7 +63,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    """The options that give a prompt, as a text and as a chat."""
+    """Options for a prompt, as text and as a chat."""
 
     prefill_response: Annotated[
         str | None, Option(help="Text that the answer begins with.", rich_help_panel=MODEL)
@@ -71,7 +71,7 @@ class PromptOptions(TextOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: ChatModelOptions, console: PromptConsole) -> tuple[Any, Any, list[int]]:
-        """Return the model, its tokenizer, and the token ids of the prompt."""
+        """Load the model and its tokenizer, and return them with the token ids of the prompt."""
         text = self.read()
         loaded, tokenizer = model.load()
         return loaded, tokenizer, console.wait_for(partial(self.encode, tokenizer, text))
@@ -79,13 +79,13 @@ class PromptOptions(TextOptions):
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
         """Return the token ids of a prompt with this text.
 
-        The text is a user's message in the chat template. It is encoded as raw text if --ignore-chat-template is given
-        or the tokenizer has no template.
+        The text becomes a user's message in the chat template. With --ignore-chat-template, or if the tokenizer has no
+        template, it is encoded as raw text.
 
         Args:
             tokenizer: the model's tokenizer.
-            text: the text of the user's message.
-            today: the date for templates that contain it; None is the current date.
+            text: text of the user's message.
+            today: date for templates that contain it; None is the current date.
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
@@ -124,7 +124,7 @@ class PromptOptions(TextOptions):
 
 
 def read_file(option: str, path: str) -> str:
-    """Return the text of the file that an option names.
+    """Return the text of the file named by an option.
 
     Raises: SnapKVError: the file can't be read, is empty or is not UTF-8 text.
     """
@@ -141,7 +141,7 @@ def _read_stdin() -> str:
 
 
 def _decode_all(stream: BinaryIO, source: str) -> str:
-    """Read and return all text of a stream. Raises: SnapKVError: there is no text, or the stream is not UTF-8.
+    """Read all text of a stream. Raises: SnapKVError: the stream is empty or not UTF-8 text.
 
     Reading stops after a zero byte, which text does not contain. Otherwise /dev/zero would never end.
     """
@@ -165,9 +165,9 @@ def require_text(text: str, source: str) -> str:
 
 
 def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
-    """Return the option `chat_template` with the date `today` instead of calls that format the current date.
+    """Return the option `chat_template` with the date `today` in place of calls that format the current date.
 
-    Return no option if the template does not contain the date, or `today` is None.
+    Return no option if the template does not contain the date, or if `today` is None.
     """
     template = tokenizer.chat_template
     if today is None or not isinstance(template, str) or "strftime_now" not in template:
@@ -192,7 +192,7 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Return the token ids that the prompt of every question about `text` starts with.
+    """Return the token ids with which the prompt of every question about `text` starts.
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """

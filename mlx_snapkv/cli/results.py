@@ -1,4 +1,4 @@
-"""Results of evaluations: the options of evaluations, the methods that they measure, and the files that they write."""
+"""Options of evaluations, the methods that they measure, and the files that they write."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ VERSION = {"mlx-snapkv": __version__}
 
 
 class ResultFiles:
-    """The files of a result: one name with several endings, in an existing folder.
+    """The files of a result: one name with several suffixes, in an existing folder.
 
     Args:
-        name: the name without ending, as the user typed it.
-        endings: the endings, such as ".jsonl".
+        name: the name without suffix, as typed by the user.
+        endings: the suffixes, such as ".jsonl".
 
     Raises: SnapKVError: a file can't be written, or exists and was not written by this package.
     """
@@ -52,11 +52,11 @@ class ResultFiles:
             self._replaced = [path for path in paths if _is_replaced(path)]
 
     def path(self, ending: str) -> Path:
-        """Return the path of the file with an ending such as ".jsonl"."""
+        """Return the path of the file with a suffix such as ".jsonl"."""
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
-        """Return a line that lists the new files, and a line that lists the replaced ones."""
+        """Return a line that lists new files, and a line that lists replaced ones."""
         new: list[Path] = []
         replaced: list[Path] = []
         for path in written:
@@ -73,7 +73,7 @@ class ResultFiles:
 def require_page(name: str | None, *endings: str) -> Path | None:
     """Return the path of --output, which is a single file; None without the option.
 
-    Raises: SnapKVError: the path has another ending, can't be written, or is a file that this package did not write.
+    Raises: SnapKVError: the path has another suffix, can't be written, or is a foreign file.
     """
     if name is None:
         return None
@@ -85,7 +85,7 @@ def require_page(name: str | None, *endings: str) -> Path | None:
 def _is_replaced(path: Path) -> bool:
     """Return whether writing a result would replace a file.
 
-    Raises: SnapKVError: the file can't be written, or this package did not write it.
+    Raises: SnapKVError: the file can't be written, or was not written by this package.
     """
     if path.suffix == ".png":
         require_matplotlib()
@@ -103,7 +103,7 @@ def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
 
 
 def write_json(base: Path, result: Any) -> Path:
-    """Write a result to `base`.json, and return that path."""
+    """Write a result to `base`.json, and return this path."""
     path = base.with_name(f"{base.name}.json")
     put_result(path, json.dumps(result, indent=1) + "\n")
     return path
@@ -134,9 +134,9 @@ Sparses = Annotated[
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """The options that say where a result is printed and written."""
+    """Options that say where a result is printed and written."""
 
-    program: ClassVar[str] = "mlx-snapkv"  # starts the command line in the result
+    program: ClassVar[str] = "mlx-snapkv"  # start of the command line in the result
 
     output: Annotated[
         str | None,
@@ -161,13 +161,13 @@ class ResultOptions:
         run: Run,
         page: Page,
     ) -> None:
-        """Measure the records that the files do not hold yet, with a progress bar. Print and write the result.
+        """Measure the records that the files lack, with a progress bar. Print and write the result.
 
         Args:
-            files: the files of the result; None prints it only.
-            fixed: the setting of the measurement. Files of another setting are refused.
-            n_documents: the number of documents that `run` measures.
-            run: returns all records. It takes the records so far, and a callback for each finished document.
+            files: files of the result; None only prints it.
+            fixed: setting of the measurement. Files with another setting are rejected.
+            n_documents: number of documents that `run` measures.
+            run: returns all records, given the records so far and a callback for each finished document.
             page: makes the tables of the records.
 
         Raises: SnapKVError: the files hold records of another setting or version.
@@ -194,7 +194,7 @@ class ResultOptions:
                 print_table(table)
         if files is not None:
             written = write_result(files.base, result, page.markdown(result))
-            # Stdout has only the object if --json is given.
+            # Stdout contains only the object if --json is given.
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
@@ -208,10 +208,10 @@ def methods_of(
     """Return the methods to measure: the full cache, each policy and each sparse attention.
 
     Args:
-        policies: values of --policy; repeated ones are dropped.
-        sparse: values of --sparse; repeated ones are dropped.
-        lengths: prompt lengths that will be measured, in tokens.
-        request: the request's other options, for all methods. If `sparse` is given, the store is not for policies.
+        policies: values of --policy, without repetitions.
+        sparse: values of --sparse, without repetitions.
+        lengths: prompt lengths to measure, in tokens.
+        request: other options for all methods. If `sparse` is given, the store does not apply to policies.
 
     Raises: SnapKVError: a value can't be parsed, or a method would compress none of the prompts.
     """

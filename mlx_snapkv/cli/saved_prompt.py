@@ -1,4 +1,4 @@
-"""A saved prompt that an answer continues."""
+"""A saved prompt from which an answer continues."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -18,24 +18,24 @@ from ..errors import SnapKVError
 from ..planning.config import CompressionConfig
 from ..planning.settings import setting_named
 from ..planning.units import format_bytes
-from ..sparse.prompt_caches import book_store
+from ..sparse.prompt_caches import file_store_of
 from .cache_options import CompressionOptions
 from .prompts import encode_question
 
 
 class SavedPrompt:
-    """A prompt that cache-prompt or mlx-lm saved. Loading it checks the model, and compresses a full cache.
+    """A prompt saved by cache-prompt or mlx-lm. Loading it checks the model, and compresses a full cache.
 
     Args:
-        file: the file's name, as the user typed it.
-        name: the model's name, as the user typed it.
+        file: the file's name, as typed by the user.
+        name: the model's name, as typed by the user.
         model: the loaded model.
-        compression: the options of the answer. A policy compresses a saved full cache at once.
-        quantization: how the entries of a saved full cache are quantised. Without a policy mlx-lm quantises them.
+        compression: options for the answer. A policy compresses a saved full cache at once.
+        quantization: quantisation of a saved full cache's entries. Without a policy, mlx-lm quantises them.
 
     Attributes:
         n_tokens: number of tokens of the saved prompt.
-        report: what was compressed here, or that nothing was.
+        report: report of the compression here.
         options: keywords of `stream_generate` for the answer.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.
@@ -49,7 +49,7 @@ class SavedPrompt:
         compression: CompressionOptions,
         quantization: Quantization | None,
     ):
-        """Load the file, check the options against it, and compress a full cache if they ask for it."""
+        """Load the file, check the options, and compress a full cache if they ask for it."""
         policy = compression.resolve()
         store = compression.store
         self._file = file
@@ -73,7 +73,7 @@ class SavedPrompt:
             self.report = self._compress(model, policy, quantization)
             policy = None  # the answer continues on the compressed caches
         store = CompressionConfig(policy, store=store).store
-        # The options of the saved prompt override the command's, except the store.
+        # Options of the saved prompt override the command's, except the store.
         noted = {} if self._is_from_mlx_lm else self._saved.notes.get("options", {})
         saved_options = {name: value for name, value in noted.items() if value is not None}
         self.options = {"policy": policy, **compression.keywords, **saved_options}
@@ -81,18 +81,18 @@ class SavedPrompt:
 
     @property
     def _is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file. Then it has no tokens, and its notes have other meanings."""
+        """Return whether mlx-lm saved the file, which then has no tokens, and notes with another meaning."""
         return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
-        """Raise SnapKVError if mlx-lm saved the file with another model. mlx-lm notes only the model's name."""
+        """Check that mlx-lm saved the file with this model, of which it notes only the name. Raises: SnapKVError."""
         noted_name = str(self._saved.notes.get("model", name))
         folder = MODELS.get(name, Path(name))
         if noted_name != name and Path(noted_name).resolve() != folder.resolve():
             raise SnapKVError(f"{self._file} was made with --model {noted_name}, not {name}")
 
     def _require_plain_entries(self) -> None:
-        """Raise SnapKVError if the saved entries are compressed or quantised, so that --kv-bits can't change them."""
+        """Check that saved entries are full and plain, so that --kv-bits can quantise them. Raises: SnapKVError."""
         if is_compressed(self._caches):
             state = "compressed"
         elif any(cache.quantization for cache in layer_caches(self._caches)):
@@ -104,7 +104,7 @@ class SavedPrompt:
         )
 
     def _require_no_setting(self, policy: Any, store: str | None) -> None:
-        """Raise SnapKVError if the command gives a setting or a store for entries that are compressed already."""
+        """Check that the command gives no setting or store for compressed entries. Raises: SnapKVError."""
         flags = []
         if policy:
             flags.append(self._flag)
@@ -121,13 +121,13 @@ class SavedPrompt:
         notes = self._saved.notes
         if self._saved.policy == NO_POLICY or "messages" in notes:
             return None
-        book = book_store(self._caches)
+        book = file_store_of(self._caches)
         if self._is_from_mlx_lm:
             return book
         return notes.get("options", {}).get("store", book)
 
     def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
-        """Raise SnapKVError if the command gives another setting than the file's own."""
+        """Check that the command gives no setting other than the file's own. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
             raise SnapKVError(f"{conflict}: drop {self._flag}")
@@ -137,7 +137,7 @@ class SavedPrompt:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """Yield notes on options without effect, and on a question that repeats the saved text."""
+        """Yield notes about options without effect, and about a question that repeats the saved text."""
         if self._is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
@@ -147,7 +147,8 @@ class SavedPrompt:
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Return the token ids of the question, which continue the saved prompt.
 
-        Raises: SnapKVError: the whole prompt would not begin with the saved tokens, or the file can't be asked.
+        Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not allow
+        questions.
         """
         notes = self._saved.notes
         if self._is_from_mlx_lm:
@@ -171,12 +172,12 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that the saved prompt was compressed with, here or when it was saved."""
+        """Return the setting that compressed the saved prompt, here or when it was saved."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property
     def kept_text(self) -> str:
-        """Return the words of the closing line about the entries that the answer starts from."""
+        """Describe the entries from which the answer starts, for the closing line."""
         setting = "full cache" if self.policy == NO_POLICY else self.policy
         was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
         if was_left_full:
@@ -186,7 +187,7 @@ class SavedPrompt:
         return f"after {self.n_tokens} saved ones ({setting}), {held}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry `prompt_cache` of the object that --json prints."""
+        """Return the entry `prompt_cache` of the object for --json."""
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _compress(

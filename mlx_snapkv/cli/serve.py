@@ -1,4 +1,4 @@
-"""`mlx-snapkv serve`: a local server for agents and apps."""
+"""`mlx-snapkv serve`: run a local server for agents and apps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_PREFIX_DIR_SIZE = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    """The options of the HTTP server: its address, and who may send requests."""
+    """Options of the HTTP server: its address and access control."""
 
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
@@ -74,7 +74,7 @@ class HTTPOptions:
     ] = field(default_factory=lambda: [BILLING])
 
     def settings(self) -> Settings:
-        """Return the settings of the HTTP server. Raises: SnapKVError: they are not safe or not valid."""
+        """Return the settings of the HTTP server. Raises: SnapKVError: they are unsafe or invalid."""
         from ..server.access import Settings
 
         return Settings(
@@ -90,7 +90,7 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.ConcurrencyOptions):
-    """The limits on requests: on their number, their length and their memory."""
+    """Limits for the number, length and memory of requests."""
 
     queue: Annotated[
         int,
@@ -107,7 +107,7 @@ class LimitOptions(options.ConcurrencyOptions):
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """The prefix cache, in memory and in files."""
+    """Options of the prefix cache, in memory and in files."""
 
     prefix_bytes: Annotated[
         int | None,
@@ -130,11 +130,11 @@ class PrefixOptions:
     ] = DEFAULT_PREFIX_DIR_SIZE
 
     def files(self, identity: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
-        """Return the prefixes in files of this model and these settings; None without --prefix-dir.
+        """Return the prefixes in files for this model and these settings; None without --prefix-dir.
 
         Args:
-            identity: the settings that entries depend on; see `CompressionConfig.identity`.
-            loaded: the model that is served.
+            identity: settings on which entries depend; see `CompressionConfig.identity`.
+            loaded: the served model.
         """
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
@@ -147,7 +147,7 @@ class PrefixOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions(options.SamplingOptions):
-    """Defaults for requests that set no sampling options or length."""
+    """Defaults for requests without sampling options or length."""
 
     max_tokens: Annotated[
         int,
@@ -202,7 +202,7 @@ def serve(
         options=generation,
         prefix_cache=prefix_cache,
     )
-    raise_on_interrupt()  # only the main thread may, and the model is loaded in another thread
+    raise_on_interrupt()  # only the main thread can, and the model is loaded in another thread
     start = partial(
         Engine,
         load=loader.load,
@@ -227,8 +227,8 @@ class _Loader:
 
     Attributes:
         names: the names by which clients ask for the model.
-        options: the keywords of `generate_step` for every request.
-        room: the size limit of the prefix cache, equal on all ranks; None until the model is loaded.
+        options: keywords of `generate_step` for every request.
+        room: size limit of the prefix cache, equal on all ranks; None before the model is loaded.
     """
 
     model: options.ShardedModelOptions
@@ -241,7 +241,7 @@ class _Loader:
     room: PrefixRoom | None = None
 
     def load(self) -> Loaded:
-        """Load and return the model. Raises: SnapKVError: it can't be served with these options."""
+        """Load the model. Raises: SnapKVError: it can't be served with these options."""
         from ..models.distributed import from_first
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_room
@@ -264,7 +264,7 @@ class _Loader:
 
 
 def _require_packages() -> None:
-    """Raise SnapKVError if a package of the server is not installed."""
+    """Check that the packages for the server are installed. Raises: SnapKVError."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
@@ -274,8 +274,8 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
     """Serve requests until the user stops the server.
 
     Args:
-        settings: the settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
-        loader: loads the model; it has done so once the engine has started.
+        settings: settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
+        loader: loads the model, which is done when the engine has started.
         start: starts the engine.
     """
     from ..server.app import bind_socket, serve
@@ -284,7 +284,7 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
         start().join()
-        os._exit(0)  # sys.exit would abort in MLX's threads, since rank 0 has gone
+        os._exit(0)  # rank 0 is gone, so sys.exit would abort in MLX's threads
     show_log()
     with bind_socket(settings) as place:
         engine = start()
@@ -294,7 +294,7 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
         url = f"http://{host}:{port}"
 
         def print_address(_: Any) -> None:
-            """Print where the server is, and the size of its prefix cache, once it answers."""
+            """Print the server's address and the size of its prefix cache, when it accepts requests."""
             clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
             line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
             print(line, loader.room, sep="\n", flush=True)

@@ -1,19 +1,19 @@
-"""Tables on the terminal."""
+"""Print tables on the terminal."""
 
 from typing import Any
 
 from ..measure.tables import Table
 
-# Columns of text, aligned left. Other columns hold figures, aligned right.
+# Columns of text, aligned left. Other columns contain figures, aligned right.
 TEXT_COLUMNS = {
     "cache", "method", "task", "model type", "also loads", "note", "why", "name", "here"
 }  # fmt: skip
 MAX_HEADING = 24  # characters; longer headings are folded
-MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
+MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut off
 
 
 def print_table(table: Table) -> None:
-    """Print a table with its title and its remark on stdout."""
+    """Print a table with title and remark on stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable

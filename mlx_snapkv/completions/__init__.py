@@ -1,1 +1,1 @@
-"""Completions as OpenAI's API knows them: bodies of requests, prompts, constraints and answers."""
+"""Completions in OpenAI's format: request bodies, prompts, constraints and answers."""

@@ -1,4 +1,4 @@
-"""An answer as it comes, token by token: its text up to a stop text, its thoughts, its tool calls, and its end."""
+"""Collect an answer token by token: its text up to a stop text, its reasoning, its tool calls, and its end."""
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
@@ -10,19 +10,19 @@ from .request import CompletionRequest
 class Completion:
     """The answer to one request.
 
-    Stop texts are matched in the answer's text and not in its tokens, since the same text may be split into tokens in
-    several ways. In thoughts and calls they have no effect.
+    Stop texts are matched in the text rather than in tokens, because a text may be tokenised in several ways. They have
+    no effect in reasoning and calls.
 
     Attributes:
         reply: the answer so far.
-        n_tokens: number of tokens so far, with the end-of-answer token.
-        n_reasoning: number of tokens of thoughts, with their markers.
+        n_tokens: number of tokens so far, including the end-of-answer token.
+        n_reasoning: number of tokens of reasoning, including its markers.
         finish_reason: None until the answer ends; then "stop", "length", "tool_calls", or "function_call" for clients
             that send `functions`.
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
-        """Start with an empty answer, in the request's initial state."""
+        """Start an empty answer, in the request's initial state."""
         self.request = request
         self.reply = Reply()
         self.n_tokens = self.n_reasoning = 0
@@ -33,17 +33,19 @@ class Completion:
 
     @property
     def stopped_by(self) -> str | None:
-        """Return the stop text that has ended the answer, or None."""
+        """Return the stop text that ended the answer, or None."""
         return self._stop.matched
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
-        """Add a token, and return the parts of the answer that are certain now and were not before.
+        """Add a token, and return the parts of the answer that are now certain.
 
-        `finish_reason` is mlx-lm's; it is None except with the last token. The answer may also end at a stop text.
+        `finish_reason` is mlx-lm's, which is None except for the last token. A stop text may also end the answer.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        if self._parser.state == "reasoning":  # also counts the marker that ends the thoughts now
+        if (
+            self._parser.state == "reasoning"
+        ):  # also counts the marker that ends the reasoning with this token
             self.n_reasoning += 1
         if finish_reason != "stop":  # otherwise it is the end-of-answer token
             self._detokenizer.add_token(token)
@@ -62,7 +64,7 @@ class Completion:
         return parts
 
     def _before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
-        """Return the parts before a stop text, without text at the end that may be the beginning of one."""
+        """Return the parts before a stop text. Hold back text at the end that may be the start of one."""
         certain: list[Reply] = []
         follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
@@ -70,7 +72,7 @@ class Completion:
                 certain += [*self._flush_held_back(), part]
                 continue
             if follows_thoughts and not part.text.strip():
-                certain.append(part)  # white space between thoughts and text
+                certain.append(part)  # white space between reasoning and text
                 continue
             text = self._stop.add(part.text)
             if text:
@@ -82,7 +84,7 @@ class Completion:
         return certain
 
     def _flush_held_back(self) -> list[Reply]:
-        """Return the text that might have begun a stop text, and no longer hold it back; an empty list without text."""
+        """Return the text that was held back, which is not the start of a stop text after all."""
         text = self._stop.flush()
         return [Reply(text)] if text else []
 
@@ -99,7 +101,7 @@ class Completion:
 
 
 class StopMatcher:
-    """Finds the first stop text in a text that comes in pieces.
+    """Finds the first stop text in a text that arrives in pieces.
 
     Args:
         stop: the stop texts.
@@ -109,28 +111,28 @@ class StopMatcher:
     """
 
     def __init__(self, stop: list[str]):
-        """Start before the text's first piece."""
+        """Start before the first piece."""
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
-        # mlx-lm's tuple: (state, node of a trie, all states, text that is held back)
+        # mlx-lm's tuple: (state, node of a trie, all states, text held back)
         self._state = self._machine.make_state()
         self.matched: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the text up to a stop text, or up to what may be the beginning of one.
+        """Return the text before a stop text, or before what may be the start of one.
 
-        Set `matched` if a stop text is complete.
+        If a stop text is complete, set `matched`.
         """
         *_, held_back = self._state
         pending = held_back + text
         self._state, segments = TextStateMachine.split(self._state, text)
         _, certain = segments[0]
         state, *_, rest = self._state
-        if state is None:  # a stop text is complete: it is between `certain` and `rest`
+        if state is None:  # a stop text is complete, between `certain` and `rest`
             self.matched = pending[len(certain) : len(pending) - len(rest)]
         return certain
 
     def flush(self) -> str:
-        """Return the text that `add` has held back, and start again after it."""
+        """Return the text that `add` has held back, and reset."""
         _, text, _ = TextStateMachine.flush(self._state)
         self._state = self._machine.make_state()
         return text
@@ -139,11 +141,11 @@ class StopMatcher:
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
     """Return mlx-lm's detokenizer.
 
-    It drops the space before the first word. An answer that continues a text needs this space, so another word is
-    decoded first.
+    It drops the space before the first word. Answers that continue a text need this space, so another word is decoded
+    first.
     """
     detokenizer = tokenizer.detokenizer
     if continues_text:
         detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
-        _ = detokenizer.last_segment  # take the word out, so that the answer does not begin with it
+        _ = detokenizer.last_segment  # discards this word
     return detokenizer

@@ -1,4 +1,4 @@
-"""The bodies in which OpenAI's endpoints return an answer."""
+"""Format answers as the response bodies of OpenAI's endpoints."""
 
 import time
 import uuid
@@ -9,7 +9,7 @@ from .answer_parser import Reply
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the response body of a finished answer, with `extra` as its field `mlx_snapkv`."""
+    """Return the response body for a finished answer, with `extra` as its field `mlx_snapkv`."""
     request = answer.request
     body = head(request.chat, model) | {
         "choices": [choice(answer)],
@@ -20,7 +20,7 @@ def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[s
 
 
 def head(chat: bool, model: str) -> dict[str, Any]:
-    """Return the first fields of a body, of a chat completion or of a text completion."""
+    """Return the first fields of a response body, for chat or text completions."""
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
@@ -33,7 +33,7 @@ def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str
     """Return a finished answer as an element of `choices`."""
     content: dict[str, Any]
     if answer.request.chat:
-        # If there is no text: null beside calls, as in OpenAI's answers, else an empty text.
+        # Without text, OpenAI sends null beside calls, otherwise an empty text.
         no_text = None if answer.reply.calls else ""
         fields = message_fields(answer.reply, answer.request.uses_functions)
         content = {"message": {"role": "assistant", "content": no_text, **fields}}
@@ -43,9 +43,9 @@ def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str
 
 
 def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]:
-    """Return the fields of a message, or of a streamed part of it, that are not empty.
+    """Return the non-empty fields of a message, or of a streamed part of one.
 
-    Clients that send `functions` also get the answer's first call as `function_call`.
+    Clients that send `functions` also get the first call as `function_call`.
     """
     fields: dict[str, Any] = {
         "content": reply.text,
@@ -56,14 +56,14 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # A streamed call has an index in the answer; without one, the reply is the whole answer.
+        # A streamed call has an index in the answer. Without one, the reply is the whole answer.
         if first_call.get("index", 0) == 0:
             fields["function_call"] = first_call["function"]
     return {name: value for name, value in fields.items() if value}
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
-    """Return the body's `usage` in tokens; `n_cached` tokens of the prompt came from the prefix cache."""
+    """Return `usage` in tokens; `n_cached` tokens of the prompt came from the prefix cache."""
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,

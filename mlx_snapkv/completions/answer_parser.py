@@ -1,4 +1,4 @@
-"""Parses an answer's text, as it comes, into text, thoughts and tool calls."""
+"""Parse an answer's text, while it arrives, into text, reasoning and tool calls."""
 
 import re
 from collections.abc import Sequence
@@ -11,18 +11,17 @@ from mlx_lm.tool_parsers import json_tools
 from .request import CompletionRequest
 from .tool_calls import ends_within_argument, parse_tool_calls
 
-MAX_ENDS = (
-    16  # end markers within a call that may be its end, since a model may repeat one without end
-)
-Segment = tuple[str, str]  # state of mlx-lm's `TextStateMachine`, text in this state
+# Maximum number of end markers in a call that may be its end. Models may repeat a marker endlessly.
+MAX_ENDS = 16
+Segment = tuple[str, str]  # state of mlx-lm's `TextStateMachine`, and text in this state
 
 
 @dataclass
 class Reply:
-    """An answer, or a part of it.
+    """An answer or a part of one.
 
     Attributes:
-        calls: tool calls in OpenAI's form.
+        calls: tool calls in OpenAI's format.
     """
 
     text: str = ""
@@ -31,45 +30,43 @@ class Reply:
 
 
 class AnswerParser:
-    """Splits an answer at the model's markers of thoughts and calls, and parses the calls.
+    """Splits an answer at the model's markers of reasoning and calls, and parses the calls.
 
     mlx-lm's `TextStateMachine` finds the markers. This class adds four rules:
 
-    - A marker within an argument of a call is part of the argument.
-    - A marker within JSON that the request asked for is text.
-    - A call within thoughts does not end the thoughts.
-    - A call that cannot be parsed is text.
+    - A marker in an argument of a call is part of the argument. - A marker in JSON that the request asked for is text.
+    - A call in reasoning does not end the reasoning. - A call that can't be parsed is text.
 
     Attributes:
-        state: the state of the last segment: "normal", "reasoning", "tool", or another one of the tokenizer's.
+        state: state of the last segment: "normal", "reasoning", "tool", or another one of the tokenizer's.
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
-        """Start in the request's initial state, with the markers and the tool parser of the tokenizer."""
+        """Start in the request's initial state, with the tokenizer's markers and tool parser."""
         answer_format = request.constraint.format if request.constraint else None
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # The format is a call without markers: everything outside of thoughts belongs to it.
+        # The format is a call without markers, so everything outside of reasoning belongs to it.
         self._is_call = answer_format is not None and answer_format.kind == "call"
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_start = tokenizer.tool_call_start
         self._call_end = tokenizer.tool_call_end
-        # Whether the JSON or the call that the format demands has not begun yet.
+        # Whether the JSON or the call that the format requires has not started yet.
         self._is_pending = answer_format is not None and not continues_json
-        # An answer that continues a text or JSON has no markers.
+        # Answers that continue a text or JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
-        # mlx-lm's tuple: (state, node of a trie, all states, text that is held back)
+        # mlx-lm's tuple: (state, node of a trie, all states, text held back)
         self._machine_state = self._machine.make_state(request.initial_state)
-        self._call = ""  # text of the call that has begun
+        self._call = ""  # text of the call that has started
         self._is_call_in_thoughts = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
         """Return the parts of the answer that are complete after `text`.
 
-        Text is held back if it may be the beginning of a marker, and the text of a call until the call ends. Nothing is
-        held back if the text `is_last`.
+        Text that may be the start of a marker is held back, and so is the text of a call until it ends. Nothing is held
+        back if the text `is_last`.
         """
         parts: list[Reply] = []
         if self._must_split_by_letter(text):
@@ -85,7 +82,7 @@ class AnswerParser:
         return parts
 
     def _add(self, segments: Sequence[Segment]) -> list[Reply]:
-        """Collect the text of a call, and return all other text as parts, together with the calls that have ended."""
+        """Collect the text of a call. Return other text as parts, together with calls that have ended."""
         parts: list[Reply] = []
         for state, text in segments:
             self.state = state
@@ -100,15 +97,15 @@ class AnswerParser:
         return parts
 
     def _must_split_by_letter(self, text: str) -> bool:
-        """Return whether `text` continues a call, or begins JSON: the machine may then have to be corrected."""
+        """Return whether `text` continues a call or starts JSON. The machine may then have to be corrected."""
         _, segments = TextStateMachine.split(self._machine_state, text)
         in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
         return in_call or self._begins_json(segments)
 
     def _split(self, text: str) -> list[Segment]:
-        """Return the segments of a text, and update the machine's state.
+        """Split a text into segments, and update the machine's state.
 
-        An answer that calls a tool has no JSON, so a call ends the wait for it.
+        A tool call replaces JSON, so it ends the wait for JSON.
         """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
         self._is_pending = self._is_pending and self._machine_state[0] != "tool"
@@ -136,22 +133,22 @@ class AnswerParser:
         return segments
 
     def _drop_markers(self) -> list[Segment]:
-        """Continue with a machine that knows no markers; return the segments of the text that was held back."""
+        """Continue with a machine without markers, and return the segments of the text held back."""
         *_, held_back = self._machine_state
         without_markers = TextStateMachine().make_state()
         self._machine_state, segments = TextStateMachine.split(without_markers, held_back)
         return segments
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the segments have the first letter of the JSON that the format demands."""
+        """Return whether the segments contain the first letter of the JSON that the format requires."""
         return self._is_pending and any(
             state == "normal" and text.strip() for state, text in segments
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the call, if one has begun, and return its parts: the parsed calls, or the text if it can't be parsed.
+        """End the call, if one has started. Return the parsed calls, or its text if it can't be parsed.
 
-        `is_complete` is false if the answer ended before the call did.
+        `is_complete` is false if the answer ended before the call.
         """
         text = self._call
         self._call = ""
@@ -165,19 +162,20 @@ class AnswerParser:
         return [Reply(text)]
 
     def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
-        """Return the calls in a text after a start marker; small models write the marker twice."""
+        """Parse the calls in a text after a start marker. Small models write the marker twice."""
         if self._call_start and text.lstrip().startswith(self._call_start):
             text = text.lstrip().removeprefix(self._call_start)
         return parse_tool_calls(text, self._parser, self._tools, is_complete)
 
     def _end_within_call(self) -> list[Reply]:
-        """Return the last parts of an answer that ends before its call does.
+        """Return the last parts of an answer that ends before its call.
 
-        End markers in the call's text were taken for parts of an argument. If the text is not a call, one of them did
-        end the call: the first that leaves a call before it, or else the first. The text after it is parsed again.
+        End markers in the call's text were taken for parts of an argument. If the text is not a call, one of them must
+        have ended the call: the first that leaves a valid call before it, or otherwise the first. The text after it is
+        parsed again.
         """
         whole = self._call
-        # Where the markers are. An empty list for a model without an end marker.
+        # Positions of the end markers; none for models without an end marker.
         ends = [m.start() for m in re.finditer(re.escape(self._call_end or "\0"), whole)]
         if self._is_call or not ends or self._parse_calls(whole, is_complete=False):
             return self._end_call(is_complete=False)

@@ -1,4 +1,4 @@
-"""Types the text of a tool's argument by the argument's JSON schema."""
+"""Convert the text of a tool's argument to a type that the argument's JSON schema allows."""
 
 import ast
 import contextlib
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# Names of types that clients send in place of JSON schema's.
+# Names that clients send in place of JSON schema's types.
 OTHER_NAMES = {
     "bool": "boolean",
     "dict": "object",
@@ -20,11 +20,11 @@ CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def parameters_of(name: str, tools: Any) -> dict[str, Any]:
-    """Return the schema of a tool's parameters, or {} if the request has no such tool.
+    """Return the schema of a tool's parameters; {} if the request has no such tool.
 
     Args:
         name: the tool's name.
-        tools: the request's tools in OpenAI's form, or None.
+        tools: the request's tools in OpenAI's format, or None.
     """
     for tool in tools or []:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -41,17 +41,17 @@ def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows, or an empty set if it doesn't say.
+    """Return the names of the JSON types that a schema allows; an empty set if it does not say.
 
     Args:
         schema: the schema of an argument.
-        root: the schema of all parameters, in which a `$ref` is resolved.
+        root: the schema of all parameters, in which `$ref` is resolved.
     """
     return set(_type_names(schema, root, frozenset()))
 
 
 def _type_names(schema: Any, root: dict[str, Any], seen: frozenset[str]) -> Iterator[str]:
-    """Yield the types of a schema and of its alternatives; `seen` are the references that led to it."""
+    """Yield the types of a schema and of its alternatives. `seen` are the references that led to it."""
     if not isinstance(schema, dict):
         return
     names = schema.get("type")
@@ -75,7 +75,7 @@ def _type_names(schema: Any, root: dict[str, Any], seen: frozenset[str]) -> Iter
 
 
 def _resolved(reference: str, root: dict[str, Any]) -> Any:
-    """Return the part of the root that a reference such as `#/$defs/NAME` means, or None."""
+    """Return the part of the root that a reference such as `#/$defs/NAME` refers to, or None."""
     part: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         part = (
@@ -85,7 +85,7 @@ def _resolved(reference: str, root: dict[str, Any]) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    """Return the name of a JSON value's type."""
+    """Return the JSON type of a value."""
     names = {
         bool: "boolean",
         int: "integer",
@@ -98,13 +98,13 @@ def _type_name(value: Any) -> str:
 
 
 def typed(text: str, types: set[str]) -> Any:
-    """Return the value that a text means by its types, or the text itself.
+    """Convert a text to one of the types, or return the text itself.
 
-    Where the types allow a string, too, only a list, an object, or a text that is exactly a value's JSON is no string.
+    If strings are allowed, too, only lists, objects, and the exact JSON of another value are converted.
 
     Args:
-        text: what the model wrote, with surrounding blanks.
-        types: the names of the allowed JSON types.
+        text: what the model wrote, including surrounding white space.
+        types: names of the allowed JSON types.
     """
     if not types - {"string"}:
         return text
@@ -120,7 +120,7 @@ def typed(text: str, types: set[str]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Return the value of a text that is JSON or a Python literal, or the text itself."""
+    """Parse a text as JSON or as a Python literal; return the text itself if it is neither."""
     stripped = text.strip()
     if stripped.lower() in CONSTANTS:
         return CONSTANTS[stripped.lower()]

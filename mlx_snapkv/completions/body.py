@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`, validated."""
+"""Validate the bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -44,7 +44,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def _messages(items: Any) -> list[Message]:
     """Parse a list of messages, or the items of a response's input.
 
-    Raises: ValueError: an item has no known form, or all of them are empty; the sentence begins with the item's number.
+    Raises: ValueError: an item has an unknown format, or all are empty. The sentence starts with the item's number.
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
@@ -52,7 +52,7 @@ def _messages(items: Any) -> list[Message]:
     answer_numbers = [number for number, item in enumerate(items) if is_answer(item)]
     last_answer = max(answer_numbers, default=0)
     for number, item in enumerate(items):
-        if isinstance(item, Message):  # parsed before, from the body of another API
+        if isinstance(item, Message):  # already parsed, from the body of another API
             messages.append(item)
             continue
         follows_result = bool(messages) and messages[-1].role == "tool"
@@ -75,22 +75,22 @@ Messages = Annotated[
 
 
 class StreamOptions(BodyModel):
-    """OpenAI's `stream_options`; with `include_usage`, the stream ends with an event of token counts."""
+    """OpenAI's `stream_options`. With `include_usage`, the stream ends with an event of token counts."""
 
     include_usage: bool | None = None
 
 
 class CommonBody(BodyModel):
-    """The fields that both endpoints have; None means that the client did not set the field.
+    """The fields of both endpoints. None means that the client did not set the field.
 
-    Unknown fields are ignored. A field that would change the answer but is not supported is an error.
+    Unknown fields are ignored. Unsupported fields that would change the answer are errors.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def uses_functions(self) -> bool:
-        """Return whether the client sends `functions`, the older name of `tools`, and expects a `function_call`."""
+        """Return whether the client sends `functions`, the predecessor of `tools`, and expects a `function_call`."""
         return False
 
     model: str | None = None
@@ -114,7 +114,7 @@ class CommonBody(BodyModel):
     n: Annotated[int, Field(ge=1, le=8), WholeFloat] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, NoneIfEmptyList] = None
-    full_cache: bool | None = None  # answer this request from the full cache, without the policy
+    full_cache: bool | None = None  # whether to answer from the full cache, without the policy
 
 
 class ChatBody(CommonBody):
@@ -126,7 +126,7 @@ class ChatBody(CommonBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmptyList] = None
     functions: list[dict[str, Any]] | None = None
-    # vLLM's field: False starts a new message after a final message of the assistant.
+    # vLLM's field: with False, the answer does not continue a final message of the assistant.
     continue_final_message: bool | None = None
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
@@ -147,7 +147,7 @@ class ChatBody(CommonBody):
     @model_validator(mode="before")
     @classmethod
     def _functions_as_tools(cls, body: Any) -> Any:
-        """Set `tools` and `tool_choice` from the older fields `functions` and `function_call`."""
+        """Convert the older fields `functions` and `function_call` to `tools` and `tool_choice`."""
         if not isinstance(body, dict):
             return body
         fields = {name: value for name, value in body.items() if name != "function_call"}
@@ -155,14 +155,14 @@ class ChatBody(CommonBody):
         if functions and not body.get("tools"):
             fields["tools"] = [{"type": "function", "function": each} for each in functions]
             choice = body.get("function_call")
-            if isinstance(choice, dict):  # {"name": ...}; otherwise it is "auto", "none" or missing
+            if isinstance(choice, dict):  # {"name": ...}; otherwise "auto", "none" or missing
                 choice = {"type": "function", "function": choice}
             fields["tool_choice"] = choice
         return fields
 
 
 def _logprobs_as_number(value: Any) -> Any:
-    """Return `logprobs` as a number: some clients send a boolean, as for chats. True asks for the answer's tokens."""
+    """Convert a boolean `logprobs`, which some clients send as for chats, to a number."""
     if isinstance(value, bool):
         return 0 if value else None
     return value
@@ -173,14 +173,14 @@ class CompletionBody(CommonBody):
 
     prompt: (
         str | list[int] | list[str] | list[list[int]]
-    )  # one prompt or several, texts or token ids
+    )  # one or several prompts, as texts or token ids
     best_of: Annotated[Literal[1], WholeFloat] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
     logprobs: Annotated[TopLogprobs | None, BeforeValidator(_logprobs_as_number)] = None
 
     def each(self) -> list["CompletionBody"]:
-        """Return a list of bodies, one for each prompt."""
+        """Return one body per prompt."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self]
         return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
@@ -188,7 +188,7 @@ class CompletionBody(CommonBody):
 
 @dataclass(frozen=True)
 class Defaults:
-    """The values of fields that a body leaves out, named as mlx-lm's flags; temperature 0 is greedy."""
+    """Values for fields that a body omits, named like mlx-lm's flags. Temperature 0 is greedy."""
 
     max_tokens: int = 256
     temp: float = 0.0
@@ -207,7 +207,7 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 def parse(url: Any, body: Any) -> Body:
     """Validate the `url` and `body` of a line in a file of requests.
 
-    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field works only with a server.
+    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field is supported only by the server.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shortened(url)}")

@@ -1,4 +1,4 @@
-"""Applies chat templates; every caller goes through here. This file imports nothing slow."""
+"""Apply chat templates. Every caller uses this file, which imports nothing slow."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from ..errors import SnapKVError, brief
 
 
 def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Return the messages in the chat template: token ids, or text with `tokenize=False`.
+    """Apply the chat template to messages. Return token ids, or text with `tokenize=False`.
 
     Raises: SnapKVError: the template fails.
     """
@@ -18,7 +18,7 @@ def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) ->
 
 @contextlib.contextmanager
 def template_failures() -> Iterator[None]:
-    """Raise SnapKVError for any exception in the block: templates and tokenizers are code of the model's authors."""
+    """Convert any exception in the `with` block to SnapKVError: templates and tokenizers are foreign code."""
     try:
         yield
     except SnapKVError:

@@ -1,4 +1,4 @@
-"""Constrained decoding: the logits processor that makes an answer obey its grammar."""
+"""Constrained decoding: a logits processor that makes an answer follow a grammar."""
 
 import itertools
 import math
@@ -15,33 +15,33 @@ from .grammar import AnswerFormat
 from .matcher import make_matcher, reason_of, vocabulary
 from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
-NO_QUOTES = r'start: /[^"\\]*/'  # the grammar of text that ends no string
-MAX_GROWTH_IN_STRING = (
-    3  # tokens by which a part of a string may lengthen a short end: the rest of a character
-)
-MAX_END = 512  # tokens of a short end that is looked for within an answer
-MAX_FIRST_END = 4096  # tokens of a short end that is looked for before the answer
+NO_QUOTES = r'start: /[^"\\]*/'  # grammar of text that does not end a string
+# Maximum tokens by which a part of a string may lengthen a short end: the rest of a character.
+MAX_GROWTH_IN_STRING = 3
+MAX_END = 512  # maximum tokens of a short end within an answer
+MAX_FIRST_END = 4096  # maximum tokens of a short end before the answer
 REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # how often a schema requires a part
-MAX_CANDIDATES = 8  # tokens that are tried near the end of the answer, the likeliest first
-# After a longer end, which takes milliseconds to look for, fewer tokens are tried: those that have this probability.
+# Maximum number of tokens that are tried near the end of the answer, most likely first.
+MAX_CANDIDATES = 8
+# After a longer end, which takes milliseconds to find, only tokens that together have this probability are tried.
 SHORT_END = 32  # tokens
 CANDIDATES_SHARE = 0.99
 
 
 class Constraint:
-    """A logits processor that allows only tokens that the answer's format allows, and then the end of the answer.
+    """A logits processor that allows only tokens of the answer's format, followed by the end of the answer.
 
-    mlx-lm's loops call it once for each token, with all tokens so far. The last token is still an array, whose value
-    may not have been computed. A loop with a draft model goes back to earlier tokens, and the constraint follows.
+    mlx-lm's loops call it once per token, with all tokens so far. The last token is still an array that may not have
+    been computed. Loops with a draft model go back to earlier tokens, and the constraint follows.
 
-    JSON keeps enough of `max_tokens` for a short end: a token that would leave too few is not allowed, and if the model
-    prefers such a token, the JSON is closed. A call is never closed, since the client would run it with arguments that
-    are cut.
+    For JSON, enough of `max_tokens` is reserved for a short end. A token that would leave too few is not allowed; if it
+    is the model's choice, the JSON is closed. Calls are never closed, because the client would run them with truncated
+    arguments.
 
     Args:
-        tokenizer: the model's tokenizer, whose tokens the grammar is compiled for.
+        tokenizer: the model's tokenizer, for whose tokens the grammar is compiled.
         answer_format: the grammar, the kind of answer, and the text that the answer continues.
-        max_tokens: limit of the answer's tokens; -1 for no limit.
+        max_tokens: maximum number of tokens in the answer; -1 for no limit.
 
     Attributes:
         format: the answer's format.
@@ -51,7 +51,7 @@ class Constraint:
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
-        """Compile the grammar, go past the prefill that the answer continues, and look for a short end."""
+        """Compile the grammar, advance past the prefill that the answer continues, and find a short end."""
         self.format = answer_format
         self.is_cut = False
         self._tokenizer = tokenizer
@@ -61,36 +61,36 @@ class Constraint:
         self._matcher.consume_tokens(prefill)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
-        # Tokens of the answer that the matcher has taken. It takes none after its end.
+        # Number of answer tokens that the matcher has consumed. After its end it consumes none.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        # One token may begin a part of the JSON, and so require what the schema requires of this part. That is not
-        # longer than the schema, unless parts are repeated.
+        # One token may start a part of the JSON, and thereby require everything that the schema requires of this part.
+        # This is not longer than the schema, unless parts are repeated.
         n_grammar = len(self._vocabulary.greedy_tokenize(answer_format.grammar))
         repeated = map(int, re.findall(REPEATED, answer_format.grammar))
         self._max_growth = n_grammar * math.prod(max(1, n) for n in repeated)
-        # Number of tokens left at which a short end is looked for again.
+        # Number of remaining tokens at which a short end is searched again.
         self._next_look = max_tokens
-        # Short ends by the token of the answer before them, which were found while this token was tried.
+        # Short ends that were found while a token was tried, by this token.
         self._known_ends: dict[int, list[int] | None] = {}
-        self._end: list[int] | None = None  # the tokens that close the JSON, once it is cut
+        self._end: list[int] | None = None  # the tokens that close the JSON, if it is cut
         self._require_enough_tokens()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return logits with -inf for tokens that are not allowed.
+        """Set the logits of tokens that are not allowed to -inf.
 
         Args:
-            tokens: the prompt and the answer so far.
+            tokens: token ids of the prompt and the answer so far.
             logits: `(1, vocabulary)`.
         """
         if self._n_prompt is None:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         is_next = n_answer == len(self._answer) + 1
-        # After going back, any token of the answer may be another one.
+        # After going back, any token of the answer may have changed.
         first_new = -1 if is_next else self._n_prompt
         new = tokens[first_new:]
-        # The mask needs only the tokens. The device computes the logits while the CPU makes the mask.
+        # The mask depends only on tokens, so the device computes the logits while the CPU makes the mask.
         mx.async_eval(new)
         mx.async_eval(logits)
         new_tokens: Any = new.tolist()
@@ -106,7 +106,7 @@ class Constraint:
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _consume(self, tokens: list[int]) -> None:
-        """Add tokens to the answer, and give them to the matcher until its end."""
+        """Add tokens to the answer. The matcher consumes them until its end."""
         for token in tokens:
             self._answer.append(token)
             if not self._matcher.is_stopped():
@@ -125,7 +125,7 @@ class Constraint:
         self._next_look = self._max_tokens
 
     def _require_enough_tokens(self) -> None:
-        """Raise SnapKVError if `max_tokens` are too few for the shortest JSON, unless thoughts come before it."""
+        """Check `max_tokens`. Raises: SnapKVError: the shortest JSON is longer, and no reasoning precedes it."""
         if self._max_tokens < 0:
             return
         try:
@@ -140,12 +140,13 @@ class Constraint:
             )
 
     def _keep_an_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
-        """Return which of the allowed tokens leave enough tokens for a short end of the JSON, `(vocabulary,)`.
+        """Return which allowed tokens leave enough tokens for a short end of the JSON, bool `(vocabulary,)`.
 
-        If the likeliest token does not, the JSON is closed: `is_cut` is set, and only the end's tokens are allowed.
+        If the most likely token does not, the JSON is closed: `is_cut` is set, and only the tokens of the end are
+        allowed.
 
-        Looking for an end takes time, so it is not done for every token. One token lengthens the end by at most
-        `_max_growth`. So the next look is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
+        Searching for an end takes time, so it is not done for every token. A token lengthens the end by at most
+        `_max_growth`, so the next search is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
         """
         n_left = self._max_tokens - len(self._answer)
         if self._end is not None:
@@ -162,7 +163,7 @@ class Constraint:
         self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
         if end is None or n_free > self._max_growth:
             return allowed
-        is_free = np.zeros_like(allowed)  # tokens that surely leave enough
+        is_free = np.zeros_like(allowed)  # tokens that certainly leave enough
         bits = self._matcher.compute_bitmask()
         if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
             is_free = allowed & self._without_quotes[: allowed.size]
@@ -176,14 +177,14 @@ class Constraint:
         return self._keep_an_end(allowed, logits)
 
     def _look(self, matcher: LLMatcher, n_left: int) -> list[int] | None:
-        """Return a short end of at most `n_left` tokens; None if none is found, or thoughts come before the JSON."""
+        """Return a short end of at most `n_left` tokens; None without one, or if reasoning precedes the JSON."""
         try:
             return short_end(matcher, self._vocabulary, min(n_left, MAX_END))
         except FreeText:
             return None
 
     def _fits(self, token: int, n_left: int) -> bool:
-        """Return whether the JSON can end within `n_left` tokens after a token, or the token begins thoughts."""
+        """Return whether the JSON can end within `n_left` tokens after a token, or the token starts reasoning."""
         ahead = self._matcher.deep_copy()
         if not ahead.consume_token(token):
             return False
@@ -198,14 +199,14 @@ class Constraint:
 
     @cached_property
     def _without_quotes(self) -> np.ndarray:
-        """Return which tokens have neither quote nor backslash, `(vocabulary,)`."""
+        """Return which tokens have neither quotes nor backslashes, bool `(vocabulary,)`."""
         matcher = make_matcher(self._tokenizer, NO_QUOTES)
         size = 8 * len(matcher.compute_bitmask())
         return allowed_tokens(matcher, size)
 
 
 def _likeliest(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
-    """Return up to `MAX_CANDIDATES` allowed tokens, the likeliest first; fewer if they have the probability `share`."""
+    """Return up to `MAX_CANDIDATES` allowed tokens, most likely first; fewer if they have probability `share`."""
     n = min(MAX_CANDIDATES, int(allowed.sum()))
     probabilities = mx.softmax(mx.where(mx.array(allowed), logits[0], -mx.inf), precise=True)
     order = mx.argsort(-probabilities)[:n]
@@ -222,13 +223,13 @@ def _only(allowed: np.ndarray, tokens: list[int]) -> np.ndarray:
 
 
 def _common_prefix_length(first: list[int], second: list[int]) -> int:
-    """Return the number of tokens with which both lists begin."""
+    """Return the number of tokens that both lists share at their start."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
     return sum(1 for _ in pairs)
 
 
 def _failure(matcher: LLMatcher) -> Exception:
-    """Return the error for a matcher that failed: the format is too complex, or a token was not an allowed one."""
+    """Return the error for a failed matcher: the format is too complex, or a token was not allowed."""
     why = reason_of(matcher)
     if "satisfy the grammar" in why:
         return RuntimeError(f"the answer has left its grammar: {why}")

@@ -1,4 +1,4 @@
-"""The `content` of messages as the text that a model reads: of text parts, documents, tool results and media."""
+"""Convert the `content` of messages (text parts, documents, tool results, media) to text for the model."""
 
 import base64
 import binascii
@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 from .validation import require
 
-SEPARATOR = "\n\n"  # between texts that are joined
+SEPARATOR = "\n\n"  # separates joined texts
 TEXT_TYPES = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf", "screenshot")
-MAX_TYPE_LENGTH = 40  # characters of a part's type that a sentence quotes
-MAX_URL_LENGTH = 200  # characters of a part's URL that the model sees
+MAX_TYPE_LENGTH = 40  # maximum characters of a part's type in a sentence
+MAX_URL_LENGTH = 200  # maximum characters of a part's URL that the model sees
 
 Source = Literal["user", "tool", "other"]
 
@@ -22,7 +22,7 @@ class TextPart(NamedTuple):
     """A part of a content as text.
 
     Attributes:
-        note: a sentence on what of the part the model does not get, or None.
+        note: a sentence that says what the model does not get from the part, or None.
     """
 
     text: str
@@ -30,13 +30,13 @@ class TextPart(NamedTuple):
 
 
 def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
-    """Yield the text of each part of a content, which may be a text, a part, a list of both, or None.
+    """Yield the text of each part of a content: a text, a part, a list of both, or None.
 
     Args:
-        content: the `content` of a message, in the form of any API.
-        source: "user" for a message of the user or the system, which may have no media. "tool" for a tool's result,
-            where parts of unknown types become JSON. "other" for all others. In the last two cases, the model sees a
-            description of media in brackets.
+        content: the `content` of a message in any API.
+        source: "user" for messages of the user or the system, which must not contain media. "tool" for a tool's result,
+            in which parts of unknown types become JSON. "other" for all others. For "tool" and "other", media become a
+            description in brackets.
 
     Raises: ValueError: a part of a "user" message is not text.
     """
@@ -51,25 +51,25 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
 
 
 def as_list(content: Any) -> list[Any]:
-    """Return a list unchanged, a single value as a list of it, and None or "" as an empty list."""
+    """Return a list unchanged, a single value as a list, and None or "" as an empty list."""
     if content is None or content == "":
         return []
     return content if isinstance(content, list) else [content]
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON in one line, with letters outside of ASCII as they are."""
+    """Return a value as JSON on one line, without escaping non-ASCII letters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def part_type(part: dict[str, Any]) -> str:
-    """Return a part's `type`, cut to a length that fits in a sentence; "part" if it has no type."""
+    """Return a part's `type`, shortened for a sentence; "part" without a type."""
     kind = part.get("type")
     return kind[:MAX_TYPE_LENGTH] if isinstance(kind, str) else "part"
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text with U+FFFD in place of lone surrogates. A client that cuts a text inside an emoji sends them."""
+    """Replace lone surrogates by U+FFFD. Clients send them if they cut a text inside an emoji."""
     with contextlib.suppress(UnicodeEncodeError):
         text.encode()
         return text
@@ -77,9 +77,9 @@ def replace_surrogates(text: str) -> str:
 
 
 def replace_surrogates_in(value: Any) -> Any:
-    """Return a JSON value with `replace_surrogates` applied to its strings, except to keys of objects.
+    """Apply `replace_surrogates` to the strings of a JSON value, except to keys of objects.
 
-    A string of nothing but lone surrogates is left as it is. The tokenizer then refuses it.
+    A string that consists of lone surrogates does not change, so that the tokenizer rejects it.
     """
     if isinstance(value, str):
         text = replace_surrogates(value)
@@ -118,7 +118,7 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
         article = "an" if media[0] in "aeiou" else "a"
         subject = f".content has {article} {media}"
         raise ValueError(f"{subject}, and this model reads text only: leave it out")
-    if source == "tool" and media is None:  # the result of a service's own tool
+    if source == "tool" and media is None:  # the result of a built-in tool
         return TextPart(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
     facts = [media or kind, _size_or_url(part), "not shown to this model"]
     placeholder = ", ".join(fact for fact in facts if fact is not None)
@@ -126,7 +126,7 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
 
 
 def _media(part: dict[str, Any], kind: str) -> str | None:
-    """Return the kind of media that a part consists of, or None; an MCP resource in base64 is a file."""
+    """Return the kind of media that a part contains, or None. MCP resources in base64 are files."""
     for name in MEDIA:
         if name in kind:
             return name
@@ -136,7 +136,7 @@ def _media(part: dict[str, Any], kind: str) -> str | None:
 
 
 def _with_title(part: dict[str, Any], text: str) -> str:
-    """Return a document's text after its title or file name."""
+    """Put a document's title or file name before its text."""
     file = part.get("file")
     named = file if isinstance(file, dict) else part  # the object with the file name
     title = part.get("title") or named.get("filename")
@@ -146,7 +146,7 @@ def _with_title(part: dict[str, Any], text: str) -> str:
 
 
 def _document_text(part: dict[str, Any]) -> str | None:
-    """Return the text of a document, a file, a search result or an MCP resource; None if the part has no text."""
+    """Return the text of a document, file, search result or MCP resource; None if the part has no text."""
     kind = part_type(part)
     source = part.get("source")
     nested = part.get("resource") or part.get("file") or source
@@ -163,7 +163,7 @@ def _document_text(part: dict[str, Any]) -> str | None:
 
 
 def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
-    """Return the text in the `resource`, `file` or `source` of a part of the type `kind`; None if it has no text."""
+    """Return the text in `resource`, `file` or `source` of a part of type `kind`; None without text."""
     nested_type = nested.get("type")
     if nested_type == "text" and isinstance(nested.get("data"), str):
         return nested["data"]
@@ -177,9 +177,9 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
 
 
 def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
-    """Decode a text in base64 or in a data URL; return None for data that is not text.
+    """Decode text in base64 or in a data URL; return None if the data are not text.
 
-    A part whose type has "file" in it may also have no media type, or `application/...`: its bytes decide.
+    If the part's type contains "file", the media type may be missing or `application/...`, and the bytes decide.
     """
     if not isinstance(data, str):
         return None
@@ -197,7 +197,7 @@ def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:
-    """Return the size of a part's data in bytes, or its URL; None if the part has neither."""
+    """Return the size in bytes of a part's data, or its URL; None if it has neither."""
     for value in _strings(part):
         if value.startswith(("http://", "https://", "file://")):
             return value[:MAX_URL_LENGTH]
@@ -206,14 +206,14 @@ def _size_or_url(part: dict[str, Any]) -> str | None:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
-        # The empty text and the part's type, such as "file", may be valid base64 as well.
+        # An empty text or the part's type, such as "file", may also be valid base64.
         if len(data) >= 4 and value != part_type(part):
             return f"{n_bytes} bytes"
     return None
 
 
 def _strings(value: Any) -> list[str]:
-    """Return all strings in a JSON value, the longest first: data is longer than its description."""
+    """Return all strings in a JSON value, longest first, because data are longer than their description."""
     texts: list[str] = []
     stack = [value]
     while stack:

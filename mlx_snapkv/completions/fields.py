@@ -1,4 +1,4 @@
-"""Types of the fields of request bodies. They accept the spellings of numbers and lists that clients send."""
+"""Types for fields of request bodies, which accept the notations of numbers and lists that clients send."""
 
 from typing import Annotated, Any
 
@@ -7,13 +7,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from .contents import as_list
 from .validation import must
 
-NO_LIMIT = -1  # the value of `max_tokens` and `top_k` for "no limit", as in other servers
-NO_SEED = -1  # the value of `seed` for "random", as in other servers
-MAX_BIAS = 10_000  # added to a logit; a larger value would be infinite in half precision
+NO_LIMIT = -1  # value of `max_tokens` and `top_k` for "no limit", as in other servers
+NO_SEED = -1  # value of `seed` for "random", as in other servers
+MAX_BIAS = 10_000  # limit for values added to logits, because larger ones would be infinite in half precision
 
 
 class BodyModel(BaseModel):
-    """The base class of bodies and of objects in them.
+    """Base class of bodies and of the objects in them.
 
     Unknown fields, such as `cache_control` and `citations`, are ignored.
     """
@@ -22,7 +22,7 @@ class BodyModel(BaseModel):
 
 
 def _parse_number(value: Any) -> Any:
-    """Return a number that the client sent as text, such as "0.7", as a number; return other values unchanged."""
+    """Convert text such as "0.7" to a number; return other values unchanged."""
     if not isinstance(value, str) or "_" in value:  # Python would read "1_0" as 10
         return value
     try:
@@ -32,7 +32,7 @@ def _parse_number(value: Any) -> Any:
 
 
 def _whole_float_as_int(value: Any) -> Any:
-    """Return a whole number such as 4.0 as 4; return other values unchanged."""
+    """Convert a whole number such as 4.0 to 4; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""Grammars of answers that must be JSON of a schema, or a tool call, in llguidance's Lark."""
+"""Grammars, in llguidance's Lark, for answers that must be JSON of a schema or a tool call."""
 
 import json
 import re
@@ -13,18 +13,19 @@ from ..errors import SnapKVError
 from .matcher import MAX_OPTIONAL_PROPERTIES, make_matcher, vocabulary
 from .response_format import ANY_OBJECT, Schema
 
-# JSON on one line: a small model would fill its answer with white space wherever it is allowed.
+# JSON on one line. Where white space is allowed, small models fill their answers with it.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MAX_PREFILL_STARTS = 16  # brackets of a prefill that are tried as the start of its JSON
+# Maximum number of brackets in a prefill that are tried as the start of its JSON.
+MAX_PREFILL_STARTS = 16
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
-# Keywords that may allow properties that `properties` does not name.
+# Keywords that may allow properties that are not in `properties`.
 NAME_OTHERS = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
-LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
-# The formats that llguidance enforces. JSON Schema lets others be annotations.
+LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
+# Formats that llguidance enforces. JSON Schema allows others to be annotations.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-# Keywords whose value is an object of schemas by name.
+# Keywords whose value is an object of schemas, by name.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that llguidance doesn't know, with the values that restrict nothing.
+# Keywords that llguidance does not know, with the values that restrict nothing.
 UNRESTRICTIVE: dict[str, tuple] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -34,7 +35,7 @@ UNRESTRICTIVE: dict[str, tuple] = {
 
 
 class TooLargeTogether(SnapKVError):
-    """Each schema alone could be enforced, but not all of them in one grammar."""
+    """The schemas could be enforced one by one, but not together in one grammar."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class AnswerFormat:
     """The format that an answer must have.
 
     Attributes:
-        grammar: in llguidance's Lark.
-        kind: "json" for JSON of a schema. "marked call" for a call in the format of the model's tool parser, with its
-            markers. "call" for a call as a JSON object with name and arguments, for other parsers.
-        prefill: the start of the JSON, if the prompt ends with it and the answer continues it.
-        note: a sentence on what is not enforced.
+        grammar: the grammar, in llguidance's Lark.
+        kind: "json" for JSON of a schema. "marked call" for a call in the format of the model's tool parser, including
+            its markers. "call" for a call as a JSON object with name and arguments, for other parsers.
+        prefill: start of the JSON, if the prompt ends with it and the answer continues it.
+        note: a sentence about what is not enforced.
     """
 
     grammar: str
@@ -58,30 +59,30 @@ class AnswerFormat:
 def json_format(
     schema: Schema, tokenizer, state: str | None, what: str, may_call: bool = False
 ) -> AnswerFormat:
-    """Return the format of JSON that obeys a schema.
+    """Return the format for JSON that must follow a schema.
 
     Args:
         schema: a JSON schema.
-        tokenizer: the model's tokenizer, with its markers of thoughts and calls.
-        state: the initial state of mlx-lm's `TextStateMachine`, or None for an answer without thoughts.
-        what: the schema's name in an error.
-        may_call: whether the answer may be tool calls instead, in any form.
+        tokenizer: the model's tokenizer, with its markers of reasoning and calls.
+        state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
+        what: name of the schema in an error.
+        may_call: whether the answer may contain tool calls instead, in any format.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
     answer = f"%json {_enforceable(schema)}"
     if may_call and tokenizer.tool_call_start:
-        # After the marker of a call, any tokens: `<[*]>` is one token.
+        # Any tokens may follow the start marker of a call: `<[*]>` is one token.
         answer = f"({answer} | {_terminals(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
     return AnswerFormat(_grammar(answer, tokenizer, state, {what: schema}))
 
 
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
-    """Return the format of an answer that continues `prefill`, which may end with the start of the JSON.
+    """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON may start at any bracket. The first one from which the grammar accepts the prefill is taken; white space at
-    the end and line breaks, which the grammar forbids, are removed if needed. If the grammar accepts none, the answer
-    has the whole JSON.
+    The JSON may start at any bracket. The first bracket is used from which the grammar accepts the prefill, if
+    necessary without white space at the end and without line breaks, which the grammar forbids. If the grammar accepts
+    none, the answer contains the whole JSON.
     """
     brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts = [prefill[start:] for start in brackets[:MAX_PREFILL_STARTS]] or [prefill.lstrip()]
@@ -94,18 +95,18 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON as it is, then without white space at its end, and without line breaks."""
-    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # a JSON string has no line break
+    """Return the start of JSON unchanged, then without trailing white space, then without line breaks."""
+    on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
 
 
 def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
-    """Return the format of one call of one of the tools.
+    """Return the format for one call of one of the tools.
 
-    If the schemas of all parameters are too large together, the arguments may be any object, and the format has a note.
+    If all parameter schemas together are too large, arguments may be any object, and the format has a note.
 
-    Raises: SnapKVError: a tool has no name, or the schema of its parameters can't be enforced.
+    Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
     schemas = {
         name_of(tool): _arguments_schema(tool["function"].get("parameters")) for tool in tools
@@ -118,7 +119,7 @@ def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFor
 
 
 def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format of a call in the form that the model's tool parser reads; `schemas` are by tool name."""
+    """Return the format for a call that the model's tool parser can read; `schemas` are by tool name."""
     parser = tokenizer.tool_parser
     terminals = partial(_terminals, tokenizer=tokenizer)
     start = terminals(tokenizer.tool_call_start or "")
@@ -144,7 +145,7 @@ def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFor
 
 
 def name_of(tool: dict[str, Any]) -> str:
-    """Return a tool's name.
+    """Return the name of a tool.
 
     Raises: SnapKVError: the tool has no function with a name.
     """
@@ -156,9 +157,9 @@ def name_of(tool: dict[str, Any]) -> str:
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:
-    """Return the alternatives of a call as a JSON object, one for each tool.
+    """Return the alternatives of a call as a JSON object, one per tool.
 
-    The arguments of each are a grammar of their own, so that a `$ref` in them is resolved within their schema.
+    The arguments of each tool have a grammar of their own, so that `$ref` is resolved within their schema.
     """
     calls = []
     for name, schema in schemas.items():
@@ -168,10 +169,10 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 
 
 def _arguments_schema(parameters: Any) -> Schema:
-    """Return the schema of a call's arguments: an object.
+    """Return the schema for a call's arguments, which is an object.
 
-    If all required properties are among the parameters' own, or none is required, no others are allowed. Objects within
-    the arguments follow the same rule if they name properties.
+    Other properties are forbidden if all required ones are among the parameters, or if none is required. Objects within
+    the arguments follow this rule if they name properties.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -235,7 +236,7 @@ def _enforceable(schema: Schema) -> str:
 
 
 def _simplified(schema: Any) -> Any:
-    """Return a schema without keywords that restrict nothing, and with numbers such as 2.0 as 2."""
+    """Remove keywords that restrict nothing from a schema, and write numbers such as 2.0 as 2."""
     if isinstance(schema, list):
         return [_simplified(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
@@ -254,25 +255,25 @@ def _simplified(schema: Any) -> Any:
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
-    """Return whether a keyword restricts nothing with this value, although llguidance refuses it."""
+    """Return whether a keyword with this value restricts nothing, although llguidance rejects it."""
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
-    # Types are compared as well, since Python takes True for 1.
+    # Types are compared, too, because True equals 1 in Python.
     return any(
         type(value) is type(other) and value == other for other in UNRESTRICTIVE.get(keyword, ())
     )
 
 
 def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
-    """Return the grammar of an answer in Lark, with the thoughts that may come before it.
+    """Return the grammar of an answer in Lark, including reasoning that may precede it.
 
     Args:
-        answer: the expression of the answer without its thoughts.
-        tokenizer: the model's tokenizer, with its markers of thoughts.
-        state: as in `json_format`. In "reasoning", the answer begins within thoughts.
-        schemas: the schemas in `answer`, by their names in errors.
+        answer: expression of the answer without reasoning.
+        tokenizer: the model's tokenizer, with its markers of reasoning.
+        state: see `json_format`. In "reasoning", the answer starts within reasoning.
+        schemas: the schemas in `answer`, by name in errors.
 
     Raises:
         TooLargeTogether: each schema could be enforced alone.
@@ -285,7 +286,7 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     try:
         make_matcher(tokenizer, grammar)
     except SnapKVError:
-        # The error of a single schema names it.
+        # Find the schema that causes the error, so that the error names it.
         for what, schema in schemas.items():
             make_matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
         if len(schemas) > 1:
@@ -295,7 +296,7 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
 
 
 def _require_few_optional(schema: Schema, what: str) -> None:
-    """Raise SnapKVError if an object of a schema has more optional properties than the matcher can follow."""
+    """Check that no object of a schema has more optional properties than the matcher supports. Raises: SnapKVError."""
     n_optional = max(_n_optional_properties(schema), default=0)
     if n_optional > MAX_OPTIONAL_PROPERTIES:
         why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
@@ -303,7 +304,7 @@ def _require_few_optional(schema: Schema, what: str) -> None:
 
 
 def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the expression of thoughts before an answer, and the rules that it refers to."""
+    """Return the expression of reasoning before an answer, and the rules that it uses."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules
@@ -311,7 +312,7 @@ def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
     if first.startswith("<["):  # a special token
         end = f"TEXT {first}"
     else:
-        end = "until"  # lazy: it ends at the first end of thoughts
+        end = "until"  # lazy: it ends at the first end marker
         rules += f"until[lazy]: TEXT {first}\n"
     rules += f'thoughts: {" ".join([end, *rest])} "\\n\\n"?\n'
     if state == "reasoning":
@@ -336,12 +337,12 @@ def _n_optional_properties(schema: Any) -> Iterator[int]:
 
 
 def _terminals(text: str, tokenizer) -> str:
-    """Return a text as a sequence of terminals of a grammar."""
+    """Return a text as a sequence of the grammar's terminals."""
     return " ".join(_terminal_list(text, tokenizer))
 
 
 def _terminal_list(text: str, tokenizer) -> list[str]:
-    """Return a text as a list of terminals: its special tokens, such as call markers, by id, the rest as strings."""
+    """Return a text as a list of terminals: special tokens (such as call markers) by id, other text as strings."""
     known = vocabulary(tokenizer)
     special_ids = {
         str(token): token_id
@@ -350,7 +351,7 @@ def _terminal_list(text: str, tokenizer) -> list[str]:
     }
     parts = [text]
     if special_ids:
-        # A token may be the beginning of another one, so the longest is tried first.
+        # A token may be the start of another one, so longer ones are tried first.
         longest_first = sorted(special_ids, key=len, reverse=True)
         any_special = "|".join(map(re.escape, longest_first))
         parts = re.split(f"({any_special})", text)

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are one literal: JSON, Python's, or Gemma's, after a header with the tool's name."""
+"""Parse tool calls whose arguments are a literal (JSON, Python's or Gemma's) after a header with the tool's name."""
 
 import json
 import re
@@ -12,10 +12,10 @@ CLOSERS = {"{": "}", "[": "]", "(": ")"}
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 ESCAPED |= {letter: letter for letter in "\"'\\"}
-KEYWORDS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # what begins keyword arguments
-NUMBER = r"[\w.+-]+"  # also a constant
+KEYWORDS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # start of keyword arguments
+NUMBER = r"[\w.+-]+"  # also matches constants
 PLAIN = r"[^{}\[\](),]+"
-BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends it
+BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends the text
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
@@ -24,12 +24,12 @@ class Notation:
     """How a format writes calls.
 
     Attributes:
-        header: the regular expression of what comes before the arguments, with the groups `name` and maybe `id`; ""
-            if calls have no header.
-        quotes: what may begin and end a string; longer ones first.
+        header: regular expression of the text before the arguments, with the groups `name` and optionally `id`; "" if
+            calls have no header.
+        quotes: quotes of strings, longer ones first.
         escapes: whether a backslash in a string escapes the next letter.
-        is_json: whether arguments are JSON. Then values without quotes are no texts, and a slash may be escaped.
-        end: what comes after a call, or "".
+        is_json: whether arguments are JSON. If so, unquoted values are not text, and slashes may be escaped.
+        end: text after a call, or "".
     """
 
     header: str = ""
@@ -40,13 +40,13 @@ class Notation:
 
     @cached_property
     def next_call(self) -> re.Pattern[str]:
-        """Return the expression of a call's header."""
+        """Return the regular expression of a call's header."""
         return re.compile(self.header)
 
 
 JSON = Notation()
 NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
-# The formats by the name of mlx-lm's parser.
+# Formats, by the name of mlx-lm's parser.
 FORMATS = {
     "function_gemma": Notation(
         rf"call:{NAME}\s*(?={{)", ("<escape>",), escapes=False, is_json=False
@@ -65,12 +65,12 @@ FORMATS = {
 
 
 def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> list[dict[str, Any]]:
-    """Return the calls that follow headers in a text, with `name`, `arguments` and maybe `id`.
+    """Return the calls that follow headers in a text, with `name`, `arguments` and optionally `id`.
 
     Args:
         text: the answer's text between the markers of a call.
-        notation: how the model's format writes calls.
-        is_complete: whether the model has ended the text. If it has, mistakes are repaired.
+        notation: notation of the model's format.
+        is_complete: whether the model has ended the text. If so, mistakes are repaired.
 
     Raises: ValueError: the arguments of a call can't be parsed.
     """
@@ -83,7 +83,7 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
 
 def parse_values(text: str, is_complete: bool) -> list[Any]:
-    """Return the objects in a text that is JSON between other text, the elements of lists one by one.
+    """Return the objects in a text that contains JSON among other text. Elements of lists are returned one by one.
 
     Raises: ValueError: an object or list can't be parsed.
     """
@@ -96,12 +96,12 @@ def parse_values(text: str, is_complete: bool) -> list[Any]:
 
 
 def _flat(value: Any) -> list[Any]:
-    """Return the elements of a list and of the lists in it, or a list of any other value."""
+    """Flatten nested lists; return any other value as a list."""
     return [part for item in value for part in _flat(item)] if isinstance(value, list) else [value]
 
 
 def ends_within_string(text: str, notation: Notation) -> bool:
-    """Return whether a text ends within a string that is within brackets."""
+    """Return whether a text ends within a string inside brackets."""
     reader = Reader(text, 0, notation)
     depth = 0
     while reader.position < len(text):
@@ -118,7 +118,7 @@ def ends_within_string(text: str, notation: Notation) -> bool:
 
 
 def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tuple[Any, int]:
-    """Return the value that begins at `start`, and where it ends."""
+    """Return the value that starts at `start`, and the position after it."""
     if notation.is_json:
         try:
             return DECODER.raw_decode(text, start)
@@ -130,24 +130,23 @@ def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tupl
 
 
 class Reader:
-    """Reads a literal as models write it: keys without quotes, strings in any quotes, Python's or JSON's constants.
+    """Reads a literal as models write it, with unquoted keys, any quotes, and constants of Python or JSON.
 
-    A comma may follow the last item. An outer bracket may be doubled. A value without quotes that is no constant is
-    text.
+    A comma may follow the last item. An outer bracket may be doubled. An unquoted value that is no constant is text.
 
     Attributes:
-        position: where the reader is in the text.
+        position: position of the reader in the text.
     """
 
     def __init__(self, text: str, position: int, notation: Notation, is_complete: bool = False):
-        """Start at `position`; closing brackets at the end of the text may be missing if `is_complete`."""
+        """Start at `position`. If `is_complete`, closing brackets may be missing at the end of the text."""
         self.position = position
         self._text = text
         self._notation = notation
         self._is_complete = is_complete
 
     def value(self, in_list: bool = False) -> Any:
-        """Return the value at the position, and advance past the value.
+        """Read the value at the position. Raises: ValueError: there is no value.
 
         Raises: ValueError: there is no value.
         """
@@ -166,12 +165,12 @@ class Reader:
         return self._bare(in_list)
 
     def quote(self) -> str:
-        """Return what begins a string at the position, or ""."""
+        """Return the quote at the position, or ""."""
         at = self._text.startswith
         return next((quote for quote in self._notation.quotes if at(quote, self.position)), "")
 
     def string(self) -> str:
-        """Return the string at the position, and advance past it.
+        """Read the string at the position. Raises: ValueError: the string has no end.
 
         Raises: ValueError: the string has no end.
         """
@@ -183,7 +182,7 @@ class Reader:
         return ESCAPE.sub(self._unescaped, body) if self._notation.escapes else body
 
     def _unescaped(self, escape: re.Match[str]) -> str:
-        """Return what an escape means; an unknown one is text."""
+        """Return the meaning of an escape sequence. Unknown ones are text."""
         code = escape[1] or escape[2]
         if code:
             return chr(int(code, 16))
@@ -192,7 +191,7 @@ class Reader:
         return ESCAPED.get(escape[3], escape[0])
 
     def _object(self, closer: str) -> dict[str, Any]:
-        """Return the object or the keyword arguments at the position."""
+        """Read the object or the keyword arguments at the position."""
         items: dict[str, Any] = {}
         for _ in self._items(closer):
             key = self.string() if self.quote() else self._match(r"[^\s:=,\"'{}\[\]()]+")
@@ -201,11 +200,11 @@ class Reader:
         return items
 
     def _list(self, closer: str) -> list[Any]:
-        """Return the list at the position."""
+        """Read the list at the position."""
         return [self.value(in_list=True) for _ in self._items(closer)]
 
     def _items(self, closer: str) -> Iterator[None]:
-        """Move from one item in brackets to the next, and past the closing bracket at the end."""
+        """Move from item to item within brackets, and finally past the closing bracket."""
         self.position += 1
         while not self._at(closer):
             yield
@@ -215,7 +214,7 @@ class Reader:
                 return
 
     def _bare(self, in_list: bool) -> Any:
-        """Return the value without quotes at the position: a constant, a number, or a text if the notation has such."""
+        """Read the unquoted value at the position: a constant, a number, or text if the notation allows it."""
         pattern = NUMBER if self._notation.is_json else PLAIN if in_list else BARE
         text = self._match(pattern).strip()
         if text in CONSTANTS:
@@ -228,21 +227,21 @@ class Reader:
         return text
 
     def _at(self, closer: str) -> bool:
-        """Return whether a closing bracket is at the position, or missing at the end; advance past it."""
+        """Read a closing bracket, and return whether it is there, or missing at the end of the text."""
         self._skip_blanks()
         if self._text.startswith(closer, self.position):
             self.position += 1
             return True
         rest = self._text[self.position :]
         is_end = not rest or rest.startswith(self._notation.end or "\0")
-        # The end of a text that ends with no bracket may be cut.
+        # If the text does not end with a bracket, its end may be cut off.
         follows_bracket = self._text[: self.position].rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_end and follows_bracket
 
     def _match(self, pattern: str) -> str:
-        """Return the text of a pattern at the position, and advance past it.
+        """Read the text that matches a pattern at the position.
 
-        Raises: ValueError: the pattern is not there.
+        Raises: ValueError: the pattern does not match.
         """
         found = re.compile(pattern).match(self._text, self.position)
         if found is None:
@@ -251,7 +250,7 @@ class Reader:
         return found[0]
 
     def _skip(self, pattern: str) -> bool:
-        """Return whether a pattern is at the position, and advance past it."""
+        """Read a pattern if it matches at the position, and return whether it does."""
         found = re.compile(pattern).match(self._text, self.position)
         self.position = found.end() if found else self.position
         return found is not None

@@ -1,4 +1,4 @@
-"""llguidance's view of a tokenizer, and its matcher, which enforces a grammar token by token."""
+"""llguidance's view of a tokenizer, and its matchers, which enforce a grammar token by token."""
 
 import re
 from typing import Any
@@ -9,16 +9,16 @@ from llguidance.hf import from_tokenizer
 
 from ..errors import SnapKVError, brief
 
-# Optional properties of an object. Any of them may come next, and each takes 4 items in a row of the parser.
+# Maximum optional properties of an object. Any of them may come next, and each takes 4 items in a row of the parser.
 MAX_OPTIONAL_PROPERTIES = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
-MAX_REASON_LENGTH = 200  # characters of the library's error that a sentence quotes
+MAX_REASON_LENGTH = 200  # maximum characters of the library's error in a sentence
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
 def vocabulary(tokenizer) -> LLTokenizer:
-    """Return the bytes of all tokens, cached for each tokenizer: a large vocabulary takes seconds.
+    """Return the bytes of all tokens. The result is cached per tokenizer, because large vocabularies take seconds.
 
     Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
     """
@@ -34,7 +34,7 @@ def vocabulary(tokenizer) -> LLTokenizer:
 
 
 def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
-    """Return a matcher of a grammar in llguidance's Lark, at the start of an answer.
+    """Return a matcher for a grammar in llguidance's Lark, at the start of an answer.
 
     Raises: SnapKVError: the grammar can't be enforced; `what` is its name in the sentence.
     """
@@ -45,10 +45,10 @@ def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatche
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Return a matcher's error as part of a sentence, without the library's prefixes and quotes of the grammar."""
-    # A quoted line of the grammar, or the parser's state, is the end of what a client can use.
+    """Return the error of a matcher for use in a sentence, without the library's prefixes and quotes of the grammar."""
+    # Quoted lines of the grammar and the parser's state are of no use to clients.
     reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
-    if reason.startswith("panic: "):  # one of the library's own limits
+    if reason.startswith("panic: "):  # one of the library's limits
         return "it is too large"
     reason = re.sub(
         r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",

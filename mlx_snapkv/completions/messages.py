@@ -1,7 +1,7 @@
-"""The messages of a chat, parsed from the bodies of every API.
+"""Parse the messages of a chat from the bodies of all APIs.
 
-OpenAI's chat completions, OpenAI's responses and Anthropic's messages write tool calls, tool results and thoughts in
-different places. Clients mix these forms, and repeat old messages with every later request.
+OpenAI's chat completions, OpenAI's responses and Anthropic's messages write tool calls, tool results and reasoning in
+different places. Clients mix these formats, and repeat old messages in every later request.
 """
 
 import json
@@ -28,7 +28,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "tool_response": "tool",
     "tool_result": "tool",
 }
-# Fields of a message that `Message` has in a form of its own; all others are `extra`.
+# Fields that `Message` has in its own format; all others are `extra`.
 PARSED_FIELDS = {
     "content",
     "role",
@@ -39,21 +39,21 @@ PARSED_FIELDS = {
     "reasoning",
     "reasoning_content",
 }
-# The field that holds a call's arguments: the first of these that is present.
+# Fields that may hold a call's arguments; the first one present counts.
 ARGUMENT_FIELDS = ("arguments", "input", "action", "operation", "queries", "code")
 THOUGHT_TYPES = ("thinking", "reasoning", "redacted_thinking")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message with one role: a text, thoughts and tool calls, or the result of a call.
+    """A message of one role: text with reasoning and tool calls, or the result of a call.
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        calls: tool calls in OpenAI's form, except that `arguments` is a value and not JSON text.
-        call_id: the id of the call that a "tool" message answers.
-        extra: fields that only some chat templates know.
-        notes: sentences on what of the client's message is left out.
+        calls: tool calls in OpenAI's format, except that `arguments` are a value rather than JSON text.
+        call_id: id of the call that a "tool" message answers.
+        extra: fields that only some chat templates read.
+        notes: sentences about omitted parts of the client's message.
     """
 
     role: str
@@ -72,12 +72,12 @@ def is_answer(item: Any) -> bool:
 
 
 def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
-    """Parse one message of a chat, or one item of a response's input. Calls and results become messages of their own.
+    """Parse one message of a chat, or one item of a response's input. Calls and results become separate messages.
 
     Args:
-        item: the message or item as the client sent it.
-        may_have_media: whether an image in a user message is described to the model, and not refused. This is for
-            messages after a tool's result, where clients put an image that the tool returned, and for messages that
+        item: the message or item, as the client sent it.
+        may_have_media: whether images in a user message are described to the model rather than rejected. This applies
+            to messages after a tool's result, where clients put images that the tool returned, and to messages that
             another model may have answered.
 
     Raises: ValueError: the item has no known form.
@@ -101,7 +101,7 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
 def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
     """Parse a message of the system, the user or the assistant, in the order of its parts.
 
-    Tool results in a user's message come before the user's text, since they answer the calls before the message. The
+    Tool results in a user's message are placed before the user's text, because they answer the preceding calls. The
     first message of the role gets the item's `extra` fields.
     """
     parts = as_list(item.get("content"))
@@ -126,7 +126,7 @@ def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) ->
 
 
 def _extra(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message that `Message` does not have in a form of its own."""
+    """Return the fields of a message that `Message` does not have in its own format."""
     return {
         name: value
         for name, value in item.items()
@@ -135,7 +135,7 @@ def _extra(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[Message]:
-    """Yield a message for each run of text parts, and for each thought, call and result."""
+    """Yield a message for each run of text parts, and for each reasoning, call and result."""
     for kind, group in groupby(parts, _part_kind):
         if kind == "text":
             yield _join(role, text_parts(list(group), source), separator="")
@@ -150,7 +150,7 @@ def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[M
 
 
 def _part_kind(part: Any) -> str:
-    """Return whether a part of a content is a "thought", a "call", a "result", or anything else, called "text"."""
+    """Return the kind of a content's part: "thought", "call", "result", or "text" for anything else."""
     kind = part_type(part) if isinstance(part, dict) else ""
     if kind in THOUGHT_TYPES:
         return "thought"
@@ -165,7 +165,7 @@ def _thought(part: dict[str, Any]) -> str:
 
 
 def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
-    """Return a message with the texts of all parts, and their notes without repetitions."""
+    """Return a message with the texts of all parts, and with their distinct notes."""
     texts = []
     notes = []
     for part in parts:
@@ -176,7 +176,7 @@ def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
 
 
 def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Return a tool's result as a message. Its text begins with the error that `item` reports, if there is one."""
+    """Return a tool's result as a message. If `item` reports an error, the text starts with it."""
     # A part with a note is a placeholder between line breaks, which the separator replaces.
     parts = (
         part._replace(text=part.text.strip("\n")) if part.note else part
@@ -190,7 +190,7 @@ def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
 
 
 def _failure(item: dict[str, Any]) -> str:
-    """Return the error that a result's fields report, in any API's form, or ""."""
+    """Return the error that the fields of a result report in any API, or ""."""
     error = item.get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         error = error["message"]
@@ -202,14 +202,14 @@ def _failure(item: dict[str, Any]) -> str:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call of any API in OpenAI's form, with its arguments as a value."""
+    """Return a tool call of any API in OpenAI's format, with its arguments as a value."""
     nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
-    inner = nested[0] if nested else call  # the object with the name and the arguments
+    inner = nested[0] if nested else call  # the object with name and arguments
     arguments = next((inner[key] for key in ARGUMENT_FIELDS if key in inner), None)
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
     name = inner.get("name") or call.get("name")
-    # A service's own tool has only a type, such as "web_search_call".
+    # Built-in tools only have a type, such as "web_search_call".
     if not isinstance(name, str):
         name = part_type(call).removesuffix("_call")
     function = {
@@ -221,14 +221,14 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_name(name: str, namespace: Any) -> str:
-    """Return a tool's name with its namespace, as `namespace__name`; namespaces of MCP servers may end in "__"."""
+    """Return a tool's name with its namespace, `namespace__name`. Namespaces of MCP servers may end in "__"."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace.rstrip('_')}__{name}"
 
 
 def parse_arguments(value: Any) -> Any:
-    """Return a call's arguments as a value: JSON text is parsed, other text stays text, and no arguments become {}."""
+    """Return a call's arguments as a value. JSON text is parsed, other text is kept, missing arguments become {}."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if not isinstance(value, str):
@@ -251,14 +251,14 @@ def _response_item(item: dict[str, Any], kind: str) -> list[Message]:
         )
     if kind == "reasoning":
         text = "".join(part.text for part in text_parts(item.get("content")))
-        return [Message("assistant", reasoning=text)] if text else []  # OpenAI encrypts thoughts
+        return [Message("assistant", reasoning=text)] if text else []  # OpenAI encrypts reasoning
     if kind.endswith("_output"):
         return [_result(item, item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
         return [Message("assistant", calls=(_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
     if kind.endswith("_call") and ("output" in item or output):
-        # A service's own tool: one item has both call and result.
+        # An item of a built-in tool contains both call and result.
         return [Message("assistant", calls=(_call(item),)), _result(item, item.get("id"), output)]
     if kind in ("tool_use", "tool_result", *THOUGHT_TYPES):
         return list(_content_messages([item], "assistant", "other"))

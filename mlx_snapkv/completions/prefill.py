@@ -1,4 +1,4 @@
-"""A prefill: an assistant's message at the end of a chat, which the answer continues."""
+"""A prefill: a message of the assistant at the end of a chat, which the answer continues."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its 
 
 
 def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
-    """Return turns without a last message of the assistant that has no text and no calls, and notes on it.
+    """Remove a last message of the assistant that has no text and no calls. Return the turns and notes about it.
 
-    A chat's only message stays.
+    A chat's only message is not removed.
     """
     if len(turns) < 2:
         return turns, []
@@ -41,10 +41,10 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
     The message is rendered with a mark at its end, and the rendered chat is cut at the mark. This drops what the
     template adds after a message, and keeps what it would strip.
 
-    Some templates leave this message out or refuse it. Its text then follows the generation prompt. If the generation
-    prompt begins thoughts, they are ended first.
+    Some templates omit or reject this message. Its text is then placed after the generation prompt. If the generation
+    prompt starts reasoning, the reasoning is ended first.
 
-    Raises: SnapKVError: the template fails, or leaves out the chat's only message.
+    Raises: SnapKVError: the template fails, or omits the chat's only message.
     """
 
     def render_text(chat: list[dict[str, Any]], add_generation_prompt: bool) -> Any:
@@ -69,5 +69,5 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
 
 def ends_in_thoughts(text: str, tokenizer) -> bool:
-    """Return whether a text begins thoughts and does not end them; the tokenizer's model must think."""
+    """Return whether a text starts reasoning without ending it. The tokenizer's model must support reasoning."""
     return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)

@@ -1,4 +1,4 @@
-"""Makes a body's prompt into the model's tokens: messages and tools in the chat template, or a text."""
+"""Convert the prompt of a body to tokens: messages and tools in the chat template, or a text."""
 
 import sys
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ ONLY_FUNCTIONS = "only functions are known here"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A body's prompt. It has no MLX arrays, so any thread can make it.
+    """The prompt of a body. It contains no MLX arrays, so any thread may create it.
 
     Attributes:
         tokens: token ids.
-        initial_state, tools, warnings, prefill: as in `CompletionRequest`.
-        tool_choice: the body's, or None if it is left out.
+        initial_state, tools, warnings, prefill: see `CompletionRequest`.
+        tool_choice: the body's choice; None if it was dropped.
     """
 
     tokens: list[int]
@@ -38,12 +38,12 @@ class Prompt:
 
 
 def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Prompt:
-    """Return a body's prompt.
+    """Return the prompt of a body.
 
     Args:
         body: the body of a chat or of a text completion.
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
-        vocabulary_size: number of tokens that the model knows, if it is less than the tokenizer's.
+        vocabulary_size: number of tokens that the model knows, if it is smaller than the tokenizer's.
 
     Raises: SnapKVError: the chat template refuses, the prompt is empty, or a token is outside the vocabulary.
     """
@@ -58,7 +58,7 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
-    """Return a chat's prompt, up to the place where the answer begins."""
+    """Return the prompt of a chat, up to the start of the answer."""
     tools, tool_choice, tool_notes = _tools_and_choice(body)
     rendered, notes = _render_messages(body, tokenizer, body.messages, tools, for_answer=True)
     return Prompt(
@@ -74,7 +74,7 @@ def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
 def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
     """Return the tokens of messages in the chat template, with the body's tools and without a generation prompt.
 
-    Raises: SnapKVError: the template refuses, or the model has no template.
+    Raises: SnapKVError: the template rejects them, or the model has none.
     """
     tools, _, _ = _tools_and_choice(body)
     rendered, _ = _render_messages(body, tokenizer, context, tools, for_answer=False)
@@ -84,7 +84,7 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 def _tools_and_choice(
     body: ChatBody,
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """Return the tools for the chat template, the choice among them, and notes on ignored tools and choices."""
+    """Return the tools for the chat template, the choice among them, and notes about ignored tools and choices."""
     choice = body.tool_choice
     may_call = choice is None or choice.type != "none"
     client_tools = replace_surrogates_in(body.tools or []) if may_call else []
@@ -104,31 +104,31 @@ def _tools_and_choice(
 
 
 def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
-    """Return whether a choice forces a call of one of the `services`, which are left out."""
+    """Return whether a choice forces a call of one of the `services`, which are not available."""
     if choice.service:
         return True
     if choice.type not in ("required", "function"):
         return False
-    if choice.function is None:  # any tool: a service, if the client has nothing else
+    if choice.function is None:  # any tool: a service, if the client offers nothing else
         return bool(services) and not tools
     return any(tool.get("name") == choice.function.name for tool in services)
 
 
 def _is_service(tool: dict[str, Any]) -> bool:
-    """Return whether a tool is built into an API's service, such as a web search, and not a function."""
+    """Return whether a tool is built into an API's service, such as web search, rather than a function."""
     has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
     is_function = "function" in tool or tool.get("type", "function") == "function" or has_schema
     return not is_function
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function in any API's form as chat templates take it."""
+    """Convert a function of any API to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
     function = {}
     for name, value in tool.items():
         if name != "type":
-            # `input_schema` is Anthropic's name. The order stays, since templates show it to the model.
+            # `input_schema` is Anthropic's name. The order is kept, because templates show it to the model.
             function["parameters" if name == "input_schema" else name] = value
     return {"type": "function", "function": function}
 
@@ -140,9 +140,9 @@ def _render_messages(
     tools: list[dict[str, Any]] | None,
     for_answer: bool,
 ) -> tuple[Rendered, list[str]]:
-    """Render messages with the body's options, and return them with all notes.
+    """Render messages with the body's options, and return the result with all notes.
 
-    With `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
+    If `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
     """
     messages = list(messages)
     thinking, notes = thinking_options(body, tokenizer)
@@ -154,7 +154,7 @@ def _render_messages(
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
-    """Return the tokens of a text; a list has the tokens already.
+    """Return the tokens of a text. A list contains tokens already.
 
     Raises: SnapKVError: the tokenizer fails.
     """

@@ -1,4 +1,4 @@
-"""Renders a client's chat with the model's chat template: to tokens, and the state in which the answer begins."""
+"""Render a client's chat with the model's chat template, and determine the state in which the answer starts."""
 
 import functools
 import inspect
@@ -30,10 +30,10 @@ class Rendered:
 
     Attributes:
         tokens: token ids of the prompt.
-        messages: the messages that the template was given.
-        options: the options that the template was given.
-        notes: sentences on parts of the chat that were omitted or rewritten.
-        prefill: the text at the end of the prompt that the answer continues.
+        messages: messages passed to the template.
+        options: options passed to the template.
+        notes: sentences about parts of the chat that were omitted or rewritten.
+        prefill: text at the end of the prompt that the answer continues.
     """
 
     tokens: list[int]
@@ -54,15 +54,15 @@ def render(
 
     Args:
         tokenizer: the model's tokenizer.
-        messages: the chat, in order.
-        tools: the tools for the template, in OpenAI's form; None without tools.
-        options: variables of the template.
-        continues: whether the answer continues the text of a last message of the assistant's.
+        messages: messages of the chat.
+        tools: tools for the template, in OpenAI's format; None without tools.
+        options: variables for the template.
+        continues: whether the answer continues the text of a last message of the assistant.
 
     Raises: SnapKVError: there is no template, or it refuses all rewrites; the sentence is about the original chat.
     """
     _require_renderable(tokenizer, tools, options)
-    # A client's options can't replace these two.
+    # Clients' options must not replace these two.
     own_options = ("tools", "continue_final_message")
     options = {name: value for name, value in options.items() if name not in own_options}
     if tools:
@@ -72,7 +72,7 @@ def render(
     drops_calls = _drops_calls(tokenizer, turns)
     first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if drops_calls and make_alternating not in changes:  # it turns calls into text
+        if drops_calls and make_alternating not in changes:  # this rewrite turns calls into text
             continue
         new_turns, new_options, new_notes = rewrite(changes, turns, options)
         new_messages = [for_template(turn) for turn in new_turns]
@@ -81,7 +81,7 @@ def render(
         except SnapKVError as error:
             first_refusal = first_refusal or error
             if isinstance(error.__cause__, (UnicodeError, RecursionError)):
-                break  # no rewrite can help
+                break  # no rewrite would help
             continue
         if not isinstance(tokens, list):
             raise SnapKVError(NOT_TOKENS)
@@ -97,7 +97,7 @@ def render(
 
 
 def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
-    """Raise SnapKVError if a chat can't be rendered, whatever its messages are."""
+    """Check what does not depend on the messages. Raises: SnapKVError: the chat can't be rendered."""
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: use /v1/completions")
     if tools and not tokenizer.has_tool_calling:
@@ -109,7 +109,7 @@ def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
 def _tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
-    """Return the token ids of messages; with a `prefill`, up to the end of the last message's text."""
+    """Return the token ids of messages. With a `prefill`, they end with the last message's text."""
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
@@ -118,7 +118,7 @@ def _tokens(
 
 
 def _drops_calls(tokenizer, turns: list[Message]) -> bool:
-    """Return whether there are calls that the template would silently leave out, since it never reads `tool_calls`."""
+    """Return whether the template would silently omit calls, because it never reads `tool_calls`."""
     template = tokenizer.chat_template
     # mlx-lm's own templates are functions, which can't be searched.
     is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
@@ -126,10 +126,10 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
-    """Return the state of mlx-lm's `TextStateMachine` at the start of the answer: "normal", or "reasoning".
+    """Return the state of mlx-lm's `TextStateMachine` at the start of the answer: "normal" or "reasoning".
 
-    It is "reasoning" if the prefill or the generation prompt begins thoughts. A tokenizer with a
-    `response_initial_state` decides itself, unless there is a prefill.
+    It is "reasoning" if the prefill or the generation prompt starts reasoning. Without a prefill, a tokenizer's
+    `response_initial_state` takes precedence.
     """
     if rendered.prefill:
         in_thoughts = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
@@ -141,13 +141,13 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
     tokens = rendered.tokens
     if tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens):
         return "normal"
-    # A message may also have the marker of thoughts in its text, so only the generation prompt counts.
+    # Messages may contain the marker of reasoning in their text, so only the generation prompt counts.
     in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
     return "reasoning" if in_thoughts else "normal"
 
 
 def _generation_prompt(tokenizer, rendered: Rendered) -> str:
-    """Return the text that the template adds after the last message, where the answer begins."""
+    """Return the text that the template adds after the last message, where the answer starts."""
 
     def render_text(messages: list[dict[str, Any]], **options: Any) -> str:
         return apply_template(tokenizer, messages, tokenize=False, **rendered.options | options)
@@ -158,16 +158,16 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
         without = render_text(rendered.messages, add_generation_prompt=False)
         if without != prompt and prompt.startswith(without):
             return prompt[len(without) :]
-        # This template ignores `add_generation_prompt`. The end of the text that does not depend on the last message
-        # is its generation prompt.
+        # This template ignores `add_generation_prompt`. Its generation prompt is the end of the text, as far as that
+        # does not depend on the last message.
         other = render_text([*before, last | {"content": "\u00a4"}])
-    except SnapKVError:  # the template refuses one of these chats
+    except SnapKVError:  # the template rejects one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
     return _common_end(prompt, other)
 
 
 def _common_end(first: str, second: str) -> str:
-    """Return the longest text with which both texts end."""
+    """Return the longest common end of two texts."""
     pairs = zip(reversed(first), reversed(second))
     n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return first[len(first) - n_same :]
@@ -175,10 +175,10 @@ def _common_end(first: str, second: str) -> str:
 
 def template_variables(tokenizer) -> set[str]:
     """Return the names of the variables that a tokenizer's chat template reads."""
-    custom = getattr(tokenizer, "_chat_template", None)  # a function of mlx-lm's
+    custom = getattr(tokenizer, "_chat_template", None)  # a function of mlx-lm
     names = set(inspect.signature(custom).parameters) if callable(custom) else set()
     template = tokenizer.chat_template
-    # Some tokenizers have several templates by name, such as "tool_use".
+    # Some tokenizers have several named templates, such as "tool_use".
     texts = template.values() if isinstance(template, dict) else [template]
     for text in texts:
         names |= _variables_in(text or "")
@@ -187,7 +187,7 @@ def template_variables(tokenizer) -> set[str]:
 
 @functools.cache
 def _variables_in(template: str) -> frozenset[str]:
-    """Return the variables of a template's text; all its words if it has syntax that only transformers knows."""
+    """Return the variables in the text of a template; all its words if only transformers understands its syntax."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))

@@ -1,4 +1,4 @@
-"""A completion request: a validated body as tokens, sampler, logits processors and conditions that end the answer."""
+"""A completion request: a validated body, with tokens, sampler, logits processors and stop conditions."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
-# Fields without a warning if they are left out: they change nothing of an answer here, or are about other requests.
+# Unsupported fields without a warning, because they would not change an answer here, or concern other requests.
 HARMLESS = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -27,7 +27,7 @@ HARMLESS = set(
     """.split()
 )
 EMPTY_VALUES: tuple[Any, ...] = ({}, [], "", False)
-MAX_FIELD_LENGTH = 80  # characters of an unknown field's name that a warning quotes
+MAX_FIELD_LENGTH = 80  # maximum characters of an unknown field's name in a warning
 PENALTY_FIELDS = {
     f"{name}_{field}"
     for name in ("repetition", "presence", "frequency")
@@ -39,8 +39,8 @@ class Bounds(NamedTuple):
     """Limits of a model.
 
     Attributes:
-        max_tokens: number of tokens of the longest answer.
-        vocabulary_size: number of tokens that have logits, if it is less than the tokenizer's.
+        max_tokens: maximum number of tokens of an answer.
+        vocabulary_size: number of tokens that have logits, if it is smaller than the tokenizer's.
     """
 
     max_tokens: int = sys.maxsize
@@ -57,17 +57,17 @@ class CompletionRequest:
     Attributes:
         prompt: token ids.
         sampler: None for greedy decoding.
-        processors: logits processors, in mlx-lm's order. A `constraint` is the last one.
-        stop: texts that end the answer and are not part of it.
-        initial_state: the state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
+        processors: logits processors in mlx-lm's order, with a `constraint` last.
+        stop: texts that end the answer, and are not part of it.
+        initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
         chat: whether the answer is a message; otherwise it continues a text.
-        n_logprobs: number of likeliest tokens that are reported with the log-probability of each token of the answer.
-            None if no log-probabilities are reported.
-        ignored: names of the body's unknown fields.
-        warnings: sentences on what of the body is left out.
-        constraint: forces the answer to obey a schema or to be a call, if the body asks for it.
-        uses_functions: whether the client expects a `function_call`, the older form of `tool_calls`.
-        prefill: the text of the assistant's that the answer continues. The answer does not repeat it.
+        n_logprobs: number of most likely tokens that are reported with the log-probability of each token; None if none
+            are reported.
+        ignored: names of unknown fields in the body.
+        warnings: sentences about ignored parts of the body.
+        constraint: makes the answer follow a schema or be a call, if the body requires it.
+        uses_functions: whether the client expects a `function_call`, the predecessor of `tool_calls`.
+        prefill: text of the assistant that the answer continues, without repeating it.
     """
 
     prompt: list[int]
@@ -94,15 +94,15 @@ def completion_request(
     bounds: Bounds = NO_BOUNDS,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
-    """Return the request that a body asks for.
+    """Return the request for a body.
 
     Args:
         body: the body of a chat or of a text completion.
         tokenizer: the model's tokenizer.
-        defaults: values for fields that the body leaves out.
-        seed: used if the body has none; 64 bits.
+        defaults: values for fields that the body omits.
+        seed: 64-bit seed, used if the body has none.
         bounds: the model's trained length and the size of its vocabulary.
-        prompt: the body's prompt, if it has been made before.
+        prompt: prompt of the body, if it was made before.
 
     Raises: SnapKVError: as `tokenize`, or the answer cannot be constrained as asked.
     """
@@ -146,7 +146,7 @@ def completion_request(
 
 
 def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
-    """Return mlx-lm's logits processors for a body's fields.
+    """Return mlx-lm's logits processors for the fields of a body.
 
     Raises: SnapKVError: a token of `logit_bias` is outside the vocabulary.
     """
@@ -157,11 +157,11 @@ def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
 
 
 def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a sentence on each unknown field that a client may expect to have an effect.
+    """Return a sentence for each unknown field from which a client may expect an effect.
 
     Args:
         unknown: values of the unknown fields, by name.
-        may_call_several: whether an answer may have several tool calls.
+        may_call_several: whether an answer may contain several tool calls.
     """
     warnings = []
     for name, value in sorted(unknown.items()):
@@ -174,7 +174,7 @@ def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
 
 
 def _keeps_all(value: Any) -> bool:
-    """Return whether a value is a `context_management` without effect, which Claude Code sends with every request."""
+    """Return whether a value is a `context_management` without effect, which Claude Code always sends."""
     edits = value.get("edits") if isinstance(value, dict) else None
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
@@ -182,13 +182,13 @@ def _keeps_all(value: Any) -> bool:
 
 
 def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
-    """Return the number of tokens that an answer may have: the body's, or the default, within the model's bounds."""
+    """Return the maximum number of tokens of an answer: the body's or the default, within the model's bounds."""
     max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     return bounds.max_tokens if max_tokens == NO_LIMIT else min(max_tokens, bounds.max_tokens)
 
 
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
-    """Return the format of a call that `tool_choice` forces, or else of the JSON that `response_format` asks for.
+    """Return the format of a call that `tool_choice` forces, or of the JSON that `response_format` requires.
 
     Raises: SnapKVError: a call of an unknown tool is forced, or a schema can't be enforced.
     """
@@ -201,13 +201,13 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
         return None
     what = "response_format's schema"
     answer_format = json_format(schema, tokenizer, state, what, may_call=bool(prompt.tools))
-    if state == "reasoning":  # a prefill is then part of the thoughts, not of the JSON
+    if state == "reasoning":  # a prefill is then part of the reasoning rather than of the JSON
         return answer_format
     return continue_json(answer_format, prompt.prefill, tokenizer)
 
 
 def _callable_tools(tools: list[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
-    """Return the tools of which a choice forces a call: the one that it names, or else all.
+    """Return the tools that a forced choice allows: the named one, or all.
 
     Raises: SnapKVError: there is no such tool.
     """

@@ -1,4 +1,4 @@
-"""The `response_format` of a chat completion: text, any JSON object, or JSON that obeys a schema."""
+"""The `response_format` of a chat completion: text, any JSON object, or JSON that must follow a schema."""
 
 from typing import Any, Literal
 
@@ -11,13 +11,13 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
-    """OpenAI's `json_schema`, of which only the `schema` matters here; by default any object is allowed."""
+    """OpenAI's `json_schema`. Only its `schema` matters here; the default allows any object."""
 
     schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
 class ResponseFormat(BodyModel):
-    """OpenAI's response format. The schema may also be in `schema`, where other servers read it."""
+    """OpenAI's response format. Other servers read the schema from the field `schema`, which is accepted, too."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Schema | None = Field(None, alias="schema")
@@ -32,7 +32,7 @@ class ResponseFormat(BodyModel):
 
     @property
     def schema_to_enforce(self) -> Schema | None:
-        """Return the schema that the answer must obey; None for text."""
+        """Return the schema that the answer must follow; None for text."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is not None:

@@ -1,7 +1,7 @@
-"""Rewrites of a chat that its template refuses, from the smallest change to the largest.
+"""Rewrite chats that a template rejects, from the smallest change to the largest.
 
-Templates raise errors on what their model was not trained on: system messages, call ids of another form, a user's text
-after a tool result, several calls at once. Agents send all of these.
+Templates raise errors for chats on which their model was not trained: system messages, call ids in another format, a
+user's text after a tool result, several calls at once. Agents send all of these.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from .messages import Message
 from .turns import calls_as_text, in_turns
 
 MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
-ACKNOWLEDGEMENT = "OK."  # the assistant's text between a tool result and the user's next message
+ACKNOWLEDGEMENT = "OK."  # text of the assistant between a tool result and the user's next message
 OMITTED = "(what was said before is left out)"
 
 Chat = tuple[list[Message], dict[str, Any]]  # turns, and options of the template
@@ -24,7 +24,7 @@ Change = Callable[[list[Message], dict[str, Any]], Chat]
 
 
 def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Give calls the ids of nine characters that Mistral's templates demand: always the same for a client's id."""
+    """Give calls ids of nine characters, as Mistral's templates require. A client's id always gets the same one."""
 
     def shorten(call_id: str) -> str:
         if MISTRAL_CALL_ID.fullmatch(call_id):
@@ -40,7 +40,7 @@ def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Give tools all fields that templates may read; if one of them has no function, change none."""
+    """Add all fields that templates may read to the tools. If a tool has no function, change nothing."""
     default_function = {"description": "", "parameters": {}}
     default_schema = {"type": "object", "properties": {}, "required": []}
     tools = []
@@ -57,13 +57,13 @@ def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _give_system_to_user(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Make the system's message the user's first one."""
+    """Turn the system's message into the first message of the user."""
     changed = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
     return in_turns(changed), options
 
 
 def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: bool) -> Chat:
-    """Make the arguments of all calls JSON text, or else objects."""
+    """Convert the arguments of all calls to JSON text or to objects."""
 
     def convert(arguments: Any) -> str | dict[str, Any]:
         if as_text:
@@ -78,14 +78,14 @@ def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: b
 
 
 def _drop_thoughts(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Drop the thoughts of turns with calls. Some templates accept thoughts and a call only without text."""
+    """Drop the reasoning of turns with calls, because some templates accept it only without calls."""
     return [replace(turn, reasoning="") if turn.calls else turn for turn in turns], options
 
 
 def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
     """Split turns with several calls, so that each call is followed by its result.
 
-    A result without a call of its id follows the first call that has no result yet.
+    A result whose call is unknown follows the first call without a result.
     """
     groups: list[list[Message]] = []  # a call with its results, or any other turn alone
     open_calls: dict[int, str] = {}  # index in `groups` -> id of a call without a result
@@ -110,7 +110,7 @@ def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Put a short answer of the assistant's before a user's turn that follows a call or a result.
+    """Insert a short answer of the assistant before a user's turn that follows a call or a result.
 
     Agents send reminders there.
     """
@@ -125,18 +125,18 @@ def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Make all calls and results text, so that only the user and the assistant alternate. The user is first."""
+    """Turn calls and results into text, so that only user and assistant alternate, starting with the user."""
     changed = in_turns(map(calls_as_text, turns))
-    # The system's message, if there is one, comes before the user's.
+    # A system message, if there is one, precedes the user's.
     first = 1 if changed and changed[0].role == "system" else 0
     if first < len(changed) and changed[first].role == "assistant":
         changed.insert(first, Message("user", OMITTED))
     return changed, options
 
 
-# Changes that keep the meaning: every rewrite except the first makes them.
+# Changes that keep the meaning. Every rewrite except the first includes them.
 HARMLESS: tuple[Change, ...] = (_shorten_ids, _describe_tools)
-# Each is tried with the system's message as it is, and then as the user's.
+# Each is tried with the system message unchanged, and then as the user's.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
     (partial(_convert_arguments, as_text=False),),
@@ -164,7 +164,7 @@ NOTES = {
 def rewrite(
     changes: tuple[Change, ...], turns: list[Message], options: dict[str, Any]
 ) -> tuple[list[Message], dict[str, Any], list[str]]:
-    """Return turns and the template's options after all `changes`, and notes for the client on these changes."""
+    """Apply `changes` to turns and options of the template. Return both, with notes for the client."""
     for change in changes:
         turns, options = change(turns, options)
     notes = [note for change, note in NOTES.items() if change in changes]

@@ -1,4 +1,4 @@
-"""The sampler that a body's fields ask for, with a random sequence of its own."""
+"""Make the sampler for a body, with its own random sequence."""
 
 import secrets
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ..errors import OptionError
 from .body import Body, Defaults
 
 SAMPLING_FIELDS = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-# A smaller temperature or top_p leaves only the likeliest token, and in float32 not even that one.
+# A smaller temperature or top_p selects the most likely token, or fails in float32.
 NEARLY_ZERO = 1e-6
 
 
@@ -31,7 +31,7 @@ def make_sampler(
     if options["top_k"] >= vocabulary_size:
         rule = f"less than the vocabulary's {vocabulary_size}"
         raise OptionError("top_k", rule, options["top_k"])
-    # A top_p of 0 in mlx-lm's flags, and so in `defaults`, means no limit; a client's means greedy decoding.
+    # A top_p of 0 means no limit in mlx-lm's flags, and so in `defaults`. From a client it means greedy decoding.
     asks_for_likeliest = body.top_p is not None and body.top_p < NEARLY_ZERO
     if options["temp"] < NEARLY_ZERO or asks_for_likeliest:
         return None
@@ -44,31 +44,31 @@ def make_sampler(
         seed = body.seed
     if seed is None:
         seed = secrets.randbits(64)
-    # XTC draws whether it applies, and then the token is drawn.
+    # XTC first draws whether it applies.
     n_draws = 2 if options["xtc_probability"] > 0 else 1
     return SeededSampler(sampler, seed % 2**64, n_draws)
 
 
 class SeededSampler:
-    """A sampler with its own random sequence, whatever other requests of the batch sample.
+    """A sampler with its own random sequence, independent of other requests in the batch.
 
-    It draws what mlx-lm's loop draws after `mx.random.seed(seed)`. MLX has one generator. Before each token it is set
-    to the state of this request's sequence. That state is computed on the CPU, without waiting for the model.
+    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has one generator, which is set to the state of this
+    request's sequence before each token. The state is computed on the CPU, without waiting for the model.
 
     Args:
         sampler: takes log-probabilities `(1, vocab_size)`, and draws from MLX's generator.
-        seed: 64 bits.
-        n_draws: number of random draws of `sampler` for one token.
+        seed: 64-bit seed.
+        n_draws: number of random draws per token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, n_draws: int):
-        """Begin the random sequence of `seed`."""
+        """Start the random sequence of `seed`."""
         self._sampler = sampler
         self._key = mx.random.key(seed)
         self._n_draws = n_draws
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Return the next token `(1,)`, sampled from log-probabilities `(1, vocab_size)`."""
+        """Sample the next token `(1,)` from log-probabilities `(1, vocab_size)`."""
         state: Any = self._key.tolist()
         high, low = state
         mx.random.seed((high << 32) | low)

@@ -1,4 +1,4 @@
-"""A short end of JSON: few tokens after which its grammar allows the answer to end."""
+"""Find a short end of JSON: a few tokens after which the grammar allows the answer to end."""
 
 import heapq
 import itertools
@@ -8,51 +8,52 @@ from dataclasses import dataclass, field
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, the best first
+CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, best first
 QUOTE = '"'
-IN_STRING = "~"  # a character that JSON allows only within strings
+IN_STRING = "~"  # a character that JSON allows only in strings
 CHOICES = (
     string.ascii_letters + string.digits + "{[-"
-)  # characters that a value or a name may go on with
-MAX_CHOICES = 8  # alternatives that are tried at one place
-MAX_PATHS = 64  # paths that are followed in one search
-MAX_STEPS = 4096  # tokens of all paths in one search
+)  # characters that may continue a value or a name
+MAX_CHOICES = 8  # maximum number of alternatives at one place
+MAX_PATHS = 64  # maximum number of paths in one search
+MAX_STEPS = 4096  # maximum number of tokens of all paths in one search
 
 
 class FreeText(Exception):
-    """The answer is within thoughts, whose end is not known."""
+    """The answer is within reasoning, whose end is unknown."""
 
 
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Return few tokens after which the grammar allows the answer to end.
+    """Return a few tokens after which the grammar allows the answer to end.
 
-    At each place the first of `CLOSERS` that the grammar allows is taken. If it allows none of them, up to
-    `MAX_CHOICES` alternatives are tried, the shortest path first, so that a recursive schema comes to its end.
+    At each place, the first of `CLOSERS` is used that the grammar allows. If it allows none, up to `MAX_CHOICES`
+    alternatives are tried, shortest path first, so that a recursive schema comes to an end.
 
-    Returns None if no end of at most `max_length` tokens is found.
+    Returns None if there is no end of at most `max_length` tokens.
 
-    Raises: FreeText: the answer is within thoughts.
+    Raises: FreeText: the answer is within reasoning.
     """
     end = _search(matcher, tokenizer, max_length, MAX_CHOICES)
-    # A place of many alternatives, such as a pattern, can use up all paths. Then only the first alternatives are taken.
+    # A place with many alternatives, such as a pattern, can use up all paths. Then only the first alternatives are
+    # tried.
     return _search(matcher, tokenizer, max_length, 1) if end is None else end
 
 
 def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
-    """Return whether the grammar allows each token next, as booleans `(size,)`."""
+    """Return whether the grammar allows each token next, bool `(size,)`."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
 def is_in_string(bits: bytes, tokenizer: LLTokenizer) -> bool:
-    """Return whether a matcher's bitmask allows both more of a string and its end."""
+    """Return whether a matcher's bitmask allows both the end of a string and more of it."""
     tokens = (_token(character, tokenizer) for character in (QUOTE, IN_STRING))
     return all(_is_allowed(bits, token) for token in tokens)
 
 
 @dataclass(order=True)
 class _Path:
-    """The tokens of a possible end so far, and a matcher that has taken them; the shortest path is the least."""
+    """A possible end so far: its tokens, and a matcher that has consumed them. Shorter paths are smaller."""
 
     length: int
     number: int
@@ -70,7 +71,7 @@ class _Path:
 def _search(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
-    """Follow the shortest path first, and return its tokens once the answer may end; None if all are too long."""
+    """Follow the shortest path first. Return its tokens when the answer may end; None if all are too long."""
     numbers = itertools.count()
     paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]
     n_steps = 0
@@ -85,7 +86,7 @@ def _search(
         n_steps += path.length - n_before
         if choices is None:
             continue
-        if not choices:  # it may end here, but a shorter path may be left
+        if not choices:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, path)
         for token in choices[:max_choices] if len(choices) <= MAX_CHOICES else choices[:1]:
             ahead = _Path(path.length, next(numbers), path.matcher.deep_copy(), [*path.tokens])
@@ -95,11 +96,11 @@ def _search(
 
 
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Go on with a path up to the next place without a closer, and return the tokens that may follow there.
+    """Advance a path to the next place without a closer, and return the tokens that may follow.
 
     Returns an empty list if the answer may end there, and None if the path is too long.
 
-    Raises: FreeText: the path is within thoughts.
+    Raises: FreeText: the path is within reasoning.
     """
     while not path.matcher.is_accepting():
         new = path.matcher.compute_ff_tokens()  # the tokens that the grammar forces
@@ -112,7 +113,7 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
             new = _possible(bits, QUOTE if in_string else CLOSERS, tokenizer)[:1]
         if not new:
             choices = _possible(bits, CHOICES, tokenizer)
-            # Anything else, such as the rest of a character: any token that the grammar allows.
+            # Anything else, such as the rest of a character: use any allowed token.
             any_token = int(allowed_tokens(path.matcher, tokenizer.vocab_size).argmax())
             return choices or [any_token]
         if path.length + len(new) > max_length or not path.take(new):
@@ -121,17 +122,17 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _possible(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
-    """Return the tokens of those characters that a matcher's bitmask allows."""
+    """Return the tokens of the characters that a matcher's bitmask allows."""
     tokens = (_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bits, token)]
 
 
 def _token(character: str, tokenizer: LLTokenizer) -> int:
-    """Return the token of one character."""
+    """Return the token of a character."""
     first, *_ = tokenizer.greedy_tokenize(character)
     return first
 
 
 def _is_allowed(bits: bytes, token: int) -> bool:
-    """Return whether a matcher's bitmask allows one token; for few tokens faster than `allowed_tokens`."""
+    """Return whether a matcher's bitmask allows a token. For few tokens this is faster than `allowed_tokens`."""
     return bool(bits[token // 8] >> (token % 8) & 1)

@@ -1,6 +1,6 @@
-"""Tool calls written with tags, such as `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+"""Parse tool calls written with tags, such as `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-Values are not escaped, so a string may contain the tags themselves.
+Values are not escaped, so a string may contain tags.
 """
 
 import json
@@ -18,15 +18,15 @@ QUOTED = r"""\s*["']?(?P<{}>[^\s<>"'][^<>"'\n]*?)["']?"""
 
 @dataclass(frozen=True)
 class Tags:
-    """The regular expressions of a format's tags.
+    """Regular expressions for the tags of a format.
 
     Attributes:
-        call: what opens a call, with the group `name`.
-        call_end: what closes a call.
-        argument: what opens an argument, with the group `key`, and `type` if the format names it. If `key` is absent,
-            the value is an object of all arguments.
-        argument_end: what closes an argument.
-        ends_at_marker: whether what closes a call is the model's marker, so that the text between markers lacks it.
+        call: start of a call, with the group `name`.
+        call_end: end of a call.
+        argument: start of an argument, with the group `key`, and `type` if the format uses types. Without `key`, the
+            value is an object of all arguments.
+        argument_end: end of an argument.
+        ends_at_marker: whether the model's marker ends a call, so that the text between markers has no end of the call.
         has_cdata: whether a value may be in a CDATA section.
     """
 
@@ -39,35 +39,35 @@ class Tags:
 
     @cached_property
     def next_call(self) -> re.Pattern[str]:
-        """Return the expression of what opens a call."""
+        """Return the expression for the start of a call."""
         return re.compile(self.call)
 
     @cached_property
     def tag(self) -> re.Pattern[str]:
-        """Return the expression of the tags outside of values."""
+        """Return the expression for tags outside of values."""
         return re.compile(
             f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
         )
 
     @cached_property
     def value_tag(self) -> re.Pattern[str]:
-        """Return the expression of the tags that open and close arguments."""
+        """Return the expression for the start and end of arguments."""
         return re.compile(f"(?P<argument>{self.argument})|(?P<end>{self.argument_end})")
 
     @cached_property
     def last_tag(self) -> re.Pattern[str]:
-        """Return the expression of a call's end that another call or the end of the text follows."""
+        """Return the expression for the end of a call that is followed by another call or the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
     def after_value(self) -> re.Pattern[str]:
-        """Return the expression of the tags that may follow the end of an argument."""
+        """Return the expression for tags that may follow an argument."""
         end_of_text = r"|\Z" if self.ends_at_marker else ""
         return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.last_tag.pattern})")
 
 
 def _glm(prefix: str) -> Tags:
-    """Return the tags of GLM's format, whose names begin with `prefix`."""
+    """Return the tags of GLM's format, with `prefix` in their names."""
     key, value = f"{prefix}arg_key", f"{prefix}arg_value"
     return Tags(
         call=rf"(?:\A|<{prefix}tool_call>)\s*(?P<name>[^\s<>{{}}\[\]\"']+)\s*(?=<{key}>|\Z|</?{prefix}tool_call>)",
@@ -79,7 +79,7 @@ def _glm(prefix: str) -> Tags:
 
 
 def _invoke(prefix: str) -> Tags:
-    """Return the tags of `<invoke name="NAME">`, whose names begin with `prefix`."""
+    """Return the tags of the format `<invoke name="NAME">`, with `prefix` in their names."""
     return Tags(
         call=rf"<{prefix}invoke\b[^<>]*?\bname={QUOTED.format('name')}\s*>",
         call_end=f"</{prefix}invoke>",
@@ -88,7 +88,7 @@ def _invoke(prefix: str) -> Tags:
     )
 
 
-# The formats by the name of mlx-lm's parser.
+# Formats, by the name of mlx-lm's parser.
 FORMATS = {
     "glm47": _glm(""),
     "kimi_k3": Tags(
@@ -127,13 +127,13 @@ class UnclosedArgument(ValueError):
 def parse_tagged_calls(
     text: str, tags: Tags, tools: Any, is_complete: bool
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text, with their `name` and `arguments`.
+    """Return the calls in a text, with `name` and `arguments`.
 
     Args:
         text: the answer's text between the markers of a call.
-        tags: the tags of the model's format.
-        tools: the request's tools, whose schemas type the arguments; None without tools.
-        is_complete: whether the model has ended the text. If it has, closing tags may be missing.
+        tags: tags of the model's format.
+        tools: tools of the request, whose schemas type the arguments; None without tools.
+        is_complete: whether the model has ended the text. If so, closing tags may be missing.
 
     Raises:
         UnclosedArgument: an argument has no end.
@@ -171,7 +171,7 @@ def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
 
 
 def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return an argument with its name, or all arguments if the value is an object of them."""
+    """Return an argument by name, or all arguments if the value is an object of them."""
     groups = tag.groupdict()
     key = groups["key"]
     if key is None:
@@ -184,9 +184,9 @@ def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dic
 def _value_end(
     text: str, start: int, tags: Tags, expected: Collection[str], is_complete: bool
 ) -> tuple[int, int]:
-    """Return where the value that begins at `start` ends, and where its closing tag ends.
+    """Return where the value that starts at `start` ends, and where its closing tag ends.
 
-    The closing tag is one that another tag of the call follows, and that closes no argument within the value.
+    The closing tag is followed by another tag of the call, and does not close an argument within the value.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -206,9 +206,9 @@ def _value_end(
 def _mended_value_end(
     text: str, start: int, tags: Tags, expected: Collection[str]
 ) -> tuple[int, int]:
-    """Return `_value_end` where closing tags are missing, or other text follows them.
+    """Return `_value_end` if closing tags are missing, or followed by other text.
 
-    The value ends before the call does, and before an argument that the tool expects.
+    The value ends before the end of the call, and before an argument that the tool expects.
     """
     last = tags.last_tag.search(text, start)
     limit = last.start() if last else len(text)
@@ -225,13 +225,13 @@ def _mended_value_end(
 
 
 def _closes(text: str, start: int, end: int, tags: Tags) -> bool:
-    """Return whether a value ends between `start` and `end`: there is a closing tag, or a line ends."""
+    """Return whether a value ends between `start` and `end`: there is a closing tag or a line break."""
     found = (tag["end"] for tag in tags.value_tag.finditer(text, start, end))
     return text[start:end].endswith("\n") or any(found)
 
 
 def _after_cdata(text: str, start: int, tags: Tags) -> int:
-    """Return where a value's CDATA section ends, or `start` if the value has none."""
+    """Return where the CDATA section of a value ends; `start` without a CDATA section."""
     if not tags.has_cdata or not text.startswith(CDATA_START, start):
         return start
     end = text.find(CDATA_END, start)
@@ -239,7 +239,7 @@ def _after_cdata(text: str, start: int, tags: Tags) -> int:
 
 
 def _without_cdata(value: str, tags: Tags) -> str:
-    """Return the text in a value's CDATA section, or the value if it has none."""
+    """Return the text in the CDATA section of a value; without one, the value itself."""
     inner = value.strip()
     if not (tags.has_cdata and inner.startswith(CDATA_START) and inner.endswith(CDATA_END)):
         return value

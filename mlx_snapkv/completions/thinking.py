@@ -1,4 +1,4 @@
-"""Translates the fields in which clients ask for more or less thinking into variables of the chat template."""
+"""Translate the fields by which clients control reasoning into variables of the chat template."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 from .body import ChatBody
 from .rendering import template_variables
 
-# (largest budget in tokens, its effort); a larger budget is "high"
+# (maximum budget in tokens, its effort); larger budgets are "high"
 EFFORTS = ((2048, "low"), (8192, "medium"))
 BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat templates
 
 
 class ThinkingRequest(NamedTuple):
-    """The thinking that one field of a body asks for.
+    """The amount of reasoning that a field of a body requests.
 
     Attributes:
-        field: the field's name, for notes.
-        budget: tokens.
+        field: name of the field, for notes.
+        budget: budget in tokens.
     """
 
     field: str
@@ -26,7 +26,7 @@ class ThinkingRequest(NamedTuple):
 
 
 def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the variables for the chat template, and notes on fields that are left out.
+    """Return variables for the chat template, and notes about ignored fields.
 
     A client's `chat_template_kwargs` take precedence over other fields.
     """
@@ -48,11 +48,11 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
 
 
 def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -> dict[str, Any]:
-    """Return the values of those of the template's variables that can express the request."""
+    """Return values for the template's variables that can express the request."""
     values: dict[str, Any] = {}
     if "reasoning_effort" in variables and request.effort is not None:
         values["reasoning_effort"] = request.effort
-    # mlx-lm's tokenizer passes `enable_thinking` on under the name that the template has for it.
+    # mlx-lm's tokenizer renames `enable_thinking` as the template requires.
     if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in variables:
         values["enable_thinking"] = request.thinks
     if request.budget is not None:
@@ -61,7 +61,7 @@ def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -
 
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
-    """Yield what each field of a body asks for; the later ones take precedence."""
+    """Yield the request of each field of a body. Later ones take precedence."""
     for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
         if isinstance(thinks, bool):
             yield ThinkingRequest(field=field, thinks=thinks)
@@ -81,7 +81,7 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
 
 
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
-    """Return what Anthropic's field `thinking` asks for: an object with a type and a budget, or only the type."""
+    """Return the request of Anthropic's field `thinking`: an object with a type and a budget, or only the type."""
     fields = thinking if isinstance(thinking, dict) else {}
     thinks = fields.get("type", thinking) not in ("disabled", False)
     budget = fields.get("budget_tokens")
@@ -93,5 +93,5 @@ def _anthropic_request(thinking: Any) -> ThinkingRequest:
 
 
 def _effort(budget: int) -> str:
-    """Return the effort that suits a budget in tokens."""
+    """Return the effort for a budget in tokens."""
     return next((effort for max_budget, effort in EFFORTS if budget <= max_budget), "high")

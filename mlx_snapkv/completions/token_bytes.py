@@ -1,4 +1,4 @@
-"""The bytes of single tokens: one character may need several tokens."""
+"""Return the bytes of single tokens, of which a character may need several."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token, also if they are only a part of a character, which `decode` shows as U+FFFD."""
+    """Return the bytes of a token, even if they are part of a character, which `decode` shows as U+FFFD."""
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:

@@ -1,4 +1,4 @@
-"""Parses the tool calls in a model's answer, in any of mlx-lm's formats, and repairs what small models get wrong."""
+"""Parse the tool calls in an answer, in any format of mlx-lm, and repair the mistakes of small models."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Levels of nesting in a call's arguments. Clients send a call back with later requests, whose JSON must stay parsable.
+# Maximum nesting of a call's arguments. Clients send calls back in later requests, whose JSON must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -20,32 +20,32 @@ METADATA_FIELDS = {"id", "type", "index"}
 def parse_tool_calls(
     text: str, parser: Callable, tools: Any, is_complete: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text, in OpenAI's form, or an empty list if the text has no calls or can't be parsed.
+    """Return the calls in a text in OpenAI's format; an empty list without calls, or if they can't be parsed.
 
     Strings are exactly what the model wrote. Other arguments are typed by the format or by the tool's schema.
 
     Args:
         text: the answer's text between the markers of a call.
-        parser: the tool parser of the model's tokenizer, which names the format. An unknown format is parsed by it.
-        tools: the request's tools, whose schemas type arguments; None without tools.
-        is_complete: whether the model has ended the text. If it has not, mistakes are not repaired, since an argument
-            may be cut.
+        parser: the tokenizer's tool parser, which names the format, and parses formats that are unknown here.
+        tools: tools of the request, whose schemas type arguments; None without tools.
+        is_complete: whether the model has ended the text. If not, mistakes are not repaired, because an argument may be
+            cut off.
     """
     values: list[Any] = []
-    # A parser of mlx-lm's may raise anything on what a model wrote.
+    # mlx-lm's parsers may raise anything for a model's text.
     with contextlib.suppress(Exception):
         values = _values(text, parser, tools, is_complete)
     calls = []
     for value in values:
         call = _tool_call(value)
-        if call is None:  # something other than a call, so none of the text is taken for calls
+        if call is None:  # not a call, so no part of the text counts as a call
             return []
         calls.append(call)
     return calls
 
 
 def _values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
-    """Return the calls in a text as the format gives them.
+    """Return the calls in a text as the format represents them.
 
     Raises: Exception: the text can't be parsed.
     """
@@ -70,7 +70,7 @@ def format_name(parser: Callable) -> str:
 def ends_within_argument(text: str, parser: Callable) -> bool:
     """Return whether the text of a call ends within an argument.
 
-    An end marker that follows such a text is part of the argument and does not end the call.
+    If so, an end marker after the text is part of the argument, and does not end the call.
     """
     name = format_name(parser)
     if (tags := tagged_calls.FORMATS.get(name)) and not text.lstrip().startswith(("{", "[")):
@@ -80,7 +80,7 @@ def ends_within_argument(text: str, parser: Callable) -> bool:
 
 
 def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
-    """Return whether a JSON value has `n_levels` levels of nesting or more."""
+    """Return whether a JSON value is nested `n_levels` levels deep or deeper."""
     if n_levels == 0:
         return True
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
 
 
 def _tool_call(value: Any) -> dict[str, Any] | None:
-    """Return a parsed value as a call in OpenAI's form; None if it lacks a name or has no object as arguments."""
+    """Convert a parsed value to a call in OpenAI's format; None without a name, or without an object of arguments."""
     if not isinstance(value, dict):
         return None
     function = value["function"] if isinstance(value.get("function"), dict) else value

@@ -1,4 +1,4 @@
-"""The `tool_choice` of a body, in the forms of OpenAI's three endpoints and of Anthropic's."""
+"""The `tool_choice` of a body, in the formats of OpenAI's three endpoints and of Anthropic."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from .contents import as_list
 from .fields import BodyModel, Name
 from .validation import require, required_for
 
-# The built-in tools of OpenAI that a tool_choice may name by their type.
+# Built-in tools of OpenAI that a tool_choice may name by type.
 SERVICES = {
     *("file_search", "web_search", "web_search_preview", "image_generation", "code_interpreter"),
     *("computer", "computer_use", "computer_use_preview", "mcp", "shell", "apply_patch"),
@@ -16,18 +16,18 @@ SERVICES = {
 
 
 class FunctionName(BodyModel):
-    """The function that a `tool_choice` names."""
+    """The function named by a `tool_choice`."""
 
     name: Name
 
 
 class ToolChoice(BodyModel):
-    """The client's decision whether an answer may or must call tools, and which ones.
+    """Whether an answer may or must call tools, and which ones.
 
     Attributes:
         type: "function" if the answer must call `function`.
-        allowed: names of the tools that may be called; None for all of them.
-        service: the type of the built-in tool that the client wants called, which does not exist here.
+        allowed: names of the tools that may be called; None for all.
+        service: type of the built-in tool that the client wants called, which is not available here.
     """
 
     type: Literal["auto", "none", "required", "function"]
@@ -39,9 +39,9 @@ class ToolChoice(BodyModel):
 
 
 def _as_tool_choice(value: Any) -> Any:
-    """Return a choice in any form as the fields of `ToolChoice`; an unknown form is returned unchanged.
+    """Convert a choice in any format to the fields of `ToolChoice`; return unknown formats unchanged.
 
-    Raises: ValueError: a choice of several tools has something other than tools.
+    Raises: ValueError: a choice of several tools contains something else.
     """
     if isinstance(value, str):
         return {"type": value}
@@ -61,7 +61,7 @@ def _as_tool_choice(value: Any) -> Any:
 
 
 def _name_fields(tool: Any) -> dict[str, Any]:
-    """Return the object with a tool's `name`, which may be in the tool itself or in its `function` or `custom`."""
+    """Return the object with a tool's `name`: the tool itself, or its `function` or `custom`."""
     require(isinstance(tool, dict), " should name tools", tool)
     return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
 

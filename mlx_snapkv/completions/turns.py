@@ -1,4 +1,4 @@
-"""Turns of a chat: messages with alternating roles, and the dictionaries that chat templates take."""
+"""Merge the messages of a chat into turns with alternating roles, in the format of chat templates."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,18 +10,18 @@ from .messages import Message
 
 
 def in_turns(messages: Iterable[Message]) -> list[Message]:
-    """Return messages with consecutive messages of one role joined, since many templates want alternating roles.
+    """Merge consecutive messages of one role, because many templates require alternating roles.
 
-    Results are put in the order of their calls, since most templates show the id of neither.
+    Results are put in the order of their calls, because most templates do not show ids.
 
-    A system message after the beginning, which agents send, becomes the user's: many templates accept it nowhere else,
-    and moving it to the front would change a prefix that may be in the prefix cache.
+    System messages after the start, which agents send, become the user's. Many templates do not accept them, and moving
+    them to the front would change a prefix that may be in the prefix cache.
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
         has_content = message.text or message.reasoning or message.calls or message.call_id
         if message.notes and not has_content:
-            continue  # everything in this message is left out
+            continue  # all of this message is omitted
         if not turns:
             turns.append(message)
             continue
@@ -36,9 +36,9 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
 
 
 def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yield messages, with consecutive results in the order of the calls before them.
+    """Yield messages, with consecutive results in the order of the preceding calls.
 
-    Results whose id belongs to none of these calls come last.
+    Results whose id matches none of these calls come last.
     """
     call_numbers: dict[str, int] = {}  # id of one of the last calls -> its number
     for role, group in groupby(messages, lambda message: message.role):
@@ -53,7 +53,7 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _join(first: Message, second: Message) -> Message:
-    """Return two messages of one role as one."""
+    """Merge two messages of one role."""
     return Message(
         role=first.role,
         text=_join_texts(first.text, second.text),
@@ -65,12 +65,12 @@ def _join(first: Message, second: Message) -> Message:
 
 
 def _join_texts(first: str, second: str) -> str:
-    """Return both texts with a separator between them, unless one is empty."""
+    """Join two texts with a separator, unless one is empty."""
     return SEPARATOR.join(text for text in (first, second) if text)
 
 
 def for_template(message: Message) -> dict[str, Any]:
-    """Return a message as the dictionary that chat templates take."""
+    """Return a message as a dict for chat templates."""
     fields: dict[str, Any] = {
         **message.extra,
         "role": message.role,
@@ -86,7 +86,7 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def calls_as_text(message: Message) -> Message:
-    """Return a message with its calls, or its result of a call, as text, for a template that knows no calls."""
+    """Turn the calls of a message, or the result of a call, into text, for templates without support for calls."""
     if message.role == "tool":
         return replace(message, role="user", text=f"[result]\n{message.text}", call_id="")
     if not message.calls:

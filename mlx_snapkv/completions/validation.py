@@ -1,4 +1,4 @@
-"""Validation of request bodies: checks of single values, and pydantic's errors as one sentence for the client."""
+"""Validate request bodies, and describe errors of pydantic in one sentence for the client."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
 
 from ..errors import SnapKVError
 
-MAX_VALUE_LENGTH = 60  # characters of a refused value that an error quotes
+MAX_VALUE_LENGTH = 60  # maximum characters of a rejected value in an error
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -18,8 +18,8 @@ def require(ok: bool, rule: str, value: Any) -> None:
 
     Args:
         ok: whether the value is allowed.
-        rule: the rest of an error sentence that starts with the field's name, such as "must not be empty". A rule
-            that starts with a dot, such as ".content must not be empty", adds to that name.
+        rule: rest of an error sentence that starts with the field's name, such as "must not be empty". A rule that
+            starts with a dot, such as ".content must not be empty", extends this name.
         value: the value that the error quotes.
     """
     if not ok:
@@ -27,12 +27,12 @@ def require(ok: bool, rule: str, value: Any) -> None:
 
 
 def error_sentence(place: str, rule: str) -> str:
-    """Return the sentence that the value at `place` in a body breaks a rule; `rule` is as in `require`."""
+    """Return the error sentence for a value at `place` in a body; `rule` is described in `require`."""
     return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
 
 
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """Return a field's validator that refuses values that are not valid; `rule` is as in `require`."""
+    """Return a validator that rejects values that are not valid; `rule` is described in `require`."""
 
     def validate(value: Any) -> Any:
         require(is_valid(value), rule, value)
@@ -42,7 +42,7 @@ def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
 
 
 def required_for(kind: str) -> AfterValidator:
-    """Return a field's validator that refuses None if the `type` of the same object is `kind`.
+    """Return a validator that rejects None if the `type` of the same object is `kind`.
 
     The model must declare `type` before the field.
     """
@@ -56,13 +56,13 @@ def required_for(kind: str) -> AfterValidator:
 
 
 def shortened(value: Any) -> str:
-    """Return the value's `repr`, cut to `MAX_VALUE_LENGTH` characters."""
+    """Return the `repr` of a value, shortened to `MAX_VALUE_LENGTH` characters."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
 
 
 def validate_body(model: type[Model], body: Any) -> Model:
-    """Return a JSON value as an instance of `model`.
+    """Parse a JSON value as an instance of `model`.
 
     Raises: SnapKVError: the body is invalid; the sentence names the field.
     """
@@ -74,7 +74,7 @@ def validate_body(model: type[Model], body: Any) -> Model:
 
 
 def describe_error(error: Mapping[str, Any], body: Any) -> str:
-    """Return one of pydantic's errors about a body as a sentence that names the field."""
+    """Describe an error of pydantic about a body in a sentence that names the field."""
     place = _path(error["loc"], body)
     kind = error["type"]
     got = shortened(error["input"])
@@ -88,7 +88,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
-    # Pydantic's other sentences speak of Python: "Input should be a valid dictionary or instance of ..."
+    # Pydantic's other sentences use terms of Python: "Input should be a valid dictionary or instance of ..."
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
@@ -97,9 +97,9 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
 
 
 def _path(location: Sequence[str | int], body: Any) -> str:
-    """Return an error's location as a path such as `messages.0.role`.
+    """Return the location of an error as a path such as `messages.0.role`.
 
-    Pydantic's location also has the names of union members. They are not keys of the body, and are skipped.
+    Pydantic's location also contains names of union members, which are not keys of the body, and are skipped.
     """
     path = []
     value = body
@@ -107,7 +107,7 @@ def _path(location: Sequence[str | int], body: Any) -> str:
         try:
             value = value[step]
         except (LookupError, TypeError):
-            # The last step may be the name of a field that the body lacks.
+            # The last step may be the name of a missing field.
             is_missing_field = number == len(location) and isinstance(value, dict)
             if not is_missing_field:
                 continue

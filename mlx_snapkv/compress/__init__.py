@@ -1,1 +1,1 @@
-"""Eviction: policies, and the caches that hold the entries that a policy keeps."""
+"""Eviction: policies that choose which entries stay, and caches for these entries."""

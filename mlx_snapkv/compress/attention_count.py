@@ -1,4 +1,4 @@
-"""The attention that each entry has received, counted for policies that ask for it, such as H2O."""
+"""Count the attention that each entry receives, for policies such as H2O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class AttentionCount:
-    """The attention that entries have received so far, and the queries that have yet to be counted.
+    """The attention that entries have received so far, and queries whose attention is not counted yet.
 
-    Queries of single tokens wait and are counted together, because every count reads all keys. A count never changes,
-    so a cache can be restored to an earlier count.
+    The queries of single tokens are collected and counted together, because each count reads all keys. The object never
+    changes, so a cache can be restored to an earlier count.
 
     Attributes:
         counts: whether queries are counted. If not, entries keep the attention that they received in another cache.
         received: `(B, n_kv_heads, n)` float32, the attention that the first `n` entries have received.
-        waiting: queries that have yet to be counted, `(B, n_heads, L, head_dim)` each.
+        waiting: queries that are not counted yet, `(B, n_heads, L, head_dim)` each.
     """
 
     counts: bool = True
@@ -26,26 +26,28 @@ class AttentionCount:
     waiting: list[mx.array] = field(default_factory=list)
 
     def counted(self, received: mx.array | None) -> AttentionCount:
-        """Return a count in which entries have received `received`, and no queries wait."""
+        """Return an object with a new count of received attention and no waiting queries."""
         return replace(self, received=received, waiting=[])
 
     def with_queries(self, queries: mx.array) -> AttentionCount:
-        """Return a count in which `queries` `(B, n_heads, L, head_dim)` wait after the others."""
+        """Return an object with more waiting queries, `(B, n_heads, L, head_dim)`."""
         return replace(self, waiting=[*self.waiting, queries])
 
     def total(
         self, shape: tuple[int, ...], votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
-        """Return the attention that each entry has received, float32 of `shape`; None if it is unknown.
+        """Add the attention of the waiting queries to `received`; None if the attention is unknown.
 
         Args:
-            shape: `(B, n_kv_heads, n)` of the entries.
-            votes: returns the attention that queries `(B, n_heads, L, head_dim)` give each entry, of `shape`.
+            shape: `(B, n_kv_heads, n)`, the shape of the result.
+            votes: returns the attention, of `shape`, that queries `(B, n_heads, L, head_dim)` give to the entries.
         """
         if not self.counts and self.received is None:
             return None
         received = mx.zeros((*shape[:2], 0)) if self.received is None else self.received
-        n_new = shape[2] - received.shape[2]  # entries that have received nothing yet
+        n_new = (
+            shape[2] - received.shape[2]
+        )  # number of entries that have not received attention yet
         total = mx.pad(received, [(0, 0), (0, 0), (0, n_new)])
         if self.waiting:
             total = total + votes(mx.concatenate(self.waiting, axis=2))
@@ -53,6 +55,6 @@ class AttentionCount:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Return the arrays that are evaluated between two tokens."""
+        """Return the arrays that are evaluated between two decoded tokens."""
         received = [] if self.received is None else [self.received]
         return [*self.waiting, *received]

@@ -20,37 +20,37 @@ from .selection import select
 
 @loadable
 class BlockKVCache(EvictingCache):
-    """A KV cache that never holds more than `quota.entries + block` entries per KV head, however many tokens it is fed.
+    """A KV cache of at most `quota.entries + block` entries per KV head, for any number of tokens.
 
-        [0 : n_kept)        entries that the last eviction kept, in order of position, different ones in every head
+        [0 : n_kept)        entries that the last eviction kept, in order of position; they differ between heads
         [n_kept : size())   entries of the tokens since then
 
-    Before an update that would not fit, the `quota.entries` entries that the policy scores highest are moved to the
-    front. All of them precede the new tokens, so the mask is the ordinary causal mask, aligned with the last entry.
-    Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
-    more than `block` tokens is held in full until the next update.
+    If the next tokens do not fit, the `quota.entries` entries with the highest scores move to the front first. They all
+    precede the new tokens, so the mask is the ordinary causal mask, aligned with the last entry. Keys keep the rotation
+    of their original position; `offset` is the logical position of the next token. An update of more than `block`
+    tokens is kept whole until the next update.
 
     Args:
-        policy: chooses the entries that stay; None keeps all entries.
+        policy: scores the entries; None evicts none.
         quota: number of entries that an eviction keeps.
-        block: number of tokens that fit in after an eviction.
-        layer: the model's `AttentionLayer` that the cache serves.
+        block: number of tokens between two evictions.
+        layer: the `AttentionLayer` of the cache.
         last: position before which queries may vote.
-        newest: number of last queries kept for the votes; None keeps as many as the policy's `obs_window`.
-        quantization: how entries are stored; None stores them as they come.
-        counting: the attention that entries have received; None counts it if the policy asks for it.
+        newest: number of last queries to keep for votes; None keeps `policy.obs_window`.
+        quantization: quantisation of the entries; None keeps them plain.
+        counting: attention that the entries have received; None starts a count if the policy needs one.
 
     Attributes:
-        steady: positions of tokens that all attend to the same entries: entries are evicted before the first of these
-            tokens only. If they are more than `block`, the cache holds them in addition.
-        expected: number of entries that the cache will hold at least. The first buffers have no more rows than that,
-            which saves memory.
+        steady: positions of tokens that must all attend to the same entries, so that an eviction may happen only before
+            the first of them. If there are more than `block`, the cache exceeds its limit for them.
+        expected_size: number of entries that the cache will hold at least. The first buffers are not larger, to save
+            memory.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
 
     steady = range(0)
-    expected = 0
+    expected_size = 0
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BlockKVCache(EvictingCache):
         quantization: Quantization | None = None,
         counting: AttentionCount | None = None,
     ):
-        """Start empty; the buffers are allocated by the first update."""
+        """Start without entries. The first update allocates the buffers."""
         if policy is not None and newest is None:
             newest = policy.obs_window
         super().__init__(last=last, newest=newest)
@@ -81,7 +81,7 @@ class BlockKVCache(EvictingCache):
         self._kept_positions: mx.array | None = None
 
     def _saved_numbers(self) -> dict[str, Any]:
-        """Return what is saved as JSON, by name."""
+        """Return the attributes that are saved as JSON, by name."""
         return super()._saved_numbers() | {
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
@@ -89,7 +89,7 @@ class BlockKVCache(EvictingCache):
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the saved arrays by name."""
+        """Return the attributes that are saved as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
             "received": self.counting.received,
@@ -97,7 +97,7 @@ class BlockKVCache(EvictingCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache from what was saved."""
+        """Set the attributes of a new cache to saved values."""
         super()._restore(numbers, arrays)
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
@@ -110,12 +110,12 @@ class BlockKVCache(EvictingCache):
 
     @property
     def capacity(self) -> int:
-        """Return the most entries per KV head that the cache holds."""
+        """Return the maximum number of entries per KV head."""
         return self.quota.entries + self.block
 
     @property
     def _n_since(self) -> int:
-        """Return the number of tokens since the last eviction."""
+        """Return the number of tokens read since the last eviction."""
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
         return self._n - n_kept
 
@@ -125,7 +125,7 @@ class BlockKVCache(EvictingCache):
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
 
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append stored keys and values of `L` tokens; evict entries first if they don't fit."""
+        """Append `L` tokens' keys and values, stored like the buffers. Evict entries first if they do not fit."""
         L = n_rows(keys)
         if self.is_due(L):
             self.evict()
@@ -135,7 +135,7 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def place(self) -> int:
-        """Count one more token, and return the row into which the caller writes its entry."""
+        """Count a new token, and return the row where the caller must write its entry."""
         self._n += 1
         self.offset += 1
         return self._n - 1
@@ -146,23 +146,25 @@ class BlockKVCache(EvictingCache):
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def evict(self) -> None:
-        """Keep the `quota.entries` entries that the policy scores highest."""
+        """Keep the `quota.entries` entries with the highest scores."""
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
-        # Queries before the window can't vote: entries after their own positions may be evicted already.
+        # Earlier queries can't vote, because entries before them may have been evicted.
         entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
         entries.budget = self.quota.entries
         entries.n_window = self.quota.n_window
-        kept = entries.taken(select(self.policy.score(entries), self.quota))
-        # A buffer with other references would be copied by the next write.
+        kept = entries.take(select(self.policy.score(entries), self.quota))
+        # The next write would copy a buffer with other references.
         entries.release()
-        if n_rows(self.keys) > self.capacity:  # enlarged for an update of more than `block` tokens
+        if (
+            n_rows(self.keys) > self.capacity
+        ):  # the buffers were enlarged for an update of more than `block` tokens
             self.keys = self.values = None
-        self.hold(kept)
+        self.replace_entries(kept)
 
-    def hold(self, entries: Entries) -> None:
-        """Replace all entries with `entries`, which come from the tokens before `offset`, in order of position."""
+    def replace_entries(self, entries: Entries) -> None:
+        """Replace all entries by `entries` of tokens before `offset`, in order of position."""
         entries = entries.packed(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
@@ -174,21 +176,21 @@ class BlockKVCache(EvictingCache):
         return self._entries(observed=self._observed(n_queries), received=self._received())
 
     def _take_queries(self, captured: Captured) -> None:
-        """Record the queries of the newest tokens, and count their attention if the policy asks for it."""
+        """Record the queries of the newest tokens. Count their attention if the policy needs it."""
         super()._take_queries(captured)
         if self.counting.counts:
             self._count(captured)
 
     def _count(self, captured: Captured) -> None:
-        """Count the attention of a call's queries before `last`; queries of single tokens wait to be counted together.
+        """Count the attention of a call's queries before `last`. Those of single tokens are collected first.
 
-        The call's entries are stored already.
+        The cache already holds the entries of the call.
         """
-        chunk_start = self.offset - captured.heads.shape[2]
+        chunk_start = self.offset - captured.queries.shape[2]
         n_voting = int(min(self.last, self.offset)) - chunk_start
         if n_voting <= 0:
             return
-        queries = mx.contiguous(captured.read(captured.heads[:, :, :n_voting]))
+        queries = mx.contiguous(captured.read(captured.queries[:, :, :n_voting]))
         self.counting = self.counting.with_queries(queries)
         if n_voting > 1 or len(self.counting.waiting) >= self.block:
             self.counting = self.counting.counted(self._received())
@@ -198,7 +200,7 @@ class BlockKVCache(EvictingCache):
         shape = (*self._heads, self._n)
 
         def votes(queries: mx.array) -> mx.array:
-            # Waiting queries are those of the newest tokens before `last`.
+            # The waiting queries are those of the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
             voters = self.voters(queries, positions, shape)
@@ -208,23 +210,23 @@ class BlockKVCache(EvictingCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the arrays recorded from queries, which are evaluated between two tokens of the answer."""
+        """Return the recorded arrays, which are evaluated between two decoded tokens."""
         return [*super().recorded, *self.counting.arrays]
 
     def is_due(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens."""
         if self.policy is None or self.offset in self.steady[1:]:
             return False
-        # Before the first of the steady tokens there must be room for all of them.
+        # Before the first steady token, there must be room for all of them.
         n_next = max(L, len(self.steady)) if self.offset in self.steady else L
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
         if (lacks_votes or lacks_statistics) and self._n_since == 0:
-            return False  # no query can vote yet; the next tokens' queries will
+            return False  # no query can vote yet; queries of the next tokens will
         return self._n + n_next > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
-        """Write stored entries to the rows `[start, size())`; enlarge the buffers first if they are too short."""
+        """Write stored entries to the rows `[start, size())`. Enlarge the buffers first if necessary."""
         n_before = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > n_before:
             buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
@@ -233,11 +235,11 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return how many rows the next buffers have, at least `size()`, after buffers of `n_before` rows."""
+        """Return the number of rows of the next buffers, at least `size()`, given the number of rows before."""
         is_unlimited = self.quota.entries >= UNLIMITED
         n_after = with_room(self._n) if is_unlimited else self.capacity
-        if n_before == 0 and self.expected:
-            n_after = min(n_after, self.expected)
+        if n_before == 0 and self.expected_size:
+            n_after = min(n_after, self.expected_size)
         return max(self._n, n_after)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

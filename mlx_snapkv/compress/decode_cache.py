@@ -1,4 +1,4 @@
-"""The cache that an answer is decoded from after its prompt was compressed."""
+"""Make the cache from which an answer is decoded after its prompt was compressed."""
 
 import mlx.core as mx
 
@@ -14,13 +14,13 @@ from .window import SnapKVCache
 def decode_cache(
     layer: AttentionLayer, kept: Entries, offset: int, policy: Policy, quota: Quota
 ) -> EvictingCache:
-    """Return a layer's cache for the tokens after the prompt.
+    """Return the cache of one layer for the tokens after the prompt.
 
     Args:
-        layer: the layer that the cache serves.
-        kept: the prompt's entries that the cache holds; later entries are quantised as these are.
+        layer: the `AttentionLayer` of the cache.
+        kept: the prompt's entries that were kept; later entries get the same quantisation.
         offset: position of the next token.
-        policy: the policy that compressed the prompt; its schedule and `on_full` select the kind of cache.
+        policy: the policy that compressed the prompt; its schedule and `on_full` determine the class of the cache.
         quota: number of entries that the policy keeps in this layer.
     """
     if policy.schedule == "block":
@@ -32,10 +32,10 @@ def decode_cache(
             quantization=kept.quantization,
         )
         cache.offset = offset
-        cache.hold(kept)
+        cache.replace_entries(kept)
         return cache
     n_window = None if policy.grows else quota.n_window
-    # A window that slides begins with the newest entries; one that grows begins empty.
+    # A sliding window starts with the newest entries, a growing one starts empty.
     n_in_window = 0 if n_window is None else min(len(kept), n_window)
     n_pin = len(kept) - n_in_window
     window = SnapKVCache(

@@ -1,4 +1,4 @@
-"""The base of the caches that evict entries."""
+"""The base class of caches that evict entries."""
 
 import json
 from abc import abstractmethod
@@ -29,19 +29,19 @@ from .policy import Policy
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """Base of the caches that evict entries: it stores and saves the entries, and shows them to the policy.
+    """Base class of caches that evict entries. It stores the entries, saves them, and presents them to the policy.
 
-    The first `size()` rows of the buffers `keys` and `values` hold the entries. A subclass says in which row each entry
-    is stored and when entries are evicted.
+    The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the order of the
+    rows, and when entries are evicted.
 
     Attributes:
-        keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the parts of quantised entries.
-        policy: evicts the entries that it scores lowest; None if no entries are scored.
+        keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the arrays of quantised entries.
+        policy: scores the entries; None if no entry is scored.
         positions: uint32 `(B, n_kv_heads, size())`, the original position of the entry in each row.
-        layer: the model's `AttentionLayer` that the cache serves; None if the policy needs no more than entries.
+        layer: the `AttentionLayer` of the cache; None if the policy needs only entries.
     """
 
-    # Attributes that are saved as JSON under their own names. All but the first two belong to the `Recorder`.
+    # Attributes that are saved as JSON. All except the first two are the `Recorder`'s.
     SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
         "offset",
         "_n",
@@ -62,40 +62,40 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append keys and values of `L` tokens, stored as the buffers are; evict entries first if they don't fit."""
+        """Append `L` tokens' keys and values, stored like the buffers. Evict entries first if they do not fit."""
 
     def flush(self) -> None:
-        """Move all entries into the first `n_entries` rows, which `place` requires."""
+        """Move all entries to the first `n_entries` rows, as `place` requires."""
 
     @abstractmethod
     def place(self) -> int:
-        """Count one more token of a flushed cache, and return the row into which the caller writes its entry."""
+        """Count a new token after `flush`, and return the row where the caller must write its entry."""
 
     def is_due(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens."""
         return False
 
     def evict(self) -> None:
-        """Keep the entries that the policy scores highest."""
+        """Keep the entries with the highest scores."""
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that brings the cache back to its present state, as often as it is called."""
+        """Return a function that restores the present state of the cache. It may be called repeatedly."""
         return super().restorer() if self.grows else restorer_of(self)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Append `(B, n_kv_heads, L, head_dim)` keys and values; return the stored entries for the attention."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return all stored entries for the attention."""
         self.append(pack(keys, self.quantization), pack(values, self.quantization))
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the stored entries, `(B, n_kv_heads, size(), head_dim)` each."""
         stored = self.keys, self.values
-        # A slice would keep an eviction from writing in place.
+        # If `keys` had a second reference, an eviction could not write in place.
         return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
-        """Return the saved numbers as JSON, and the saved arrays: mlx-lm's files hold strings and arrays only."""
+        """Return saved numbers as JSON, and saved arrays, because mlx-lm's files contain only strings and arrays."""
         arrays = {name: array for name, array in self._saved_arrays().items() if array is not None}
         return json.dumps(self._saved_numbers()), arrays
 
@@ -106,7 +106,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         self._restore(json.loads(numbers), arrays)
 
     def _saved_numbers(self) -> dict[str, Any]:
-        """Return what is saved as JSON, by name."""
+        """Return the attributes that are saved as JSON, by name."""
         return {
             "policy": None if self.policy is None else str(self.policy),
             "quantization": None if self.quantization is None else vars(self.quantization),
@@ -116,7 +116,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the saved arrays, or lists or tuples of arrays, by name; None for an array that does not exist."""
+        """Return the attributes saved as arrays, or lists or tuples of arrays, by name; None for missing ones."""
         return {
             "keys": self.keys,
             "values": self.values,
@@ -126,9 +126,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache from what was saved.
+        """Set the attributes of a new cache to saved values.
 
-        A file has lists for tuples, and leaves out empty lists.
+        Files contain lists in place of tuples, and omit empty lists.
         """
         policy = numbers["policy"]
         self.policy = None if policy is None else policy_named(policy)
@@ -150,12 +150,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             setattr(self, name, numbers[name])
 
     def is_trimmable(self) -> bool:
-        """Return False: mlx-lm takes True for "any number of tokens", and the prompt's evicted entries are gone."""
+        """Return False: mlx-lm would trim any number of tokens, but evicted entries can't be restored."""
         return False
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether the policy needs queries of the tokens to come."""
+        """Return whether the policy needs queries of later tokens."""
         return self.policy is not None and self.policy.observes_answer
 
     def size(self) -> int:
@@ -163,7 +163,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self._n
 
     def validate(self) -> str | None:
-        """Return what is wrong with a cache from a file; None if nothing is."""
+        """Describe an inconsistency in a loaded cache; return None if the cache is consistent."""
         if problem := super().validate():
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
@@ -179,7 +179,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return 0 if self.keys is None else n_bytes((self.keys, self.values))
 
     def empty(self) -> bool:
-        """Return whether the cache has no buffers yet."""
+        """Return whether the cache has no entries."""
         return self.keys is None
 
     @property
@@ -189,10 +189,10 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return first_array.shape[:2]
 
     def _entries(self, **others: Any) -> Entries:
-        """Return the entries in the order of their rows; `others` are further fields of `Entries`."""
+        """Return the entries in order of rows; `others` are additional fields of `Entries`."""
         return Entries(
             *self.keys_and_values(),
-            given_positions=self.positions,
+            explicit_positions=self.positions,
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,
@@ -202,7 +202,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def _observed(self, n: int) -> Queries | None:
         """Return the last `n` queries as voters; None if `n` is 0.
 
-        Raises: SnapKVError: they were not recorded.
+        Raises: SnapKVError: these queries were not recorded.
         """
         if not n:
             return None

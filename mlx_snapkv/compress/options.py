@@ -1,4 +1,4 @@
-"""The setting of a request that evicts entries: one policy, or one while the prompt is read and another afterwards."""
+"""The setting of a request that evicts entries: one policy, or one for the prompt and another for the answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ THEN = " then "  # separates two policies in a string
 
 @dataclass(frozen=True)
 class Compress:
-    """Evict entries: `policy` chooses while the prompt is read, `decode_policy` once it has been read.
+    """Evict entries: `policy` applies while the prompt is read, `decode_policy` at its end and during the answer.
 
-    By default one policy does both. A `policy` that another one follows must have schedule="block". It keeps at least
-    the sink and the recent window of the decode policy, which decides who votes at the prompt's end and how the answer
-    is decoded.
+    By default both are the same policy. A `policy` followed by another one must have schedule="block". It keeps at
+    least the sink and the window of `decode_policy`, which determines the queries that vote at the end of the prompt.
 
     Raises: SnapKVError: `policy` has schedule="once" and another policy follows.
     """
@@ -27,7 +26,7 @@ class Compress:
     decode_policy: Policy = None  # type: ignore[assignment]  # by default `policy`
 
     def __post_init__(self):
-        """Use `policy` for decoding, too, if no `decode_policy` is given."""
+        """Set `decode_policy` to `policy` if it is missing."""
         if self.decode_policy is None:
             object.__setattr__(self, "decode_policy", self.policy)
         elif self.policy.schedule != "block":
@@ -37,9 +36,9 @@ class Compress:
 
     @classmethod
     def from_string(cls, text: str) -> Compress:
-        """Return the setting of a string such as `"keydiff:budget=8192"`, or of two policies joined by " then ".
+        """Parse a string such as `"keydiff:budget=8192"`, or two such strings joined by " then ".
 
-        Raises: SnapKVError: the string can't be read.
+        Raises: SnapKVError: the string is invalid.
         """
         policies = [policy_named(part) for part in text.split(THEN)]
         if len(policies) > 2:
@@ -60,26 +59,29 @@ class Compress:
 
     @property
     def accumulates_attention(self) -> bool:
-        """Return whether a policy asks for the attention of all queries."""
+        """Return whether one of the policies needs the attention of all queries."""
         return any(policy.accumulates_attention for policy in self.policies)
 
     @property
     def observes(self) -> bool:
-        """Return whether a policy asks for queries, or for statistics computed from them."""
+        """Return whether one of the policies needs queries or their statistics."""
         return any(policy.observes for policy in self.policies)
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position that counts in the query statistics; None if no policy asks for statistics."""
+        """Return the first position that enters the query statistics; None if no policy needs statistics."""
         positions = [policy.query_statistics for policy in self.policies]
         return min((position for position in positions if position is not None), default=None)
 
     def fits(self, n_prompt: int) -> bool:
-        """Return whether a prompt of `n_prompt` tokens is within both budgets."""
+        """Return whether a prompt of `n_prompt` tokens fits both budgets."""
         return all(policy.fits(n_prompt) for policy in self.policies)
 
     def prefill_quota(self, n_prompt: int) -> Quota:
-        """Return the entries that each full-attention layer keeps while the prompt is read: all, under "once"."""
+        """Return the number of entries that each full-attention layer keeps while the prompt is read.
+
+        With schedule="once" these are all entries.
+        """
         quota = self.policy.quota(n_prompt)
         if not self.evicts_in_blocks:
             return replace(quota, entries=max(quota.entries, n_prompt))
@@ -91,7 +93,7 @@ class Compress:
         ).shrunk()
 
     def __str__(self) -> str:
-        """Return the setting as a command line takes it, such as "keydiff then snapkv:top_k=2048"."""
+        """Return the setting as a string such as "keydiff then snapkv:top_k=2048"."""
         if self.decode_policy is self.policy:
             return str(self.policy)
         return f"{self.policy}{THEN}{self.decode_policy}"

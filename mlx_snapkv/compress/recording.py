@@ -1,4 +1,4 @@
-"""The full KV cache that a prompt is read into before a policy compresses it."""
+"""The full KV cache into which a prompt is read before a policy compresses it."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from ..entries.queries import Recorder
 
 
 class RecordingKVCache(Recorder, LayerCache, KVCache):
-    """Holds all entries of a prompt, as mlx-lm's KV cache does, and records the queries of `[first, last)`.
+    """A `KVCache` that holds all entries of a prompt and records the queries of positions `[first, last)`.
 
     Args:
         first: first position whose post-RoPE query is recorded.
         last: position after the last recorded query.
-        capacity: number of entries to allocate at once, so that prefill never regrows the buffers.
-        layer: the model's `AttentionLayer` that the cache serves.
+        capacity: number of entries to allocate at once, so that prefill never reallocates the buffers.
+        layer: the `AttentionLayer` of the cache.
     """
 
     grows = converts_to_save = True
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
-        """Start empty; the first update allocates rows for `capacity` entries."""
+        """Start without entries. The first update allocates rows for `capacity` entries."""
         super().__init__(first=first, last=last)
-        self.step = capacity  # the number of rows by which mlx-lm's cache grows
+        self.step = capacity  # number of rows that mlx-lm's cache allocates at once
         self.layer = layer
 
     def with_entries_of(self, other: KVCache, n: int) -> RecordingKVCache:
-        """Return a cache of the first `n` entries of `other` and the queries recorded here; arrays are shared."""
+        """Return a cache with the first `n` entries of `other` and the queries of this cache. Arrays are shared."""
         if self._shared_votes is None:
-            self._shared_votes = {}  # all copies share it: they have the same queries
+            self._shared_votes = {}  # shared by all copies, which have equal queries
         cache = copy.copy(self)
         cache.share(other, n)
         return cache
 
     def share(self, other: KVCache, n: int) -> None:
-        """Hold the first `n` entries of `other`, in the arrays of `other`."""
+        """Use the first `n` entries of `other`. Arrays are shared."""
         self.keys, self.values = other.keys, other.values
         self.offset = n
 
     def fill(self, entries: Entries) -> None:
-        """Hold `entries`, unquantised, from position 0 on."""
+        """Use `entries`, dequantised, as those of positions from 0 on."""
         self.keys, self.values = entries.plain()
         self.offset = len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries with all recorded queries as voters.
 
-        `n_queries` is ignored, because `first` and `last` say which queries vote.
+        `n_queries` is ignored, because `first` and `last` determine the voters.
         """
         keys, values = self.keys_and_values()
         observed = None
@@ -69,11 +69,11 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
             shared_votes=self._shared_votes,
         )
 
-    def saved_form(self) -> Any:
-        """Return mlx-lm's own cache of the entries, without the queries."""
+    def cache_to_save(self) -> Any:
+        """Return mlx-lm's own cache with the entries, without queries."""
         return full_cache(Entries(*self.keys_and_values()), self.sparse_from)
 
     @property  # type: ignore[misc]  # no setter: the cache is converted before it is saved
     def state(self) -> tuple:
-        """Return what mlx-lm's prefill loop evaluates after a chunk: the entries and what was recorded."""
+        """Return the entries and recorded arrays, which mlx-lm's prefill loop evaluates after each chunk."""
         return self.keys, self.values, self._queries, self.moments.sums

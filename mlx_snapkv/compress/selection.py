@@ -1,4 +1,4 @@
-"""Selection of the entries that stay: pure functions from scores to positions."""
+"""Select the positions of the entries to keep, given their scores."""
 
 import mlx.core as mx
 
@@ -6,24 +6,24 @@ from ..entries.quota import Quota
 
 
 def select(scores: mx.array, quota: Quota) -> mx.array:
-    """Return the positions of the entries that `quota` keeps, uint32 `(B, n_kv_heads, n)`; see `select_positions`."""
+    """Select the entries that `quota` allows, uint32 `(B, n_kv_heads, n)`; see `select_positions`."""
     top_k = quota.entries - quota.n_sink - quota.n_window
     return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
 
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
-    """Return the positions of sink, `top_k` best entries of the middle, and recent window, in ascending order.
+    """Select the sink, the `top_k` best entries of the middle, and the recent window, in ascending order.
 
     Args:
-        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked; ties go
-            to the lower position.
+        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle `[n_sink, T - n_window)` is ranked; ties go to
+            lower positions.
         n_sink: number of first entries to keep.
         top_k: number of entries of the middle to keep.
         n_window: number of last entries to keep.
 
     Returns:
-        uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
-        `n_sink + top_k + n_window`, or `T` if that is smaller (then every entry is kept).
+        Positions, uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
+        `min(n_sink + top_k + n_window, T)`.
     """
     B, H, T = scores.shape
     if n_sink + top_k + n_window >= T:
@@ -38,10 +38,10 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
 
 
 def top_positions(scores: mx.array, k: int) -> mx.array:
-    """Return the positions `(..., k)` uint32, ascending, of the `k` highest of `(..., T)` scores, `0 < k <= T`.
+    """Return the positions `(..., k)` of the `k` highest scores `(..., T)`, ascending uint32, for `0 < k <= T`.
 
-    Exact under ties: every score above the k-th highest, then scores equal to it from the left. NaN ranks lowest, so
-    that the result is well formed whatever the scores.
+    Ties are resolved exactly: after all scores above the k-th highest, scores equal to it are taken from the left. NaN
+    ranks lowest, so that the result is valid for any scores.
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
@@ -52,7 +52,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
-    # Each chosen position is written to its place among them, and all others to a place after them.
+    # Each chosen position is written to its index among the chosen ones, all others to index k, which is cut off.
     n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
     places = mx.where(is_chosen, n_chosen_so_far - 1, k)
     positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)

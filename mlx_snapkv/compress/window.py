@@ -1,4 +1,4 @@
-"""The decoding cache of a compressed prompt: pinned entries and a window of the newest tokens."""
+"""The cache from which the answer to a compressed prompt is decoded: pinned entries and a window of newest tokens."""
 
 from typing import Any
 
@@ -12,36 +12,35 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # rows allocated after the window once several tokens have been appended at a time
+SLACK = 16  # rows allocated after the window for tokens that are appended several at a time
 
 
 @loadable
 class SnapKVCache(EvictingCache):
-    """A KV cache of pinned entries and a recent window that grows with the answer or slides over it.
+    """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
 
-        [0 : n_pin)            pinned: the sink and the voted entries
+        [0 : n_pin)            pinned: the sink and the entries with the most votes
         [n_pin : n_keep)       recent window; once it is full, a decoded token overwrites the oldest row (a ring)
         [n_keep : )            pending: tokens that were appended several at a time
 
-    A window without a limit is never full: each decoded token is written after the last one, and an update costs as
-    much as an update of mlx-lm's `KVCache`. A window that slides has a constant shape from the first decoded token to
-    the last.
+    A window without a limit never fills: each decoded token is appended, which costs as much as in mlx-lm's `KVCache`.
+    A sliding window keeps a constant shape while an answer is decoded.
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
-    `L > 1` tokens equals `L` updates of one token: `make_mask` hides from each token the entries that would be
-    overwritten by then. Pending tokens move into the window before the next update.
+    `L > 1` tokens equals `L` updates of one token: `make_mask` hides from each token the entries that would have been
+    overwritten before it. Pending tokens move into the window before the next update.
 
     Args:
-        keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the parts of
+        keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the arrays of
             quantised keys.
         values: like `keys`.
         positions: uint32 `(B, n_kv_heads, n_pin)`, original positions of the pinned entries.
         offset: position of the next token; the window holds the `n` tokens before it.
-        n_window: most entries in the window, at least 1; None lets it grow.
-        quantization: how the given entries are stored, and how later entries will be.
+        n_window: maximum number of entries in the window, at least 1; None lets it grow.
+        quantization: quantisation of the given entries and of later ones; None for plain entries.
 
     Attributes:
-        is_drafted: whether mlx-lm's speculative decoding uses the cache, and trims the drafts that it rejects.
+        is_drafted: whether mlx-lm's speculative decoding uses the cache, and trims rejected drafts.
 
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
@@ -60,7 +59,7 @@ class SnapKVCache(EvictingCache):
         n_window: int | None,
         quantization: Quantization | None = None,
     ):
-        """Take the given arrays as buffers, without copying them."""
+        """Use the given arrays as buffers, without copying them."""
         n_window = UNLIMITED if n_window is None else n_window
         n_pin = positions.shape[-1]
         n = n_rows(keys)
@@ -79,24 +78,24 @@ class SnapKVCache(EvictingCache):
         self.n_window = n_window
         self._pinned = positions.astype(mx.uint32)
         self._n = n
-        self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
+        self._oldest = 0  # ring pointer: the oldest entry of the window is in row n_pin + _oldest
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the saved arrays by name."""
+        """Return the attributes that are saved as arrays, by name."""
         return super()._saved_arrays() | {"pinned": self._pinned}
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache from what was saved."""
+        """Set the attributes of a new cache to saved values."""
         super()._restore(numbers, arrays)
         self._pinned = arrays["pinned"]
 
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append stored keys and values of `L` tokens; a single token overwrites the oldest entry of a full window."""
+        """Append `L` tokens' keys and values, stored like the buffers. In a full ring, one token replaces another."""
         L = n_rows(keys)
         self._move_pending()
         self._shrink(L)
         if L == 1 and self._n == self.n_keep:
-            row = self.place()  # counts the token, too
+            row = self.place()  # also counts the token
         else:
             row = self._n
             self._n += L
@@ -105,7 +104,7 @@ class SnapKVCache(EvictingCache):
         write((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
-        """Enlarge the buffers if they have too few rows; a window that slides gets all of its rows at once."""
+        """Enlarge the buffers if necessary. A sliding window is allocated completely."""
         n_before = n_rows(self.keys)
         if self.grows:
             n_after = with_room(self._n) if self._n > n_before else n_before
@@ -117,7 +116,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = grown((self.keys, self.values), n_after - n_before)
 
     def place(self) -> int:
-        """Count one more token, and return the row into which the caller writes its entry."""
+        """Count a new token, and return the row where the caller must write its entry."""
         if self._n < self.n_keep:
             row = self._n
             self._n += 1
@@ -129,12 +128,12 @@ class SnapKVCache(EvictingCache):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Return whether the window has no limit, so that no entry is ever overwritten."""
+        """Return whether the window has no limit, so that no entry is overwritten."""
         return self.n_window >= UNLIMITED
 
     @property
     def n_keep(self) -> int:
-        """Return the number of rows of the pinned entries and the full window."""
+        """Return the number of rows for pinned entries and a full window."""
         return self.n_pin + self.n_window
 
     @property
@@ -143,39 +142,39 @@ class SnapKVCache(EvictingCache):
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:
-        """Free the rows after the window that an update of `L` tokens does not need."""
+        """Free rows after the window that an update of `L` tokens does not need."""
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
 
     def flush(self) -> None:
-        """Move all entries into the first `n_entries` rows, which `place` requires."""
+        """Move all entries to the first `n_entries` rows, as `place` requires."""
         self._move_pending()
         self._shrink(1)
 
     def _move_pending(self) -> None:
-        """Write the pending entries over the window's oldest entries."""
+        """Move the pending entries into the ring, over its oldest entries."""
         n_pending = self._n - self.n_keep
         if n_pending <= 0:
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
         newest = rows((self.keys, self.values), self._n - n_moved, self._n)
-        # A full ring has its newest entries before its oldest one.
+        # The newest entries of a full ring are just before its oldest one.
         window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
         write((self.keys, self.values), self.n_pin + window_rows, newest)
         self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask for the next `N` tokens: None, `"causal"`, or bool `(N, size() + N)` of `visible`."""
+        """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask of `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        # The update will move pending entries into the ring first.
+        # The update moves pending entries into the ring first.
         n_pending = max(0, self._n - self.n_keep)
         n_in_window = self._n - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
         nothing_overwritten = n_in_window + N <= self.n_window
-        # A single token that overwrites an entry does so before it reads.
+        # A single token overwrites its entry before it reads.
         if N == 1 and (nothing_overwritten or n_in_window == self.n_window):
             return None
         if nothing_overwritten and not return_array:
@@ -183,11 +182,11 @@ class SnapKVCache(EvictingCache):
         return visible(self.n_pin, n_in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
-        """Return True for mlx-lm's speculative decoding only, which trims no more than it has fed."""
+        """Return True only for mlx-lm's speculative decoding, which trims no more tokens than it has appended."""
         return self.is_drafted and self.grows
 
     def trim(self, n: int) -> int:  # type: ignore[override]
-        """Drop the newest `n` tokens of a window that grows, at most the whole window; return their number."""
+        """Drop the newest `n` tokens of a growing window, or all if there are fewer, and return the number dropped."""
         n = min(n, self._n - self.n_pin)
         self._n -= n
         self.offset -= n
@@ -199,7 +198,7 @@ class SnapKVCache(EvictingCache):
         n_recent = self._n - self.n_pin
         n_ring = min(n_recent, self.n_window)
         age_in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
-        # The age rank of every row after the pinned ones: 0 is the oldest entry, n_recent - 1 the newest.
+        # Age of each row after the pinned ones: 0 for the oldest entry, n_recent - 1 for the newest.
         order = mx.concatenate([age_in_ring, mx.arange(n_ring, n_recent)])
         recent = (order + (self.offset - n_recent)).astype(mx.uint32)
         recent = mx.broadcast_to(recent, (*self._pinned.shape[:2], n_recent))
@@ -208,7 +207,7 @@ class SnapKVCache(EvictingCache):
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position, with the last `n_queries` queries as voters."""
         in_rows = self._entries()
-        entries = in_rows.taken(mx.argsort(in_rows.positions, axis=-1))
+        entries = in_rows.take(mx.argsort(in_rows.positions, axis=-1))
         entries.observed = self._observed(n_queries)
         return entries
 
@@ -216,17 +215,18 @@ class SnapKVCache(EvictingCache):
 def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
     """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
-    A token sees the pinned entries and the last `n_window` entries up to its own: new token `i` is number
-    `n_recent + i` in order of position, and sees the numbers `(n_recent + i - n_window, n_recent + i]`.
+    In order of position, the `n_recent` recent entries have the numbers from 0, and new token `i` has the number
+    `n_recent + i`. A token sees the pinned entries and the last `n_window` entries up to its own, which are the numbers
+    `(n_recent + i - n_window, n_recent + i]`.
 
     Args:
         n_pin: number of pinned entries, in the first rows.
-        n_recent: number of entries after them: a ring of at most `n_window`, then entries in order of position.
-        n_window: number of entries that a token sees in addition to the pinned ones, its own included.
+        n_recent: number of recent entries in the next rows: a ring of at most `n_window`, then others in order.
+        n_window: number of recent entries that a token sees, including its own.
         N: number of new tokens.
-        oldest: row of the ring, from 0, with its oldest entry.
+        oldest: row of the ring, counted from 0, that holds its oldest entry.
     """
-    # Each row's number in order of position: negative if pinned, then from 0, the oldest. The ring is rotated.
+    # The number of each row in order of position, negative for pinned entries. The ring is rotated.
     numbers = np.arange(-n_pin, n_recent + N)
     n_ring = min(n_recent, n_window)
     ring = slice(n_pin, n_pin + n_ring)

@@ -1,4 +1,4 @@
-"""Choosing the entries that a policy keeps of a prompt, and replacing the full caches by caches of these entries."""
+"""Choose the entries that a policy keeps, and replace the full caches of a prompt by caches of these entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..planning.request_plan import Plan, plan_compression
 from ..planning.settings import resolve_compress
 from .report import CompressionReport
 
-# Receives a layer, the positions `(B, n_kv_heads, n)` of the entries kept in it, in order, and their votes or None.
+# Called with a layer, the positions `(B, n_kv_heads, n)` of the entries kept in it, ascending, and their votes or None.
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
@@ -46,20 +46,20 @@ def compress_prompt_cache(
     queries: list[mx.array | None] | None = None,
     quantization: Quantization | None = None,
 ) -> CompressionReport:
-    """Replace the full KV caches of `prompt_cache`, which `model` has filled, by compressed ones, in place.
+    """Compress the full KV caches of `prompt_cache` in place.
 
     Args:
         model: the mlx-lm model that filled the cache.
         prompt_cache: one cache per layer, with all entries.
-        policy: a policy object, or a string such as "keydiff:budget=8192". Of two policies, the second chooses.
-        queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens; the
-            last `obs_window` of them vote. Needed by policies that vote, unless the caches recorded queries.
-        quantization: how the entries kept are quantised; None leaves them as they are.
+        policy: a policy object, or a string such as "keydiff:budget=8192". Of two policies, the second applies.
+        queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens, of
+            which the last `obs_window` vote. Policies that vote need them, unless the caches recorded queries.
+        quantization: quantisation of the kept entries; None does not change it.
 
-    Returns: The report; its `reason` says why if nothing was dropped.
+    Returns: The report. If nothing was evicted, its `reason` says why.
 
     Raises:
-        SnapKVError: the cache is compressed already, queries are missing, or scores are NaN; the cache is as it was.
+        SnapKVError: the cache is compressed already, queries are missing, or scores are NaN. The cache does not change.
     """
     compress = resolve_compress(policy=policy)
     if compress is None:
@@ -84,32 +84,33 @@ def compress_prompt_cache(
     if plan.reason is not None:
         report.reason = plan.reason
         return report
-    with measured(plan, layers, prompt_cache, prompt_cache, report):
+    with measuring(plan, layers, prompt_cache, prompt_cache, report):
         choices = [choose_entries(layer, prompt_cache, plan, queries) for layer in layers]
         note_choices(choices, layers, prompt_cache, report)
         for layer, choice in zip(layers, choices):
-            put_chosen(layer, prompt_cache, plan, choice)
-            # The full entries of all layers are still in memory, so each layer's are freed before the next layer.
+            put_compressed_cache(layer, prompt_cache, plan, choice)
+            # All full entries are still in memory, so those of each layer are freed before the next layer is
+            # compressed.
             mx.eval(layer.cache_in(prompt_cache).state)
     return report
 
 
 @contextlib.contextmanager
-def measured(
+def measuring(
     plan: Plan,
     layers: list[AttentionLayer],
     prompt_cache: list,
     caches: list,
     report: CompressionReport,
 ) -> Iterator[None]:
-    """Note in the report how long the block takes to replace `caches`, and their bytes before and after it.
+    """Measure how long the `with` block takes to replace `caches`, and their bytes before and after.
 
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caches that keep all entries under sparse attention.
-        caches: the caches that the prompt was read on, which the block replaces by the answer's.
-        report: the report to note the figures in.
+        caches: the caches on which the prompt was read. The block replaces them.
+        report: receives the figures.
     """
     started = time.perf_counter()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
@@ -126,11 +127,11 @@ def note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """Note in the report the bytes that the answer reads from `caches`, and the bytes that stay unread."""
+    """Add to the report how many bytes the answer reads from `caches`, and how many stay unread."""
     if plan.sparse is not None:
         kept = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
-        # Tokens read the index by which they choose.
+        # Every token reads the index.
         report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
         report.file_bytes = file_bytes(prompt_cache)
     elif plan.decode_policy.schedule == "block":
@@ -142,9 +143,9 @@ def note_memory(
 def note_choices(
     choices: list[Choice], layers: list[AttentionLayer], caches: list, report: CompressionReport
 ) -> None:
-    """Note in the report how many entries of each cache are kept, and their share of the attention.
+    """Add to the report how many entries each layer keeps, and their share of the attention.
 
-    This waits for all choices, and for everything that the device computes before them.
+    This waits until the device has computed all choices.
 
     Raises: SnapKVError: scores are NaN.
     """
@@ -164,42 +165,42 @@ def choose_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> Choice:
-    """Return what a policy keeps of a layer, and leave the layer's cache unchanged.
+    """Choose the entries that a policy keeps of a layer. The layer's cache does not change.
 
     Args:
         layer: the layer.
-        caches: the caches that the prompt was read on.
-        plan: the request's plan, with the policy that chooses.
+        caches: the caches on which the prompt was read.
+        plan: the request's plan.
         queries: see `compress_prompt_cache`.
     """
-    entries, _ = competing(layer, caches, plan, queries)
+    entries, _ = split_entries(layer, caches, plan, queries)
     return choose(entries, plan.decode_policy, plan.decode_quota)
 
 
-def competing(
+def split_entries(
     layer: AttentionLayer,
     caches: list,
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
-    """Return the prompt's entries, from which the policy chooses, and the entries of later tokens."""
+    """Split a layer's entries into those of the prompt, which the policy scores, and those of later tokens."""
     cache = layer.entries_in(caches)
-    entries = cache.held(plan.n_voters if plan.decode_policy.obs_window else 0)
+    obs_window = plan.decode_policy.obs_window
+    entries = cache.held(plan.n_voters if obs_window else 0)
     entries.layer = layer
-    given = None if queries is None else queries[layer.index]
-    if given is not None:
-        obs_window = plan.decode_policy.obs_window
-        entries.observed = _voting(layer, given, entries, cache.offset, obs_window)
+    layer_queries = None if queries is None else queries[layer.index]
+    if layer_queries is not None:
+        entries.observed = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
     n = len(entries) - (cache.offset - plan.n_prompt)
     return entries.between(0, n), entries.between(n, len(entries))
 
 
-def _voting(
-    layer: AttentionLayer, given: mx.array, entries: Entries, stop: int, obs_window: int
+def _as_voters(
+    layer: AttentionLayer, queries: mx.array, entries: Entries, stop: int, obs_window: int
 ) -> Queries:
-    """Return the last `obs_window` of the queries given, which end at position `stop`, as voters."""
+    """Return the last `obs_window` of the queries, which end before position `stop`, as voters."""
     B, H, T, D = entries.keys.shape
-    q = given.shape
+    q = queries.shape
     n_heads = H * len(layer.readers)
     if len(q) != 4 or q[0] != B or q[1] % n_heads or q[3] != D or not 1 <= q[2] <= T:
         raise SnapKVError(
@@ -207,7 +208,7 @@ def _voting(
         )
     n = min(q[2], obs_window or q[2])
     return Queries(
-        layer.grouped(given[:, :, -n:], H),
+        layer.group_heads(queries[:, :, -n:], H),
         range(len(entries) - n, len(entries)),
         layer.family.scale_of(layer.attention, D),
         layer.family.sinks_of(layer.attention),
@@ -216,39 +217,37 @@ def _voting(
     )
 
 
-def put_chosen(
+def put_compressed_cache(
     layer: AttentionLayer,
     caches: list,
     plan: Plan,
     choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace the cache of a layer by one of the entries chosen.
+    """Replace the cache of a layer by a cache of the chosen entries.
 
-    The layer's full entries are freed when the device has copied the chosen ones, unless the caller holds them.
+    The full entries are freed when the device has copied the chosen ones, unless the caller has a reference to them.
     """
-    layer.put(caches, _small_cache(layer, caches, plan, choice, on_kept))
+    layer.put(caches, _compressed_cache(layer, caches, plan, choice, on_kept))
 
 
-def _small_cache(
+def _compressed_cache(
     layer: AttentionLayer,
     full: list,
     plan: Plan,
     choice: Choice,
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
-    """Return the cache that the answer is decoded from: the entries chosen, then the entries of later tokens."""
+    """Return a cache with the chosen entries and the entries of later tokens."""
     before = layer.cache_in(full)
     policy = plan.decode_policy
-    entries, later = competing(layer, full, plan)
+    entries, later = split_entries(layer, full, plan)
     kept, later = (
         x.packed(plan.options.quantization or x.quantization)
-        for x in (entries.taken(choice.kept), later)
+        for x in (entries.take(choice.kept), later)
     )
     mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
-    mx.async_eval(
-        kept.stored_values, later.stored_values
-    )  # after the keys, for less memory at once
+    mx.async_eval(kept.stored_values, later.stored_values)  # after the keys, to limit memory
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
@@ -265,12 +264,13 @@ def _small_cache(
 
 @dataclass
 class Choice:
-    """The entries to keep of a layer.
+    """The entries that a policy keeps of a layer.
 
     Attributes:
         kept: indices `(B, n_kv_heads, n)` of the entries.
-        votes: the votes for them, in the same shape; None if nothing voted.
-        share: float32, the part of all votes that they received, 0 to 1; 1 if nothing voted, and NaN if scores are.
+        votes: votes for these entries, `(B, n_kv_heads, n)`; None if nothing voted.
+        share: float32, the share of all votes that these entries received, 0 to 1. It is 1 if nothing voted, and NaN if
+            scores are NaN.
     """
 
     kept: mx.array
@@ -279,13 +279,13 @@ class Choice:
 
 
 def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
-    """Return the `quota` of a layer's entries that a policy keeps, and release `entries`.
+    """Choose `quota` of a layer's entries by their scores, and release `entries`.
 
-    The arrays of the choice are being computed, and nothing waits for them.
+    The result is evaluated asynchronously.
     """
     entries.budget = quota.entries
     entries.n_window = quota.n_window
-    # Scores come before votes, since a policy may make several kinds of votes in one pass.
+    # Scores first: a policy may compute several kinds of votes in one pass.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
@@ -293,10 +293,10 @@ def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     entries.release()
     kept = select(scores, quota)
     share = mx.array(1.0)
-    voted = None
+    kept_votes = None
     if votes is not None:
-        voted = mx.take_along_axis(votes, kept, axis=-1)
-        share = voted.sum() / votes.sum()
+        kept_votes = mx.take_along_axis(votes, kept, axis=-1)
+        share = kept_votes.sum() / votes.sum()
     share = mx.where(mx.any(mx.isnan(scores)), math.nan, share)
-    mx.async_eval(kept, voted, share)
-    return Choice(kept, voted, share)
+    mx.async_eval(kept, kept_votes, share)
+    return Choice(kept, kept_votes, share)

@@ -1,4 +1,4 @@
-"""The part of a request with a policy that reads the prompt's chunks and compresses their entries."""
+"""How a request with a policy reads the chunks of its prompt and compresses their entries."""
 
 from typing import Any, final
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..caches.layers import AttentionLayer
 from ..planning.prompt_plan import fits_reason
 from ..planning.request_plan import Plan
-from .compress import KeptCallback, choose_entries, note_choices, put_chosen
+from .compress import KeptCallback, choose_entries, note_choices, put_compressed_cache
 from .pieces import Pieces
 from .read import require_unchanged
 from .report import CompressionReport
@@ -15,15 +15,15 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """Reads a prompt with a policy, whole or in blocks between evictions, and keeps the best of its entries.
+    """The mode of a request with a policy.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: empty, or the entries of earlier turns.
-        pieces: calls the model for a chunk in pieces whose scores fit in memory.
-        on_kept: receives the entries that the policy keeps of each layer.
+        pieces: calls the model for parts of a chunk whose scores fit in memory.
+        on_kept: called for each layer with the entries that the policy keeps.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class PolicyMode:
         pieces: Pieces,
         on_kept: KeptCallback | None = None,
     ):
-        """Note the request's parts; nothing is read yet."""
+        """Store the parts of the request."""
         self.plan = plan
         self.layers = layers
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
-        # A block is as long as what fits between two evictions, and not split any further.
+        # A block already has the length that fits between two evictions.
         self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
@@ -48,10 +48,9 @@ class PolicyMode:
         return self._call(inputs, cache=cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Keep the entries that the policy chooses, and note them. The caller's prompt cache changes at the end.
+        """Replace the caches by caches of the chosen entries. The caller's prompt cache changes at the end.
 
-        Each layer chooses and is compressed while the device computes the layers before it. Python waits once, when it
-        notes the choices.
+        Each layer is compressed while the device computes the earlier ones. Python waits only once, in `note_choices`.
         """
         plan = self.plan
         layers = self.layers
@@ -59,15 +58,15 @@ class PolicyMode:
         choices = []
         for layer in layers:
             choice = choose_entries(layer, caches, plan)
-            put_chosen(layer, caches, plan, choice, self._on_kept)
+            put_compressed_cache(layer, caches, plan, choice, self._on_kept)
             choices.append(choice)
         note_choices(choices, layers, caches, report)
         self._prompt_cache[:] = caches
-        report.reason = _fits_still(plan, report)
+        report.reason = _why_none_evicted(plan, report)
 
 
-def _fits_still(plan: Plan, report: CompressionReport) -> str | None:
-    """Return why no entry of the prompt was evicted under schedule="block"; None if some were."""
+def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
+    """Return the reason why no entry of the prompt was evicted under schedule="block"; None if some were."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"

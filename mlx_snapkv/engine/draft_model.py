@@ -1,8 +1,8 @@
-"""Draft models: mlx-lm's speculative decoding, on a main cache that was compressed.
+"""Draft models: mlx-lm's speculative decoding with a compressed main cache.
 
-mlx-lm's speculative loop copies the list of caches that it is handed, so the caches can't be compressed inside it. The
-main model therefore reads the prompt and decodes the first tokens alone until its cache is compressed. Then mlx-lm's
-loop takes over. The greedy answer is the same as without a draft model, token for token.
+mlx-lm's speculative loop copies the list of caches that it receives, so caches can't be compressed within it. Therefore
+the main model reads the prompt and decodes the first tokens alone, until its cache is compressed. Then mlx-lm's loop
+takes over. The greedy answer is the same as without a draft model, token for token.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from ..errors import Option, SnapKVError
 from ..models import type_of
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.request_plan import Plan
-from .loop_model import drafted
+from .loop_model import trimming_drafts
 from .prefill import mlx_generate, read
 from .report import CompressionReport
 
-Serve = Callable[..., Iterator[GenerationResponse]]
+StartAnswer = Callable[..., Iterator[GenerationResponse]]
 
 
 @dataclass
 class DraftedAnswer:
-    """The answer to a request with a policy and a draft model of the same vocabulary, whose cache is not compressed.
+    """The answer to a request with a draft model, whose own cache is not compressed.
 
     Attributes:
-        options: mlx-lm's own; `prompt_cache` holds the main model's caches, then the draft model's.
+        options: mlx-lm's keywords; `prompt_cache` contains the main model's caches followed by the draft model's.
 
     Raises: SnapKVError: a layer's cache can't be trimmed.
     """
@@ -50,7 +50,7 @@ class DraftedAnswer:
     options: dict[str, Any]
 
     def __post_init__(self):
-        """Split the caller's prompt cache into both models' caches, and check that all can be trimmed."""
+        """Split the caller's prompt cache between the two models, and check that all caches can be trimmed."""
         if self.max_tokens < 1:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -72,12 +72,12 @@ class DraftedAnswer:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
 
     def responses(
-        self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
+        self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
     ) -> Iterator[GenerationResponse]:
-        """Yield the whole answer. `serve(tokenizer, options, on_report)` serves the request without a draft model."""
+        """Yield the whole answer. `start_answer(tokenizer, options, on_report)` starts it without a draft model."""
 
         def hand_back_caches(report: CompressionReport) -> None:
-            # The compression has replaced the items of `_main`.
+            # The compression has replaced the elements of `_main`.
             if self._callers_cache is not None:
                 self._callers_cache[:] = self._main + self._draft
             if on_report is not None:
@@ -85,66 +85,73 @@ class DraftedAnswer:
 
         options = self.options | {"prompt_cache": self._main}
         options.pop("num_draft_tokens", None)
-        return self._alone_then_drafted(serve(self._one_text, options, hand_back_caches))
+        alone = start_answer(self._one_text, options, hand_back_caches)
+        return self._alone_then_drafted(alone)
 
     def _alone_then_drafted(
         self, alone: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield the responses of `alone` until its cache is compressed, then those of mlx-lm's loop with drafts."""
+        """Yield responses of `alone` until the main cache is compressed, then those of the speculative loop."""
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
         n_alone = self.plan.n_ahead + 1
-        said: list[GenerationResponse] = []
+        responses: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
             for response in itertools.islice(alone, n_alone):
                 seconds = draft_seconds + response.prompt_tokens / response.prompt_tps
                 prompt_tps = response.prompt_tokens / seconds
-                said.append(dataclasses.replace(response, prompt_tps=prompt_tps))
-                yield said[-1]
-        if said[-1].finish_reason is None:
-            yield from self._together(said)
+                responses.append(dataclasses.replace(response, prompt_tps=prompt_tps))
+                yield responses[-1]
+        if responses[-1].finish_reason is None:
+            yield from self._drafted(responses)
 
-    def _together(self, said: list[GenerationResponse]) -> Iterator[GenerationResponse]:
-        """Yield the rest of the answer from mlx-lm's speculative loop, with the figures of the whole answer."""
-        tokens = [response.token for response in said]
+    def _drafted(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
+        """Yield the rest of the answer from mlx-lm's speculative loop. Its figures cover the whole answer."""
+        tokens = [response.token for response in earlier]
+        latest = earlier[-1]
         for cache in layer_caches(self._main):
-            cache.trim(1)  # mlx-lm's loop had run one step ahead
+            cache.trim(1)  # mlx-lm's loop was one token ahead
         started = time.perf_counter()
         if len(tokens) > 1:
             self._draft_reads(mx.array(tokens[:-1]))
-        before = said[-1].generation_tokens / said[-1].generation_tps
+        earlier_seconds = latest.generation_tokens / latest.generation_tps
         options = self.options | {
             "prompt_cache": self._main + self._draft,
             "logits_processors": self._processors(tokens[:-1]),
         }
-        last = mx.array(tokens[-1:])
+        last_token = mx.array(tokens[-1:])
         n_more = self.max_tokens - len(tokens)
-        prompt = {name: getattr(said[-1], name) for name in ("prompt_tokens", "prompt_tps")}
-        with drafted(self._main):
+        with trimming_drafts(self._main):
             for response in mlx_generate.stream_generate(
-                self.model, self._one_text, last, n_more, self.draft_model, **options
+                self.model, self._one_text, last_token, n_more, self.draft_model, **options
             ):
                 n = len(tokens) + response.generation_tokens
-                tps = n / (before + time.perf_counter() - started)
-                figures = prompt | {"generation_tokens": n, "generation_tps": tps}
-                yield dataclasses.replace(response, **figures)
+                yield dataclasses.replace(
+                    response,
+                    prompt_tokens=latest.prompt_tokens,
+                    prompt_tps=latest.prompt_tps,
+                    generation_tokens=n,
+                    generation_tps=n / (earlier_seconds + time.perf_counter() - started),
+                )
 
     def _draft_reads(self, tokens: mx.array) -> None:
+        """Feed tokens to the draft model."""
         step = self.options.get("prefill_step_size") or PREFILL_STEP_SIZE
         read(self.draft_model, tokens, self._draft, {"prefill_step_size": step})
 
-    def _processors(self, said: list[int]) -> list[Callable] | None:
-        before = mx.concatenate([self.prompt, mx.array(said, self.prompt.dtype)])
+    def _processors(self, answer: list[int]) -> list[Callable] | None:
+        """Wrap the logits processors, so that they also see the prompt and the answer's first tokens."""
+        earlier = mx.concatenate([self.prompt, mx.array(answer, self.prompt.dtype)])
 
-        def of_all(processor: Callable) -> Callable:
-            return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
+        def with_earlier(processor: Callable) -> Callable:
+            return lambda tokens, logits: processor(mx.concatenate([earlier, tokens]), logits)
 
-        return [of_all(p) for p in self.options.get("logits_processors") or []] or None
+        return [with_earlier(p) for p in self.options.get("logits_processors") or []] or None
 
 
 def require_growing(model, prompt_cache: list | None) -> None:
-    """Raise SnapKVError if a cache of the main model does more than grow: rejected drafts can't be trimmed from it."""
+    """Check that the main model's caches only grow. Raises: SnapKVError: rejected drafts can't be trimmed from one."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
     pairs = list(zip(members(caches), layer_caches(caches)))
@@ -158,6 +165,7 @@ def require_growing(model, prompt_cache: list | None) -> None:
 
 
 def _refuse(role: str, model, caches: list) -> None:
+    """Raise SnapKVError if there are `caches`, which can't be trimmed, in the main or draft model."""
     if caches:
         kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
         raise SnapKVError(
@@ -171,16 +179,16 @@ def _refuse(role: str, model, caches: list) -> None:
 
 
 class OneText(TokenizerWrapper):
-    """A tokenizer whose detokenizer continues its text from one call of mlx-lm to the next.
+    """A tokenizer whose detokenizer continues its text in the next call of mlx-lm.
 
     Args:
-        tokenizer: mlx-lm's wrapper, or the tokenizer to wrap.
+        tokenizer: a tokenizer, or mlx-lm's wrapper of one.
     """
 
-    detokenizer = None  # not a new one at every call, as mlx-lm's property gives
+    detokenizer = None  # replaces mlx-lm's property, which makes a new one for each call
 
     def __init__(self, tokenizer):
-        """Take over the tokenizer's attributes, and make one detokenizer."""
+        """Copy the tokenizer's attributes, and create one detokenizer."""
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         vars(self).update(vars(tokenizer), detokenizer=tokenizer.detokenizer)

@@ -1,4 +1,4 @@
-"""mlx-lm's `generate_step`, `stream_generate` and `generate`, with a policy."""
+"""mlx-lm's `generate_step`, `stream_generate` and `generate`, with compression or sparse attention."""
 
 import functools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from ..sparse.options import Sparse
 from .draft_model import DraftedAnswer, require_growing
 from .prefill import mlx_generate
 from .report import CompressionReport
-from .serving import ReportCallback, served
+from .serving import ReportCallback, serve
 from .token_ids import require_known, token_ids
 from .tokenizer_limit import ignore_length_limit
 
@@ -44,19 +44,19 @@ def generate_step(
     Args:
         prompt: `(T,)` token ids.
         model: an mlx-lm model.
-        snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
-        policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", like `snapkv=True`, takes
-            what docs/choose.md recommends for the prompt and this machine.
-        sparse: sparse attention instead of a policy: a `Sparse`, a dict or `"key=value,..."` string of its options, or
-            True. All entries stay, and the prompt's chunks and the answer's tokens choose which few they read.
-        on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
-        **kwargs: the options of `RequestOptions`, such as `store`, and mlx-lm's own, which are passed on.
-        stream: mlx-lm's.
+        snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string.
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto", like `snapkv=True`, selects what
+            docs/choose.md recommends for the prompt and this machine.
+        sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
+            string. No entry is evicted; prompt chunks and answer tokens choose the few entries that they read.
+        on_report: called with a `CompressionReport`, before the first token from the compressed cache.
+        **kwargs: the options of `RequestOptions`, such as `store`, and mlx-lm's keywords.
+        stream: mlx-lm's argument.
 
-    Yields: Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
+    Yields: Tokens and their log-probabilities `(vocab_size,)`, like mlx-lm.
 
-    Raises: SnapKVError: at the call, for options or models that can't be served.
-    Warns: TrainedLengthWarning: the prompt is longer than the model was trained to read.
+    Raises: SnapKVError: at the call, if options conflict or the model is not supported. Warns: TrainedLengthWarning:
+    the prompt is longer than the model was trained for.
     """
     if isinstance(stream, int):
         raise SnapKVError(
@@ -69,10 +69,10 @@ def generate_step(
     start = functools.partial(mlx_generate.generate_step, prompt)
     n = len(prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    config, on_report, options = _resolved(
+    config, on_report, options = _resolve_keywords(
         model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
-    return served(start, model, n, max_tokens, config, on_report, options)
+    return serve(start, model, n, max_tokens, config, on_report, options)
 
 
 def stream_generate(
@@ -90,43 +90,44 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Call `mlx_lm.stream_generate`, and compress the prompt; see `generate_step` for the keywords.
 
-    With a draft model, the main model's cache is compressed, and the draft model's is kept in full. The main model
-    decodes alone until the first token after the compression. The greedy answer is the same as without a draft model.
+    With a draft model, only the main model's cache is compressed. The main model decodes alone until the first token
+    after the compression. The greedy answer is the same as without a draft model.
 
     Yields:
-        mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
-        `generation_tps` leaves out the time that the selection took.
+        mlx-lm's `GenerationResponse`s. `prompt_tokens` and `prompt_tps` count the whole prompt, and `generation_tps`
+        excludes the time of the compression.
     """
     tokens = encode_prompt(tokenizer, prompt)
     n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
     require_known(tokens, model)
     kwargs |= {"draft_model": draft_model}
-    config, on_report, options = _resolved(
+    config, on_report, options = _resolve_keywords(
         model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
     options.pop("draft_model")
     require_compatible(config, When.CHOSEN)
-    given = {"prompt": tokens, "max_tokens": max_tokens}
 
-    def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
-        start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
-        return served(start, model, n, max_tokens, config, on_report, options)
+    def start_answer(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
+        start = functools.partial(
+            mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
+        )
+        return serve(start, model, n, max_tokens, config, on_report, options)
 
     if draft_model is None:
-        return serve(tokenizer, options, on_report)
+        return start_answer(tokenizer, options, on_report)
     plan = _plan_beside_draft(model, n, max_tokens, config, options)
     if plan.reason is None:
         answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
-        return answer.responses(serve, on_report)
-    return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
+        return answer.responses(start_answer, on_report)
+    return start_answer(tokenizer, {"draft_model": draft_model, **options}, on_report)
 
 
 def _plan_beside_draft(
     model, n: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
 ) -> Plan:
-    """Return the plan of a prompt of `n` tokens; a prompt cache that is given holds the draft model's caches, too.
+    """Plan a prompt of `n` tokens for the main model; a given prompt cache also has the draft model's caches.
 
-    Raises: SnapKVError: the model's caches do more than grow.
+    Raises: SnapKVError: a cache of the main model does more than grow.
     """
     cache = options.get("prompt_cache")
     require_growing(model, cache)
@@ -144,14 +145,14 @@ def _plan_beside_draft(
 def generate(
     model, tokenizer, prompt: str | list[int], verbose: bool = False, **kwargs: Any
 ) -> str:
-    """Return the whole answer as a string, as `mlx_lm.generate` does, with a compressed prompt.
+    """Return the whole answer as a string, like `mlx_lm.generate`, but compress the prompt.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
         prompt: a text, to which no chat template is applied, or token ids.
-        verbose: print the text as it comes, and the figures after it.
-        **kwargs: as for `stream_generate`.
+        verbose: print the text while it is generated, and then the figures.
+        **kwargs: keywords of `stream_generate`.
     """
     callback = kwargs.pop("on_report", None) or (lambda report: None)
     reports: list[CompressionReport] = []
@@ -171,7 +172,7 @@ def generate(
     return text
 
 
-def _resolved(
+def _resolve_keywords(
     model: Any,
     n_prompt: int,
     max_tokens: int,
@@ -181,11 +182,11 @@ def _resolved(
     on_report: ReportCallback | None,
     options: dict[str, Any],
 ) -> tuple[CompressionConfig, ReportCallback, dict[str, Any]]:
-    """Return the config that the keywords ask for, the callback for the report, and mlx-lm's own options.
+    """Resolve the keywords to a config, a callback for the report, and mlx-lm's keywords.
 
-    For "auto" and `snapkv=True` the callback also notes in the report which setting was chosen.
+    For "auto" and `snapkv=True` the callback adds the selected setting to the report.
     """
-    config, options, taken = resolve(
+    config, options, choice = resolve(
         model,
         n_prompt,
         QUESTION,
@@ -195,11 +196,11 @@ def _resolved(
         sparse=sparse,
         max_tokens=max_tokens,
     )
-    return config, explaining(taken, on_report), options
+    return config, explaining(choice, on_report), options
 
 
 def figures(response: Any) -> str:
-    """Return the lines that mlx-lm prints about a response, or about the statistics of a batch."""
+    """Return the figures of a response, or of a batch, in the words of mlx-lm."""
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
@@ -209,14 +210,14 @@ def figures(response: Any) -> str:
 
 
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
-    """Return the token ids `(T,)` of a prompt, with special tokens where mlx-lm's `stream_generate` adds them."""
+    """Return the token ids `(T,)` of a prompt, with the special tokens that mlx-lm's `stream_generate` adds."""
     if isinstance(prompt, str):
         return mx.array(text_tokens(tokenizer, prompt))
     return token_ids(prompt, may_be_empty=True)
 
 
 def text_tokens(tokenizer, text: str) -> list[int]:
-    """Return a text's token ids as a list, with special tokens where mlx-lm's `stream_generate` adds them."""
+    """Return the token ids of a text, with the special tokens that mlx-lm's `stream_generate` adds."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ignore_length_limit(tokenizer)

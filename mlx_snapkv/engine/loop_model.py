@@ -1,4 +1,4 @@
-"""Models as mlx-lm's loops see them, with something done around their calls."""
+"""Wrap models for mlx-lm's loops, to act before or after each call."""
 
 import contextlib
 import math
@@ -16,18 +16,18 @@ from ..caches.matching import adopt
 from ..models import attention_classes
 from ..models.patch import recording
 
-LONG_CALL = 32  # tokens from which a call may take long
-# Seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting.
+LONG_CALL = 32  # calls with at least this many tokens may take long
+# Seconds that an evaluation should take. Shorter ones would cost speed; longer ones would delay Ctrl-C.
 FAST = 0.1
 SLOW = 0.5
-TELL_EVERY = 1.0  # seconds between two calls of a callback within a chunk
+PROGRESS_INTERVAL = 1.0  # seconds between two calls of the progress callback within a chunk
 
 
 class WrappedModel(nn.Module):
-    """An mlx-lm model in `self["wrapped"]`, whose attributes are this one's too."""
+    """An mlx-lm model in `self["wrapped"]`, whose attributes are available on the wrapper."""
 
     def __init__(self, model):
-        """Wrap the model as a submodule, so that its parameters are found."""
+        """Store the model as a submodule, so that its parameters are found."""
         super().__init__()
         self["wrapped"] = model
 
@@ -37,59 +37,59 @@ class WrappedModel(nn.Module):
 
 
 class RequestModel(WrappedModel):
-    """A request's model: calls with token ids `(1, L)` go to the request's `call(inputs, cache)`.
+    """The model of a request, which passes calls with token ids `(1, L)` to the request's `call(inputs, cache)`.
 
-    A call returns the logits `(1, n, vocab_size)` after the last `n` tokens, at least 1.
+    A call returns the logits `(1, n, vocab_size)` of the last `n` tokens, at least 1.
     """
 
     def __init__(self, model: Any, request: Any):
-        """Wrap the model without a reference cycle, so that the request's memory is freed at once."""
+        """Wrap the model. The reference to the request is weak, so that the request's memory is freed at once."""
         super().__init__(model)
-        self._request = weakref.proxy(request)  # the request holds this model
+        self._request = weakref.proxy(request)  # the request has a reference to this model
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Let the request call the model; a call with embeddings goes to the model itself."""
+        """Let the request call the model. Embeddings go to the model directly."""
         if kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
         return self._request.call(inputs, cache)
 
 
 class SplitCalls(WrappedModel):
-    """A model that feeds several tokens to caches that evict as if the tokens came one by one.
+    """A model that feeds tokens to evicting caches with the same result as one token at a time.
 
-    A call that would cross an eviction is split there.
+    Calls are split where an eviction is due.
     """
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Return the logits `(1, L, vocab_size)` of all tokens, read in as many calls as there are evictions."""
+        """Return the logits `(1, L, vocab_size)` of all tokens, after one call for each span between evictions."""
         model = self["wrapped"]
         caches = layer_caches(cache)
         logits = []
-        while not kwargs and inputs.shape[1] > (n := min(map(_fitting, caches))):
+        while not kwargs and inputs.shape[1] > (n := min(map(_n_until_eviction, caches))):
             logits.append(model(inputs[:, : int(n)], cache=cache))
             inputs = inputs[:, int(n) :]
         logits.append(model(inputs, cache=cache, **kwargs))
         return mx.concatenate(logits, axis=1) if len(logits) > 1 else logits[0]
 
 
-def _fitting(cache: LayerCache) -> float:
-    """Return how many tokens fit before the next eviction; if one is due, after it."""
+def _n_until_eviction(cache: LayerCache) -> float:
+    """Return the number of tokens that fit before the next eviction. If one is due now, it comes first."""
     return cache.room if cache.room > 0 else cache.block
 
 
 def evicts(prompt_cache: list) -> bool:
-    """Return whether a policy evicts entries of a cache while tokens are fed; a sliding window does not count."""
+    """Return whether new tokens may cause evictions by a policy. A sliding window does not count."""
     return any(cache.room < math.inf for cache in layer_caches(prompt_cache))
 
 
 def one_by_one(model, prompt_cache: list):
-    """Return the model, wrapped to make its calls token by token if the prompt cache evicts."""
+    """Wrap a model in `SplitCalls` if the prompt cache evicts."""
     return SplitCalls(model) if evicts(prompt_cache) else model
 
 
 @contextlib.contextmanager
-def drafted(prompt_cache: list) -> Iterator[None]:
-    """Let mlx-lm's loop trim the drafts that it rejects from compressed caches, for the block."""
+def trimming_drafts(prompt_cache: list) -> Iterator[None]:
+    """Allow mlx-lm's loop to trim rejected drafts from compressed caches, within the `with` block."""
     compressed: list[Any] = [cache for cache in layer_caches(prompt_cache) if cache.is_compressed]
     for cache in compressed:
         cache.is_drafted = True
@@ -101,17 +101,17 @@ def drafted(prompt_cache: list) -> Iterator[None]:
 
 
 class Evaluation:
-    """Evaluates the caches of chunks, as many layers at a time as take between `FAST` and `SLOW` seconds.
+    """Evaluates caches in groups of layers, each of which takes between `FAST` and `SLOW` seconds.
 
-    Between two evaluations Python notices Ctrl-C.
+    Python notices Ctrl-C between two evaluations.
     """
 
     def __init__(self):
-        """Start with one layer at a time."""
+        """Start with groups of one layer."""
         self._n_layers = 1
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
-        """Evaluate the caches of all layers, and call `on_layers` with the number of layers after some of them."""
+        """Evaluate all caches. After each group except the last, call `on_layers` with the number of layers done."""
         n = 0
         while n < len(cache):
             started = time.perf_counter()
@@ -127,61 +127,61 @@ class Evaluation:
 
 
 class PacedModel(WrappedModel):
-    """A model whose long chunks are evaluated some layers at a time, so that Ctrl-C is noticed within a chunk.
+    """A model that evaluates a long chunk in groups of layers, so that Ctrl-C is noticed within the chunk.
 
-    The logits stay the same.
+    Logits do not change.
 
     Args:
         model: the model to wrap.
-        progress: mlx-lm's `prompt_progress_callback`, also called about once a second within a chunk.
+        progress: mlx-lm's `prompt_progress_callback`, which is also called about once a second within a chunk.
     """
 
     def __init__(self, model, progress: Callable[[int, int], None]):
-        """Wrap the model; no progress is known yet."""
+        """Wrap the model."""
         super().__init__(model)
         self._progress = progress
         self._evaluate = Evaluation()
         self._done = 0
         self._total = 0
-        self._told = time.perf_counter()
+        self._reported_at = time.perf_counter()
 
-    def tell(self, done: int, total: int) -> None:
-        """Note and report that a number of the prompt's tokens is read."""
+    def report(self, done: int, total: int) -> None:
+        """Report that `done` of `total` tokens of the prompt have been read."""
         self._done = done
         self._total = total
-        self._told = time.perf_counter()
+        self._reported_at = time.perf_counter()
         self._progress(done, total)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Return the wrapped model's logits, and evaluate the caches of a long chunk."""
+        """Call the wrapped model, and evaluate the caches if the chunk is long."""
         logits = self["wrapped"](inputs, cache=cache, **kwargs)
         if inputs.shape[1] >= LONG_CALL:
-            self._evaluate(cache, lambda n: self._tell_part(n / len(cache), inputs.shape[1]))
+            self._evaluate(cache, lambda n: self._report_part(n / len(cache), inputs.shape[1]))
         return logits
 
-    def _tell_part(self, part: float, n_tokens: int) -> None:
-        """Call `progress` if the last call was `TELL_EVERY` seconds ago; `part` of a chunk's tokens are read."""
+    def _report_part(self, part: float, n_tokens: int) -> None:
+        """Report that `part` of the chunk's tokens are read, unless the last report was less than a second ago."""
         now = time.perf_counter()
-        if now - self._told > TELL_EVERY:
-            self._told = now
+        if now - self._reported_at > PROGRESS_INTERVAL:
+            self._reported_at = now
             self._progress(self._done + int(n_tokens * part), self._total)
 
 
-def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Return mlx-lm's `start(model, **options)` with its chunks paced if it has a `prompt_progress_callback`."""
+def paced(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Wrap mlx-lm's `start(model, **options)`: with a `prompt_progress_callback`, it uses a `PacedModel`."""
 
     def begin(model: Any, **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback")
         if progress is None:
             return start(model, **options)
-        paced = PacedModel(model, progress)
-        return start(paced, **options | {"prompt_progress_callback": paced.tell})
+        paced_model = PacedModel(model, progress)
+        return start(paced_model, **options | {"prompt_progress_callback": paced_model.report})
 
     return begin
 
 
-def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if a cache asks for the queries of the tokens it is fed."""
-    adopt(prompt_cache, model)  # caches that mlx-lm has loaded from a file don't know their layers
+def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
+    """Patch the attention classes, within the `with` block, if a cache needs the queries of the following tokens."""
+    adopt(prompt_cache, model)  # caches loaded by mlx-lm do not know their layers
     observed = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if observed else [])

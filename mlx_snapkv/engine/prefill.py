@@ -1,4 +1,4 @@
-"""Reading a prompt without an answer: for decoding with mlx-lm directly, or for later questions about a text."""
+"""Read a prompt without generating an answer, to decode with mlx-lm or to answer questions about the prompt later."""
 
 import importlib
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_
 from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import lasting_forms, make_caches, saved_forms
-from .loop_model import observing, one_by_one, pacing
+from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
+from .loop_model import observing_queries, one_by_one, paced
 from .report import CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
 from .token_ids import require_known, token_ids
 
-# mlx_lm re-exports a function under the module's own name.
+# `mlx_lm.generate` is also the name of a function.
 mlx_generate = importlib.import_module("mlx_lm.generate")
 
 
@@ -39,37 +39,31 @@ def prefill(
     prompt_progress_callback: ProgressCallback | None = None,
     **options: Any,
 ) -> tuple[list, CompressionReport]:
-    """Feed all of `tokens` to the model and compress its prompt cache.
+    """Feed `tokens` to the model, and compress the prompt cache.
 
-    To decode with mlx-lm directly, feed `prompt[:-1]` here and give `prompt[-1:]` and the cache to mlx-lm's
-    `generate_step`. A prompt that is given whole keeps the same entries as in our `generate_step`: the next tokens that
-    vote (`lookahead`) are decoded greedily, and only their votes remain.
+    To decode with mlx-lm directly, pass `prompt[:-1]` here, then `prompt[-1:]` and the cache to mlx-lm's
+    `generate_step`. If the whole prompt is passed, the kept entries are those of our `generate_step`: the next tokens
+    that vote (`lookahead`) are decoded greedily, and only their votes remain.
 
-    With `sparse`, a text is read for later questions: all entries stay in the `store`, and later requests and turns of
-    a conversation continue from them.
+    With `sparse`, a text is read for later questions: all entries stay in the `store`, and later requests or turns of a
+    conversation continue from them.
 
     Args:
         model: an mlx-lm model.
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         sparse: sparse attention instead of a policy; see `generate_step`.
-        prompt_cache: an empty cache of the model to fill; by default a new one.
-        prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
-        prompt_progress_callback: called with the tokens processed and their total.
-        **options: the options of `RequestOptions`, and `kv_bits` and `kv_group_size` for the entries kept.
+        prompt_cache: an empty cache of the model to fill; None makes a new one.
+        prefill_step_size: maximum tokens per chunk; a policy's `prefill_chunk` or `block` takes precedence.
+        prompt_progress_callback: called with the number of processed tokens and the total.
+        **options: the options of `RequestOptions`, and `kv_bits` and `kv_group_size` for the kept entries.
 
-    Returns: The prompt cache and the report, whose `reason` is set if the cache was not compressed.
+    Returns: The prompt cache and the report. The report's `reason` says why if nothing was compressed.
 
     Raises:
-        SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
-            NaN.
+        SnapKVError: `tokens` is empty, the policy is invalid, the model is not supported, or its attention gave NaN.
     """
-    method = {"policy": policy, "sparse": sparse}
-    config, quantised = CompressionConfig.from_keywords(options | method, is_text=True)
-    for name in quantised.keys() - {"kv_bits", "kv_group_size"}:
-        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
-    if config.setting is None:
-        raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
+    config, kv_options = _prefill_config(options | {"policy": policy, "sparse": sparse})
     tokens = token_ids(tokens)
     require_known(tokens, model)
     require_step_size(prefill_step_size)
@@ -83,15 +77,15 @@ def prefill(
         "prompt_progress_callback": prompt_progress_callback,
     }
     if plan.reason is not None:
-        # mlx-lm quantises the entries as they come.
-        with observing(model, cache):
-            read(one_by_one(model, cache), tokens, cache, loop_options | quantised)
-        caches_after = saved_forms(model, cache) if prompt_cache is None else cache
+        # mlx-lm quantises the entries.
+        with observing_queries(model, cache):
+            read(one_by_one(model, cache), tokens, cache, loop_options | kv_options)
+        caches_after = caches_to_save(model, cache) if prompt_cache is None else cache
         report = CompressionReport.of_full_cache(plan)
     else:
         request = make_request(model, plan, cache, owned=prompt_cache is None)
         with request.recording():
-            caches_after = _prefilled(request, tokens, loop_options)
+            caches_after = _read_request(request, tokens, loop_options)
             report = request.report
     if prompt_cache is None:
         return caches_after, report
@@ -99,47 +93,60 @@ def prefill(
     return prompt_cache, report
 
 
-def _prefilled(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
-    """Read the tokens of a request, compress if a policy does, and return the caches to continue with."""
+def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[str, Any]]:
+    """Split the keywords of `prefill` into a config and mlx-lm's options of quantised entries.
+
+    Raises: SnapKVError: an option is unknown, or there is neither a policy nor sparse attention.
+    """
+    config, kv_options = CompressionConfig.from_keywords(options, is_text=True)
+    for name in kv_options.keys() - {"kv_bits", "kv_group_size"}:
+        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
+    if config.setting is None:
+        raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
+    return config, kv_options
+
+
+def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
+    """Read the tokens of a request, apply its policy if it has one, and return caches to continue from."""
     plan = request.plan
     model = request.model["wrapped"]
-    following = read(request.model, tokens, request.caches, loop_options)
+    next_logprobs = read(request.model, tokens, request.caches, loop_options)
     if plan.sparse is not None:
         request.end()
         if plan.adapts:
             request.remember()
-        return lasting_forms(model, request.prompt_cache, plan.options.store)
+        return caches_to_continue(model, request.prompt_cache, plan.options.store)
     request.prompt_is_read()
-    _look_ahead(model, request.caches, following, plan.last - tokens.size)
+    _look_ahead(model, request.caches, next_logprobs, plan.last - tokens.size)
     request.compress()
     return request.prompt_cache
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
-    """Feed `tokens` in chunks by mlx-lm's loop, and return the next token's log-probabilities `(1, vocab_size)`."""
-    following = []
+    """Feed `tokens` to mlx-lm's loop, and return the log-probabilities of the next token, `(1, vocab_size)`."""
+    next_logprobs = []
 
     def sampler(logprobs: mx.array) -> mx.array:
-        following.append(logprobs)
+        next_logprobs.append(logprobs)
         return mx.argmax(logprobs, axis=-1)
 
-    start = pacing(partial(mlx_generate.generate_step, tokens))
+    start = paced(partial(mlx_generate.generate_step, tokens))
     with mlx_generate.wired_limit(model, [mlx_generate.generation_stream]):
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
-            raise AssertionError("mlx-lm yielded a token of a request for none")
-    return following[-1]
+            raise AssertionError("mlx-lm yielded a token although max_tokens is 0")
+    return next_logprobs[-1]
 
 
-def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
-    """Decode `n` tokens after the log-probabilities `following`, which vote, and restore the caches that only grow.
+def _look_ahead(model, prompt_cache: list, next_logprobs: mx.array, n: int) -> None:
+    """Decode `n` tokens that vote, starting from `next_logprobs`; then restore the full caches.
 
-    A cache that evicts keeps the tokens' entries until the compression, which drops entries after the text.
+    Caches that evict keep the entries of these tokens until the compression drops them.
     """
     if n <= 0:
         return
     pairs = zip(members(prompt_cache), layer_caches(prompt_cache))
     before = CacheCopy([cache for cache, ours in pairs if not ours.is_compressed])
-    token = mx.argmax(following, axis=-1)
-    # The loop feeds the token it is given and each one it yields.
+    token = mx.argmax(next_logprobs, axis=-1)
+    # mlx-lm's loop also feeds the last token that it yields.
     list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()

@@ -1,4 +1,4 @@
-"""The caches that a request's prompt is read on, made by its plan."""
+"""Make the caches on which a request's prompt is read."""
 
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_sharing_entries
@@ -15,50 +15,50 @@ from ..sparse.prefill_cache import SparsePrefillKVCache
 from .reading_pace import ReadingPace
 
 
-def reading_caches(
+def prefill_caches(
     plan: Plan, layers: list[AttentionLayer], prompt_cache: list, pace: ReadingPace | None = None
 ) -> list:
-    """Return the caches that mlx-lm's loop reads a prompt on, after the earlier turns in `prompt_cache`.
+    """Return the caches on which mlx-lm's loop reads a prompt, after the earlier turns in `prompt_cache`.
 
-    With a policy they are new caches: the caller's list and caches do not change before the request compresses. With
-    sparse attention the caller's caches hold all entries, and chunks that are read sparsely choose among them.
+    With a policy, these are new caches, so the caller's caches do not change before the compression. With sparse
+    attention, the caller's caches store all entries; chunks that are read sparsely choose among them.
 
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
-        prompt_cache: the caller's caches, empty or with the entries of earlier turns.
-        pace: says which chunks choose, if the plan has `sparse_reading`.
+        prompt_cache: the caller's caches, which are empty or contain earlier turns.
+        pace: decides which chunks choose, if the plan has `sparse_reading`.
     """
     if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
     caches = list(prompt_cache)
     for layer in layers:
-        everything = layer.cache_in(prompt_cache)
-        everything.observe(plan.first, plan.last, plan.capacity)
-        everything.layer = layer
+        stored = layer.cache_in(prompt_cache)
+        stored.observe(plan.first, plan.last, plan.capacity)
+        stored.layer = layer
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
-            view = FullView([everything.store], layer)
-            # Page means of entries in files are kept for later turns, which would read all keys again.
-            means = everything.page_means if everything.in_files else PageMeans()
+            view = FullView([stored.store], layer)
+            # Page means of files are kept for later turns, because computing them reads all keys.
+            means = stored.page_means if stored.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last, reading.last_from, pace.chooses
             )
-            layer.put(caches, SparsePrefillKVCache(everything, ranking))
+            layer.put(caches, SparsePrefillKVCache(stored, ranking))
     return caches
 
 
 def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Raise SnapKVError if a prompt cache holds other tokens than when the plan was made."""
+    """Check that a prompt cache has not changed since the plan was made. Raises: SnapKVError: it has."""
     if any(layer.entries_in(prompt_cache).offset != plan.n_held for layer in layers):
         raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Return caches that begin with the entries of earlier turns, over which the new tokens' queries vote, too."""
+    """Return caches with the entries of earlier turns, among which the new prompt's queries will vote."""
     caches = copies_sharing_entries(prompt_cache, layers)
-    held = [layer.entries_in(prompt_cache) for layer in layers]
-    are_full = not any(cache.is_compressed or cache.quantization for cache in held)
+    earlier = [layer.entries_in(prompt_cache) for layer in layers]
+    are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
     accumulates = plan.accumulates_attention
     once = not plan.options.evicts_in_blocks
@@ -81,7 +81,7 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """Return a cache for `n_new` tokens that evicts, sums up attention, or continues an earlier turn."""
+    """Return a cache for `n_new` tokens that evicts, accumulates attention, or continues an earlier turn."""
     policy = plan.prefill_policy
     quota = plan.prefill_quota
     once = not plan.options.evicts_in_blocks
@@ -99,15 +99,15 @@ def _block_cache(
         layer=layer,
         last=plan.last,
         newest=max(policy.obs_window, plan.n_voters),
-        # Entries are quantised once: at the compression, unless they are quantised already.
+        # Entries that are still plain are quantised only once, at the compression.
         quantization=None if once and plain else plan.options.quantization,
         counting=AttentionCount() if plan.accumulates_attention else None,
     )
-    block.expected = expected
+    block.expected_size = expected
     block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)
     block.statistics_from = plan.statistics_from
     if entries is not None:
         block.offset = plan.n_held
-        block.hold(entries)
+        block.replace_entries(entries)
         block.inherit(before)
     return block

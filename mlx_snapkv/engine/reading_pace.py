@@ -1,4 +1,4 @@
-"""Decide whether a chunk of a prompt reads all entries or chooses few: whichever takes less time on this machine."""
+"""Decide which is faster on this machine: prompt chunks that read all entries, or chunks that choose few."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import NamedTuple
 from ..planning.request_plan import Plan
 from ..planning.speed_record import READ_ALL, READ_FEW, Measurement, Speed
 from ..sparse.options import CHUNK_SIZE
-from .pace import WORTH
+from .pace import MAX_TIME_RATIO
 
-DOUBLED = 2  # factor by which the text has to grow until chunks that choose are tried again
+RETRY_GROWTH = 2  # the text must grow by this factor before choosing is tried again
 
-# Ways, as in `ReadingPace.begin`, whose first chunk was read in this process: it also compiles, and is not measured.
+# Ways (as in `ReadingPace.begin`) whose first chunk this process has read. It includes compilation, so it is not
+# measured.
 compiled: set[bool] = set()
 
 
 class _Chunk(NamedTuple):
-    """A chunk that is being read: when it began, its first position and tokens, and whether it chooses."""
+    """A chunk that is being read."""
 
     began: float
     start: int
@@ -27,19 +28,19 @@ class _Chunk(NamedTuple):
 
 
 class ReadingPace:
-    """Decides chunk by chunk whether a prompt is read sparsely, by the seconds that a token took either way.
+    """Decides for each chunk of a prompt whether it chooses entries or reads all, by the speed of earlier chunks.
 
-    The first chunks read everything anyway, and are measured. Then one chunk chooses. If its tokens took clearly less,
-    the other chunks choose, too. If not, they read everything, and another chunk chooses when the text has doubled.
-    A later token that reads everything takes no less than an earlier one, so the latest one is a lower bound.
+    The first chunks read all entries in any case, and are measured. Then one chunk chooses. If its tokens took clearly
+    less time, the following chunks choose, too. Otherwise they read all entries, and another chunk is tried when the
+    text has doubled. Reading all entries takes longer the longer the text, so its latest time is a lower bound.
 
     Args:
-        plan: with `sparse_reading`; unless it adapts, all chunks choose.
-        recorded: what the speed record says. A turn of a conversation follows it until it has measured a chunk.
+        plan: a plan with `sparse_reading`; unless it adapts, all chunks choose.
+        recorded: the speed record, which a turn of a conversation follows until it has measured a chunk.
         clock: returns seconds.
 
     Attributes:
-        measurements: the tokens that were measured, for the speed record.
+        measurements: times of chunks, for the speed record.
     """
 
     def __init__(
@@ -56,34 +57,36 @@ class ReadingPace:
         self._last_from = plan.sparse_reading.last_from
         self._clock = clock
         self._chunk: _Chunk | None = None
-        # The seconds of a token in the latest chunk that read everything.
+        # Seconds per token of the latest chunk that read all entries.
         self._dense: float | None = None
         # Whether choosing was faster.
-        self._wins = plan.n_held > 0 and bool(recorded.pays(READ_FEW, READ_ALL, plan.n_held, WORTH))
-        self._try_from = 0  # position of the next chunk that is tried
+        self._wins = plan.n_held > 0 and bool(
+            recorded.pays(READ_FEW, READ_ALL, plan.n_held, MAX_TIME_RATIO)
+        )
+        self._try_from = 0  # position of the first chunk that may be tried next
 
     def chooses(self, start: int) -> bool:
-        """Return whether a chunk from a position on chooses, if there are more entries than it would choose.
+        """Return whether a chunk that starts at `start` chooses, provided that there are enough entries.
 
-        A model that reads a chunk in several pieces reads all of them alike.
+        If a model reads a chunk in pieces, all of its pieces are read the same way.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
         if chunk is not None and start < chunk.start + chunk.n:
             return chunk.chooses
-        if start >= self._n_prompt:  # the answer's first tokens
+        if start >= self._n_prompt:  # first tokens of the answer
             return False
         has_room = start + CHUNK_SIZE <= self._last_from
         is_trial = self._dense is not None and has_room and start >= self._try_from
         return self._wins or is_trial
 
     def begin(self, start: int, n: int, chooses: bool) -> None:
-        """Note that `n` tokens from a position on are read from now on, and whether they choose."""
+        """Note that `n` tokens from position `start` are being read, and whether they choose."""
         self._chunk = _Chunk(self._clock(), start, n, chooses)
 
     def end(self) -> None:
-        """Measure the chunk that has been read since `begin`, if there is one."""
+        """Measure the chunk since `begin`, if there is one."""
         chunk, self._chunk = self._chunk, None
         if chunk is None or not self._adapts or chunk.n < CHUNK_SIZE:
             return
@@ -96,5 +99,5 @@ class ReadingPace:
         if not chunk.chooses:
             self._dense = seconds
         elif self._dense is not None and not self._wins:
-            self._wins = seconds < WORTH * self._dense
-            self._try_from = DOUBLED * chunk.start
+            self._wins = seconds < MAX_TIME_RATIO * self._dense
+            self._try_from = RETRY_GROWTH * chunk.start

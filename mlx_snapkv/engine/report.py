@@ -1,4 +1,4 @@
-"""The report of a request's compression: figures read from the arrays, or why nothing was compressed."""
+"""The report of a compression: measured figures, or the reason why nothing was compressed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..planning.units import format_bytes
 if TYPE_CHECKING:  # commands import this file before they need MLX
     from ..planning.request_plan import Plan
 
-SLOWER = 0.9  # times as fast as the full cache: below it, a warning says so
+SLOWER = 0.9  # a warning is given below this speed, relative to the full cache
 NO_POLICY = "none"
-STAYING = "kv_bytes_staying", "file_bytes"  # fields of a report that are shown if they are not 0
+STAYING = "kv_bytes_staying", "file_bytes"  # fields of a report that are shown unless they are 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 ENDED_IN_FULL = "the answer ended among its first tokens, which read all entries"
 ENDED_IN_BLOCKS = (
@@ -22,35 +22,34 @@ ENDED_IN_BLOCKS = (
 
 @dataclass
 class CompressionReport:
-    """One request's compression. If several Macs share the model, the figures are this Mac's.
+    """The compression of one request. If several Macs share the model, the figures are those of this Mac.
 
     Attributes:
-        policy: the policy, as its command-line string, or NO_POLICY.
-        prompt_tokens: tokens of the whole prompt.
-        reason: why nothing was compressed, with what to change; None when entries were dropped.
-        entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
-        kv_bytes_before: bytes of all tokens' entries at the compression, including those evicted earlier.
-        kv_bytes_after: bytes of all keys and values in memory after it, and of their index. This is what an answer
-            token reads (its `kv_dtype` is "float16", for example, or "8 bits") and, with sparse attention, the
-            entries that stay beside that.
-        kv_bytes_staying: the part of `kv_bytes_after` that stays unread.
-        file_bytes: bytes of the entries that stay in files.
-        block: tokens for which the cache has room beside the entries kept, if the answer evicts in blocks.
-        attention_share: by layer, the share (0 to 1) of the voters' attention that the entries kept received, if the
-            prompt votes.
-        prefill_seconds: from the first chunk to the compression, without the selection.
-        selection_seconds: scoring, ranking and gathering, including all evictions during prefill.
-        read_per_chunk: the most entries before it that a chunk of the prompt reads, per KV head; None if chunks read
-            all.
-        read_per_token: entries per KV head that a token of the answer reads if it chooses, the most of any layer; None
-            if tokens don't choose.
-        read_all: first and last token of the answer, from 1, of each run of tokens that read all entries while other
-            tokens choose. The last token is None if the run lasts until the end of the answer.
-        means: cluster means that a token reads instead of the other entries, the most of any layer; 0 without means.
-        plain_path: why MLX's own operations, not the GPU kernels, compute the attention of tokens that choose; None if
-            the kernels do, or no token chooses.
-        auto: the setting that `policy="auto"` chose, and why.
-        full_token_seconds: time of a token on the full cache, before the compression.
+        policy: the setting, as on the command line, or NO_POLICY.
+        prompt_tokens: number of tokens in the whole prompt.
+        reason: why nothing was compressed, and what to change; None if entries were evicted or are read sparsely.
+        entries_kept: entries per KV head, by layer of the model; None for layers without a KV cache.
+        kv_bytes_before: bytes of the entries of all tokens at the compression, including evicted entries.
+        kv_bytes_after: bytes of all keys and values in memory afterwards, and of their index, in `kv_dtype` ("float16"
+            or "8 bits", for example). An answer token reads all of them except `kv_bytes_staying`.
+        kv_bytes_staying: the bytes of `kv_bytes_after` that a token does not read.
+        file_bytes: bytes of entries in files.
+        block: number of tokens that fit in the cache in addition to the kept entries, if the answer evicts in blocks.
+        attention_share: share (0 to 1) of the voters' attention that the kept entries received, by layer, if queries
+            vote.
+        prefill_seconds: time from the first chunk to the compression.
+        selection_seconds: time for scoring, ranking and gathering, including evictions during prefill.
+        read_per_chunk: largest number of earlier entries that a chunk of the prompt read by choice, per KV head; None
+            if chunks read all.
+        read_per_token: largest number of entries per KV head that a token of the answer reads by choice; None if tokens
+            do not choose.
+        read_all: first and last token, counted from 1, of each run of answer tokens that read all entries while others
+            choose. The last token is None if the run lasts to the end of the answer.
+        means: largest number of cluster means that a token reads in place of unread entries; 0 without means.
+        plain_path: why MLX's operations compute the attention of tokens that choose; None if GPU kernels do, or if no
+            token chooses.
+        auto: the setting that `policy="auto"` selected, and why.
+        full_token_seconds: time of a token from the full cache, before the compression.
         token_seconds: time of a token after the compression.
     """
 
@@ -78,27 +77,27 @@ class CompressionReport:
 
     @classmethod
     def of_full_cache(cls, plan: Plan) -> CompressionReport:
-        """Return the report of a prompt that its plan leaves to mlx-lm."""
+        """Return the report of a prompt that is left to mlx-lm."""
         return cls(str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason)
 
     @property
     def compressed(self) -> bool:
-        """Return whether entries were evicted, or are read sparsely."""
+        """Return whether entries were evicted or are read sparsely."""
         return self.reason is None
 
     @property
     def entries(self) -> int:
-        """Return the entries kept per KV head in the layer with the most; 0 if nothing was compressed."""
+        """Return the largest number of entries that a layer keeps per KV head; 0 if nothing was compressed."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
     def kv_bytes_read(self) -> int:
-        """Return the bytes that a token of the answer reads, with the buffers' spare room and the index."""
+        """Return the bytes that a token of the answer reads, including the index and unused rows."""
         return self.kv_bytes_after - self.kv_bytes_staying
 
     @property
     def warnings(self) -> list[str]:
-        """Return a sentence for each loss by the compression, of speed or memory."""
+        """Return a sentence for each disadvantage of the compression in speed or memory."""
         found = []
         if self.full_token_seconds and self.token_seconds:
             times = self.full_token_seconds / self.token_seconds
@@ -116,7 +115,7 @@ class CompressionReport:
 
     @property
     def entries_text(self) -> str:
-        """Return the words about the entries kept, or about the entries that a token reads."""
+        """Describe the entries that were kept, or that a token reads."""
         chunk = "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
         if self.read_per_token is not None:
             means = ""
@@ -134,7 +133,7 @@ class CompressionReport:
 
     @property
     def _exceptions(self) -> str:
-        """Return the words about tokens that read all entries though others choose."""
+        """Describe the tokens that read all entries while others choose."""
         if not self.read_all:
             return ""
         runs = [
@@ -144,9 +143,9 @@ class CompressionReport:
 
     @property
     def memory_text(self) -> str:
-        """Return the words about the KV memory before and after, and about entries that stay unread.
+        """Describe the KV memory before and after the compression, and the entries that stay unread.
 
-        Buffers may have room for more than the entries kept.
+        Buffers may be larger than the kept entries.
         """
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
@@ -162,11 +161,11 @@ class CompressionReport:
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, for JSON."""
+        """Return all fields as a dict, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return the report in one line for users."""
+        """Return the report as one line for users."""
         if not self.compressed:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]

@@ -14,49 +14,49 @@ from ..models.patch import recording
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, extend, speed_of
 from ..sparse.prompt_caches import copied_to_store
-from .compress import KeptCallback, measured
+from .compress import KeptCallback, measuring
 from .compress_mode import PolicyMode
 from .loop_model import RequestModel
 from .pieces import Pieces
-from .read import reading_caches, require_unchanged
+from .read import prefill_caches, require_unchanged
 from .report import CompressionReport
 from .sparse_mode import SparseMode
 
 
 class Mode(Protocol):
-    """The part of a request in which policies (`compress_mode.py`) and sparse attention (`sparse_mode.py`) differ."""
+    """The part of a request that differs between policies (`compress_mode.py`) and sparse attention."""
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model for tokens `(1, L)` of the prompt, and return the last logits `(1, n, vocab_size)`."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace the caches that the prompt was read on by the caches that the answer is decoded from."""
+        """Replace the caches of the prompt by the caches of the answer."""
 
 
 @final
 class Request:
-    """One request that is compressed.
+    """A request that is compressed or uses sparse attention.
 
-    mlx-lm's own `generate_step` runs on the `model` and the `caches` of the request. It reads the list of caches at
-    every step, so `compress` replaces the items of the list between two steps.
+    mlx-lm's `generate_step` runs on the request's `model` and `caches`. It reads the list of caches at every step, so
+    `compress` can replace the elements of the list between two steps.
 
     Args:
         model: the mlx-lm model.
-        plan: the decisions about the request.
-        prompt_cache: empty, or the full or compressed entries of earlier turns.
-        on_kept: receives the entries that a policy keeps of each layer.
+        plan: the plan of the request.
+        prompt_cache: empty, or with the full or compressed entries of earlier turns.
+        on_kept: called for each layer with the entries that a policy keeps.
 
     Attributes:
         model: the model for mlx-lm's loop.
-        caches: the caches for mlx-lm's loop: of the prompt, and after `compress` of the answer.
+        caches: the caches for mlx-lm's loop: those of the prompt, and after `compress` those of the answer.
         is_compressed: whether `compress` has replaced the caches.
-        report: what the compression did; empty before it.
+        report: the report, which `compress` completes.
     """
 
     def __init__(
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
-        """Make the caches that the prompt is read on."""
+        """Make the caches on which the prompt is read."""
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
@@ -72,19 +72,19 @@ class Request:
             model, plan, self.layers, prompt_cache, pieces, on_kept
         )
         pace = None if self._sparse_mode is None else self._sparse_mode.pace
-        self.caches = reading_caches(plan, self.layers, prompt_cache, pace)
+        self.caches = prefill_caches(plan, self.layers, prompt_cache, pace)
         self.is_compressed = False
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
     @property
     def read_caches(self) -> list:
-        """Return the caches of the tokens read so far, from which other requests can continue."""
+        """Return the caches of the tokens read so far, from which another request can continue."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes for the block if queries are needed."""
+        """Patch the model's attention classes within the `with` block, if queries are needed."""
         if self._started is None:
             require_unchanged(self.plan, self.layers, self.prompt_cache)
             self._started = time.perf_counter()
@@ -93,24 +93,24 @@ class Request:
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
-        """Return the model's logits for tokens `(1, L)` of the prompt or the answer, as mlx-lm's loop asks for them."""
+        """Call the model for tokens `(1, L)` of prompt or answer, as mlx-lm's loop requests, and return the logits."""
         if not self.is_compressed:
             return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
 
     def prompt_is_read(self) -> None:
-        """Note the seconds of the prefill at the first call."""
+        """Note the duration of the prefill, at the first call."""
         if self._prefill_seconds is None and self._started is not None:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches` once the prompt is read, or again after `read_all`, and return the report.
+        """Compress `caches` when the prompt has been read, or again after `read_all`, and return the report.
 
-        Raises: SnapKVError: the scores are NaN, or there is no room for the entries that stay.
+        Raises: SnapKVError: scores are NaN, or the store has no space for the entries.
         """
         self.prompt_is_read()
         self.report.prefill_seconds = self._prefill_seconds or 0.0
-        with measured(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
+        with measuring(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
         return self.report
@@ -121,9 +121,9 @@ class Request:
         self._sparse_mode.read_all(self.caches)
 
     def setup_in_tokens(self) -> float:
-        """Return after how many tokens of a sparse answer the index is repaid, by the speed record of this machine.
+        """Return the number of answer tokens that repay the index, by the speed record of this machine.
 
-        A conversation's later turns extend its index, which costs little.
+        It is 0 for later turns of a conversation, which only extend the index.
         """
         assert self.plan.sparse is not None
         if self.plan.n_held:
@@ -131,14 +131,14 @@ class Request:
         return speed_of(self._model, self.plan.sparse).setup_in_tokens(self.plan.n_prompt)
 
     def remember(self, answer: Sequence[Measurement] = ()) -> None:
-        """Add the times of an answer and of its prompt's chunks to the speed record of this machine."""
+        """Add the times of the prompt's chunks and of an answer to the speed record of this machine."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
         chunks = [] if pace is None else pace.measurements
         extend(self._model, self.plan.sparse, [*chunks, *answer])
 
     def end(self) -> CompressionReport:
-        """Store all entries of a sparse request whose tokens all read them, and return the report."""
+        """Finish a sparse request that was never compressed: move its entries to the store, and return the report."""
         assert self._sparse_mode is not None
         self._sparse_mode.end(self.caches, self.report)
         return self.report
@@ -152,16 +152,16 @@ def make_request(
     owned: bool = False,
     on_kept: KeptCallback | None = None,
 ) -> Request:
-    """Return the request that carries out a plan without a reason to leave the prompt to mlx-lm.
+    """Make the request for a plan.
 
     Args:
         model: an mlx-lm model.
-        plan: the plan, without a `reason`.
-        prompt_cache: the prompt cache that the plan was made for; None makes a new one.
-        owned: whether the prompt cache was made for the plan's store. If not, its entries are copied.
-        on_kept: receives the entries that a policy keeps of each layer.
+        plan: a plan without a `reason` to leave the prompt to mlx-lm.
+        prompt_cache: the prompt cache of the plan; None makes a new one.
+        owned: whether the prompt cache was made for the plan's store. Otherwise its entries are copied to the store.
+        on_kept: called for each layer with the entries that a policy keeps.
 
-    Raises: SnapKVError: entries of the prompt cache were evicted, or can't be kept in the store.
+    Raises: SnapKVError: the store can't keep the entries of the prompt cache.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.options.store is not None and not owned:

@@ -1,4 +1,4 @@
-"""Serving one request by mlx-lm's own iterators, with the compression between two of their steps."""
+"""Serve a request by mlx-lm's iterators, with the compression between two of their steps."""
 
 import contextlib
 import dataclasses
@@ -11,16 +11,16 @@ from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, require_quantizable
 from ..caches.matching import n_tokens
-from ..entries.quantization import taken_from
+from ..entries.quantization import extract_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
-from ..sparse.prompt_caches import lasting_forms, make_caches
+from ..sparse.prompt_caches import caches_to_continue, make_caches
 from .compress import KeptCallback
-from .loop_model import drafted, evicts, observing, one_by_one, pacing
+from .loop_model import evicts, observing_queries, one_by_one, paced, trimming_drafts
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
 from .request import Request, make_request
@@ -28,10 +28,10 @@ from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
-ENOUGH = 8  # tokens from which a mean time is reported
+ENOUGH = 8  # number of tokens that a reported mean time needs
 
 
-def served(
+def serve(
     start: Callable[..., Iterator[Any]],
     model,
     n_prompt: int,
@@ -42,57 +42,58 @@ def served(
     *,
     on_kept: KeptCallback | None = None,
 ) -> Iterator[Any]:
-    """Return mlx-lm's own iterator, `start(model, **options)`, with a compression between two of its steps if asked.
+    """Start a request: return mlx-lm's iterator `start(model, **options)`, which compresses between two of its steps.
 
-    If it fails before its first item, the caller's prompt cache is unchanged: with a policy the prompt is read on other
-    caches, and with sparse attention `_all_or_nothing` restores it. A conversation restores its own cache.
+    If the request fails before its first item, the caller's prompt cache is unchanged: a policy reads the prompt on
+    other caches, and for sparse attention `_all_or_nothing` restores it. Conversations restore their own caches.
 
     Args:
-        start: mlx-lm's function, such as `generate_step`, with its prompt.
+        start: mlx-lm's function, such as `generate_step`, with the prompt bound.
         model: the mlx-lm model.
-        n_prompt: tokens to read.
-        max_tokens: limit of the answer's tokens; -1 for no limit.
-        config: with `turns`, `options` hold a conversation's own prompt cache.
-        on_report: receives one `CompressionReport`; None for no report.
-        options: mlx-lm's own keywords of `start`.
-        on_kept: receives the entries that a policy keeps of each layer.
+        n_prompt: number of tokens in the prompt.
+        max_tokens: maximum number of tokens in the answer; -1 for no limit.
+        config: the config; with `turns`, `options` contain a conversation's own prompt cache.
+        on_report: called with the `CompressionReport`; None for no report.
+        options: mlx-lm's keywords for `start`.
+        on_kept: called for each layer with the entries that a policy keeps.
     """
-    start = pacing(start)
+    start = paced(start)
     report_to = on_report or (lambda report: None)
     config = config.with_mlx_options(options)
-    given = options.get("prompt_cache")
+    prompt_cache = options.get("prompt_cache")
     turns = config.turns
     if config.max_kv_size is None:
-        warn_beyond_trained_length(model, n_tokens(given or []) + n_prompt)
-    # Without kv_bits: mlx-lm would quantise the entries while they are still to be chosen from.
-    _, loop_options = taken_from(options)
+        warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
+    # Without kv_bits, because mlx-lm would quantise entries before a policy has scored them.
+    _, loop_options = extract_quantization(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(
-        model, config, n_prompt, given, max_tokens=max_tokens, is_embedded=is_embedded
+        model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
     )
     if plan.reason is not None:
         report_to(CompressionReport.of_full_cache(plan))
         return _left_to_mlx_lm(start, model, options)
-    request = make_request(model, plan, given, owned=turns, on_kept=on_kept)
+    request = make_request(model, plan, prompt_cache, owned=turns, on_kept=on_kept)
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
     if turns or config.sparse is None:
-        return _answered(items, request, report_to, keep=given is not None)
+        return _answer(items, request, report_to, keep=prompt_cache is not None)
     caches = request.prompt_cache
 
-    def compressed(report: CompressionReport) -> None:
-        if given is not None:
-            given[:] = lasting_forms(model, caches, config.store)
+    def hand_back_and_report(report: CompressionReport) -> None:
+        if prompt_cache is not None:
+            prompt_cache[:] = caches_to_continue(model, caches, config.store)
         report_to(report)
 
-    return _all_or_nothing(_answered(items, request, compressed, given is not None), caches)
+    answer = _answer(items, request, hand_back_and_report, keep=prompt_cache is not None)
+    return _all_or_nothing(answer, caches)
 
 
 def require_servable(model, config: CompressionConfig) -> None:
-    """Raise SnapKVError if options conflict, or the model can't be served with the config."""
+    """Check that options agree, and that the model supports the config. Raises: SnapKVError."""
     config.require(model)
     require_compatible(config, When.COMPRESSING)
     caches = make_caches(model, config.store, config.store_dir)
@@ -102,11 +103,11 @@ def require_servable(model, config: CompressionConfig) -> None:
 
 
 def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """Return mlx-lm's own iterator.
+    """Return mlx-lm's iterator.
 
-    A prompt cache that evicts is fed as if tokens came one by one, and records the queries that vote.
+    If the prompt cache evicts, it is fed as if tokens came one at a time, and records the queries that vote.
 
-    Raises: SnapKVError: embeddings are given with such a cache.
+    Raises: SnapKVError: embeddings can't be fed to such a cache.
     """
     cache = options.get("prompt_cache") or []
     if options.get("input_embeddings") is not None and evicts(cache):
@@ -116,28 +117,30 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
         )
     drafts: contextlib.AbstractContextManager = contextlib.nullcontext()
     if options.get("draft_model") is not None:
-        drafts = drafted(cache)
+        drafts = trimming_drafts(cache)
 
     def items() -> Iterator[Any]:
-        with observing(model, cache), drafts:
+        with observing_queries(model, cache), drafts:
             yield from start(one_by_one(model, cache), **options)
 
     return items()
 
 
-def _answered(
+def _answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
-    """Yield the items of an answer; arguments as in `_compressed`."""
+    """Yield the items of an answer. The arguments are those of `_compressed_answer`."""
     if request.plan.adapts:
-        return _adaptive(items, request, on_report)
-    return _compressed(items, request, on_report, keep)
+        return _adaptive_answer(items, request, on_report)
+    return _compressed_answer(items, request, on_report, keep)
 
 
-def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback) -> Iterator[Any]:
-    """Yield the items of a sparse answer, whose tokens read all entries, or few while that is faster.
+def _adaptive_answer(
+    items: Iterator[Any], request: Request, on_report: ReportCallback
+) -> Iterator[Any]:
+    """Yield the items of a sparse answer, whose tokens read few entries as long as that is faster than reading all.
 
-    The index is made when the first tokens are to read few, so a short answer does without one.
+    The index is built when tokens first read few entries, so short answers do without it.
     """
     pace = Pace(request.plan.n_prompt, request.setup_in_tokens())
     report = request.report
@@ -150,10 +153,10 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
             for n, item in enumerate(timed, 1):
                 request.prompt_is_read()
                 if pace.switches(timed.latest):
-                    took = _switch(request, pace.reads_all, n, on_report)
-                    seconds += took
-                    if not setup and not request.plan.n_held:  # not the growth of an earlier index
-                        setup.append(Measurement(SETUP, request.plan.n_prompt, took))
+                    switch_seconds = _switch(request, pace.reads_all, n, on_report)
+                    seconds += switch_seconds
+                    if not setup and not request.plan.n_held:  # later turns only extend their index
+                        setup.append(Measurement(SETUP, request.plan.n_prompt, switch_seconds))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
                 yield _without(item, seconds)
@@ -164,13 +167,13 @@ def _adaptive(items: Iterator[Any], request: Request, on_report: ReportCallback)
 
 
 def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback) -> float:
-    """Let the tokens after the `n`-th of an answer read the other way, and return the seconds that this took.
+    """Switch between reading all entries and few after the `n`-th token, and return the seconds of the switch.
 
     Args:
-        request: the request, whose report notes the switch.
-        reads_all: whether these tokens read all entries.
-        n: number of tokens that the answer has.
-        on_report: receives the report when the first tokens choose.
+        request: the request, whose report lists the switches.
+        reads_all: whether the next tokens read all entries.
+        n: number of tokens in the answer so far.
+        on_report: called at the first switch to few entries.
     """
     started = time.perf_counter()
     report = request.report
@@ -180,7 +183,7 @@ def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback
     else:
         is_first = not request.is_compressed
         request.compress()
-        report.read_all[-1][1] = n + 1  # mlx-lm has begun the next token
+        report.read_all[-1][1] = n + 1  # mlx-lm is already computing the next token
         if is_first:
             on_report(report)
     return time.perf_counter() - started
@@ -189,7 +192,7 @@ def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback
 def _end_adaptive(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
-    """Extend the speed record by a sparse answer, and report on the answer if it ended before a token chose."""
+    """Add a sparse answer to the speed record, and report on it if all of its tokens read all entries."""
     request.remember(measurements)
     if request.is_compressed:
         return
@@ -200,24 +203,26 @@ def _end_adaptive(
 
 
 def _without(item: Any, seconds: float) -> Any:
-    """Return an item of mlx-lm's iterator, with these seconds left out of a `GenerationResponse`'s speed."""
+    """Subtract `seconds` from the time on which a `GenerationResponse` bases its speed. Other items are unchanged."""
     if not seconds or not isinstance(item, GenerationResponse):
         return item
     n = item.generation_tokens
     return dataclasses.replace(item, generation_tps=n / (n / item.generation_tps - seconds))
 
 
-def _compressed(
+def _compressed_answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
-    """Yield the items, and compress before the last token that votes is yielded: mlx-lm has fed it by then.
+    """Yield the items of an answer, and compress before the item of the last token that votes is yielded.
+
+    mlx-lm has fed this token by then.
 
     Args:
-        items: mlx-lm's iterator, which runs on the request's model and caches.
-        request: the request, whose prompt has not been read.
-        on_report: receives the report.
-        keep: the caller sees the cache afterwards, so it is compressed also if the answer ends, or is no longer read,
-            before that token.
+        items: mlx-lm's iterator on the request's model and caches.
+        request: the request, which has not read its prompt.
+        on_report: called with the report.
+        keep: whether the caller uses the cache afterwards. If so, it is compressed even if the answer ends or is
+            abandoned before that token.
     """
     before = _Timed(items)
     try:
@@ -252,10 +257,10 @@ def _compressed(
 
 
 class _Timed(Iterator[Any]):
-    """An iterator that times its items; the first does not count in the mean.
+    """An iterator that measures the time of each item. The mean excludes the first item.
 
     Attributes:
-        latest: the seconds of the latest item.
+        latest: seconds of the latest item.
     """
 
     def __init__(self, items: Iterator[Any]):
@@ -274,19 +279,19 @@ class _Timed(Iterator[Any]):
 
     @property
     def mean(self) -> float | None:
-        """Return the mean seconds of an item; None before `ENOUGH` items."""
+        """Return the mean seconds per item; None before `ENOUGH` items."""
         return self._seconds / self._n if self._n >= ENOUGH else None
 
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
-    """Yield the items of a request; if it fails before the first, restore its prompt cache."""
+    """Yield the items of a request. If it fails before the first item, restore its prompt cache."""
     before = CacheCopy(prompt_cache)
     try:
         first = next(items, None)
     except BaseException:
         before.restore()
         raise
-    del before  # free the copies before the answer ends
+    del before  # frees the copies before the answer ends
     if first is not None:
         yield first
         yield from items

@@ -1,4 +1,4 @@
-"""Sparse attention: all entries stay, and the prompt's chunks and the answer's tokens read few of them."""
+"""How a request with sparse attention reads its prompt and lets the tokens of its answer choose entries."""
 
 from typing import Any, final
 
@@ -7,11 +7,11 @@ import mlx.core as mx
 from ..caches.adapter import full_cache
 from ..caches.layers import (
     AttentionLayer,
-    choosing_layers,
     copies_sharing_entries,
     file_bytes,
     kv_bytes,
     kv_dtype,
+    sparse_layers,
 )
 from ..entries.attention import nan_scores
 from ..entries.quantization import KEYS, rows
@@ -31,17 +31,17 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """Reads a prompt with sparse attention (in full with read="dense"), and lets the answer's tokens choose entries.
+    """The mode of a request with sparse attention. With read="dense", chunks read all entries.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
-        prompt_cache: the caches that hold all entries.
-        pieces: calls the model for a chunk in pieces whose scores fit in memory.
+        prompt_cache: the caches that store all entries.
+        pieces: calls the model for parts of a chunk whose scores fit in memory.
 
     Attributes:
-        pace: decides which chunks choose; None if no chunk may choose.
+        pace: decides which chunks choose; None if none may.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        """Decide how chunks are paced; nothing is read yet."""
+        """Store the parts of the request, and decide how chunks are paced."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
         self._sparse = plan.sparse
         self._prompt_cache = prompt_cache
         self._pieces = pieces
-        self._choosing = choosing_layers(layers)
+        self._choosing = sparse_layers(layers)
         self._evaluate = Evaluation()
         self.pace: ReadingPace | None = None
         if plan.sparse_reading is not None:
@@ -67,9 +67,9 @@ class SparseMode:
             self.pace = ReadingPace(plan, speed_of(model, plan.sparse) if is_turn else Speed())
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for a chunk `(1, L)`: in one piece if it reads everything, in pieces while it chooses.
+        """Call the model for a chunk `(1, L)`. A chunk that chooses is split, and each part chooses its own entries.
 
-        A piece ends when the loop has evaluated it: at the next call.
+        The pace measures a part when it has been evaluated, which is at the next call.
         """
         if self.pace is None:
             return self._pieces(inputs, cache)
@@ -87,13 +87,13 @@ class SparseMode:
             inputs = inputs[:, n:]
 
     def _piece_size(self, start: int, n: int) -> int:
-        """Return how many of `n` tokens from a position on choose together; the prompt's last tokens read more."""
+        """Return how many of the `n` tokens from position `start` choose together; the last tokens all do."""
         assert self.plan.sparse_reading is not None
         n_before_last = self.plan.sparse_reading.last_from - start
         return min(n, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace `caches` by those whose tokens choose among all entries; nothing is evicted."""
+        """Replace `caches` by caches whose tokens choose among all entries. Nothing is evicted."""
         self._require_numbers()
         if report.read_per_token is None:
             self._note_chunks(caches, report)
@@ -102,7 +102,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # Other layers get the entries of a lending layer as arrays, so every token reads them all.
+            # A layer that lends its entries passes them on as arrays, so its tokens read all of them.
             if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().packed(None)))
@@ -118,11 +118,13 @@ class SparseMode:
             report.plain_path = why_plain(first.cache_in(caches).ranking, stored.queries[:, :, :1])
 
     def read_all(self, caches: list) -> None:
-        """Replace `caches` by the prompt's own caches, extended by the answer's entries so far.
+        """Move the answer's entries so far to the prompt's own caches, and put these into `caches`.
 
-        The next tokens read all entries, until `compress` is called again.
+        The next tokens then read all entries, until `compress` is called again.
         """
-        mx.eval([c.state for c in caches])  # the next write would copy an array with other readers
+        mx.eval(
+            [c.state for c in caches]
+        )  # otherwise the next write would copy an array that has other readers
         for layer in self.layers:
             answer = layer.cache_in(caches)
             stored = layer.cache_in(self._prompt_cache)
@@ -135,11 +137,11 @@ class SparseMode:
         self._prompt_cache[:] = caches
 
     def end(self, read_caches: list, report: CompressionReport) -> None:
-        """Store all entries of a prompt, and perhaps of an answer that read all entries, and describe them.
+        """Move all entries to the store, and complete the report. The answer, if any, read all entries.
 
         Args:
-            read_caches: the caches that the prompt was read on.
-            report: the report to note the entries in.
+            read_caches: the caches on which the prompt was read.
+            report: receives the figures.
         """
         caches = self._prompt_cache
         offload(self.layers, caches)
@@ -153,7 +155,7 @@ class SparseMode:
         report.file_bytes = file_bytes(caches)
 
     def _require_numbers(self) -> None:
-        """Raise SnapKVError if attention has produced NaN, by which nothing can be ranked."""
+        """Check that queries and keys are not NaN, because NaN can't be ranked. Raises: SnapKVError."""
         last = self.layers[-1].cache_in(self._prompt_cache)
         if not last.n_queries:
             return
@@ -163,9 +165,9 @@ class SparseMode:
             raise nan_scores()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
-        """Return a view of all of a layer's entries, with the index of earlier turns extended by the new entries.
+        """Return a view of all entries of a layer. The index of earlier turns is extended by the new entries.
 
-        A new index is made for queries like the prompt's last ones, if they were recorded.
+        A new index is fitted to the prompt's last queries, if these were recorded.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)
@@ -174,9 +176,9 @@ class SparseMode:
         return view
 
     def _make_ranking(self, layer: AttentionLayer) -> TokenRanking:
-        """Return the ranking by which the answer's tokens choose among a layer's entries.
+        """Return the ranking by which tokens of the answer choose among the entries of a layer.
 
-        The layer's cache keeps the index and the clusters of whole blocks for later turns.
+        The layer's cache keeps the index, and the clusters of whole blocks, for later turns.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = self.full_view(layer)
@@ -185,16 +187,16 @@ class SparseMode:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.whole_blocks()
-            mx.eval(ranking.residual)  # so that only one layer takes memory for this
+            mx.eval(ranking.residual)  # limits the memory for this to one layer
         return ranking
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
-        """Return the prompt's last queries as voters over all of a layer's entries."""
+        """Return the prompt's last queries as voters for all entries of a layer."""
         cache = layer.cache_in(self._prompt_cache)
-        return cache.voters(cache.queries, cache.query_positions, view.blocks().shape)
+        return cache.voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_chunks(self, read_caches: list, report: CompressionReport) -> None:
-        """Note in the report how many earlier entries a chunk read at most, if chunks chose."""
+        """Add to the report how many earlier entries a chunk read, if chunks chose."""
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing[0].cache_in(read_caches).n_read
 

@@ -1,4 +1,4 @@
-"""Checks of the token ids that callers give."""
+"""Check token ids given by a caller."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..models.counts import vocabulary
 
 
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
-    """Return the prompt `(T,)`. Raises: SnapKVError: it is not a sequence of token ids, or is empty and must not be."""
+    """Return the prompt as an array `(T,)`. Raises: SnapKVError: it is not a sequence of token ids, or empty."""
     if isinstance(prompt, str):
         raise SnapKVError("the prompt must be token ids, got a text: encode it with the tokenizer")
     try:
@@ -30,13 +30,13 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
 
 
 def require_known(tokens: mx.array, model: Any) -> None:
-    """Raise SnapKVError if a token of the prompt is not in the model's vocabulary."""
+    """Check that all tokens are in the model's vocabulary. Raises: SnapKVError."""
     ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
     require_in_vocabulary("the prompt", ends, vocabulary(model))
 
 
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
-    """Raise SnapKVError if a token is not in `[0, size)`: MLX would look it up outside the embedding."""
+    """Check that all tokens are in `[0, size)`, because MLX would read outside the embedding. Raises: SnapKVError."""
     for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:
             raise SnapKVError(f"{what} must have token ids from 0 to {size - 1}, got {token}")

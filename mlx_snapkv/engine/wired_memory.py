@@ -1,4 +1,4 @@
-"""Tell MLX how much of the machine's memory to hold, before a command runs a model."""
+"""Configure MLX's use of memory before a command runs a model."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ atexit.register(_WIRED.close)
 
 
 def hold_memory(model: Any) -> None:
-    """Keep a GPU's memory wired, as mlx-lm does while it generates, and bound MLX's cache of freed buffers.
+    """Keep a GPU's memory wired, as mlx-lm does while it generates, and limit MLX's cache of free buffers.
 
     The memory stays wired until the process ends or another model is loaded.
 
@@ -27,7 +27,11 @@ def hold_memory(model: Any) -> None:
         raise SnapKVError(said)
     machine = this_machine()
     mx.set_cache_limit(machine.buffers)
-    mx.set_memory_limit(machine.usable)  # MLX frees unused buffers before it takes more
+    mx.set_memory_limit(
+        machine.usable
+    )  # at this limit, MLX frees unused buffers before it allocates more
     _WIRED.close()
-    with contextlib.redirect_stdout(sys.stderr):  # it may warn, and answers go to stdout
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # MLX may print a warning, and stdout is for answers
         _WIRED.enter_context(mlx_generate.wired_limit(model))

@@ -1,1 +1,1 @@
-"""The KV entries and queries of one layer, and pure functions of them."""
+"""The KV entries and queries of one layer, and functions on them."""

@@ -1,4 +1,4 @@
-"""The KV entries of one layer, with all that a policy may ask about them."""
+"""The KV entries of one layer, with everything that a policy may use to score them."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ _NO_STATISTICS: Any = Missing(
 
 @dataclass
 class Entries:
-    """The KV entries of one layer, for a policy to score. Attributes are computed lazily, and once.
+    """The KV entries of one layer, for a policy to score. Attributes are computed once, when they are first used.
 
     A policy may use the fields below and `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes`
-    and `above_average`. The last five raise SnapKVError if no queries were observed.
+    and `above_average`. The last five raise SnapKVError if no queries were recorded.
 
-    Entries are in order of position. A layer with `latent` entries (MLA) stores latents and the positional part of
-    keys: `keys` are then both, side by side, and `values` are the latents.
+    Entries are in order of position. MLA layers (`latent`) store latents and the positional part of keys. There, `keys`
+    are both parts side by side, and `values` are the latents.
 
     Attributes:
-        stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the parts of quantised entries.
+        stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the arrays of quantised entries.
         observed: the queries that vote; None if no queries were recorded.
-        given_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt; None if the entries are the prompt's
-            first `T`.
+        explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt; None if these are the prompt's first
+            `T` entries.
         received: `(B, n_kv_heads, T)` float32, attention received so far; None if it was not counted.
-        quantization: how the entries are stored.
-        layer: the `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
-            `.number`, its index among the model's full-attention layers; and functions of these. Its attributes raise
-            SnapKVError if no layer was given.
-        statistics: `Statistics` of the queries, whose attributes raise SnapKVError if the policy did not ask for them.
+        quantization: quantisation of the stored entries; None if they are plain.
+        layer: the `AttentionLayer`: `.attention` is mlx-lm's attention module, `.rope` its RoPE module or None,
+            `.number` its index among the model's full-attention layers. If no layer was given, its attributes raise
+            SnapKVError.
+        statistics: `Statistics` of the queries; its attributes raise SnapKVError unless the policy asks for them.
         budget: number of entries to keep per KV head; None if unknown.
-        n_window: number of newest entries that are kept in any case; None if unknown.
-        shared_votes: votes of the same queries computed before, by number of entries, places of the queries and counts.
-        waits: whether reading entries allocates memory, so that each block must be computed before the next is read.
+        n_window: number of newest entries that are always kept; None if unknown.
+        shared_votes: votes computed earlier, by number of entries, indices of the queries, and counts.
+        reads_allocate: whether reads allocate memory; if so, each block must be evaluated before the next is read.
     """
 
     stored_keys: Stored
     stored_values: Stored
     observed: Queries | None = None
-    given_positions: mx.array | None = None
+    explicit_positions: mx.array | None = None
     received: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
@@ -66,10 +66,10 @@ class Entries:
     n_window: int | None = None
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
-    waits = False
+    reads_allocate = False
 
     def __post_init__(self):
-        """Replace a missing layer and missing statistics by placeholders whose attributes raise SnapKVError."""
+        """Replace a missing layer and missing statistics by objects whose attributes raise SnapKVError."""
         self.layer = self.layer or _NO_LAYER
         self.statistics = self.statistics or _NO_STATISTICS
 
@@ -78,82 +78,84 @@ class Entries:
         return n_rows(self.stored_keys)
 
     def plain(self) -> tuple[mx.array, mx.array]:
-        """Return the stored keys and values without quantisation, `(B, n_kv_heads, T, ...)` each."""
+        """Return the dequantised keys and values, `(B, n_kv_heads, T, ...)` each."""
         keys, values = self.stored_keys, self.stored_values
         return unpack(keys, self.quantization), unpack(values, self.quantization)
 
     @cached_property
     def keys(self) -> mx.array:
-        """Return the vectors that queries are multiplied by, `(B, n_kv_heads, T, head_dim)`."""
+        """Return the vectors that are multiplied by queries, `(B, n_kv_heads, T, head_dim)`."""
         return self.read_keys(0, len(self))
 
     @cached_property
     def values(self) -> mx.array:
-        """Return the vectors that the attention sums up, `(B, n_kv_heads, T, head_dim)`."""
+        """Return the vectors that the attention averages, `(B, n_kv_heads, T, head_dim)`."""
         return self.read_values(0, len(self))
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after `after`."""
+        """Return the keys of entries `[start, stop)`. The arrays `after` are evaluated first."""
         keys = self._read(KEYS, start, stop, after)
         if not self.layer.latent:
             return keys
-        positional = self._read(VALUES, start, stop)  # an MLA cache stores it in place of values
+        positional = self._read(
+            VALUES, start, stop
+        )  # an MLA cache stores the positional part in place of values
         return mx.concatenate([keys, positional], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after `after`."""
+        """Return the values of entries `[start, stop)`. The arrays `after` are evaluated first."""
         return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the stored keys or values of `[start, stop)`, unquantised; `which` is `KEYS` or `VALUES`."""
+        """Return the stored KEYS or VALUES of entries `[start, stop)`, dequantised."""
         stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
         if after:
             stored = each(lambda x: mx.depends(x, list(after)), stored)
         return unpack(stored, self.quantization)
 
-    def by_block(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
-        """Return the results of `function(start, stop, after)` for all blocks, joined along axis 2.
+    def map_blocks(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
+        """Call `function(start, stop, after)` for each block, and join the results along axis 2.
 
-        `after` makes MLX compute each block after the block before it, so that only one takes memory.
+        `after` contains the previous result. MLX evaluates it first, so that only one block takes memory.
         """
         parts: list[mx.array] = []
         for start, stop in blocks:
             parts.append(function(start, stop, parts[-1:]))
-            if self.waits:
+            if self.reads_allocate:
                 mx.eval(parts[-1])
         return mx.concatenate(parts, axis=2)
 
     def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the keys of some KV heads, `(B, n, T, head_dim)`, computed after `after`."""
+        """Return the keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
         of_heads = self._map(lambda x: mx.depends(x[:, heads], list(after)))
         return of_heads.read_keys(0, len(self))
 
-    def blocks(self) -> KeyReader:
-        """Return all keys in a form that is read some KV heads at a time."""
+    def key_reader(self) -> KeyReader:
+        """Return a reader of all keys, which reads some KV heads at a time."""
         first_key = self.read_keys(0, 1)
         B, H, _, D = first_key.shape
         return KeyReader(shape=(B, H, len(self), D), dtype=first_key.dtype, read=self.keys_of_heads)
 
-    def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
-        """Return the results of `function` for all blocks of float32 keys, joined along axis 2.
+    def map_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
+        """Apply `function` to float32 keys, block by block, and join the results along axis 2.
 
         Args:
             function: takes keys `(B, n_kv_heads, n, head_dim)`.
-            width: numbers that `function` computes for each key, which limits the size of a block.
+            width: number of float32 values that `function` computes per key, which limits the size of a block.
         """
 
         def of_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
             return function(self.read_keys(start, stop, after).astype(mx.float32))
 
-        B, H, _, D = self.blocks().shape
+        B, H, _, D = self.key_reader().shape
         size = block_size(4 * B * H * max(D, width))
-        return self.by_block(of_block, spans(0, len(self), size))
+        return self.map_blocks(of_block, spans(0, len(self), size))
 
     @cached_property
     def positions(self) -> mx.array:
         """Return the entries' positions in the prompt, uint32 `(B, n_kv_heads, T)`."""
-        if self.given_positions is not None:
-            return self.given_positions
+        if self.explicit_positions is not None:
+            return self.explicit_positions
         shape = (*self.read_keys(0, 1).shape[:2], len(self))
         return mx.broadcast_to(mx.arange(len(self), dtype=mx.uint32), shape)
 
@@ -168,90 +170,90 @@ class Entries:
 
     @property
     def queries(self) -> mx.array:
-        """Return the observed queries, post-RoPE, `(B, n_heads, n, head_dim)`."""
-        return self.voters.heads
+        """Return the observed queries after RoPE, `(B, n_heads, n, head_dim)`."""
+        return self.voters.vectors
 
     @cached_property
     def raw_queries(self) -> mx.array:
-        """Return the observed queries as they were before the layer's RoPE, `(B, n_heads, n, head_dim)` float32."""
+        """Return the observed queries before RoPE, `(B, n_heads, n, head_dim)` float32."""
         start = self.voters.start
         if start is None:
-            # Places are positions only if no entry has been evicted.
-            if self.given_positions is not None:
+            # An index equals a position only if no entry has been evicted.
+            if self.explicit_positions is not None:
                 raise SnapKVError("a layer's queries have no positions: give Queries a start")
-            start = self.voters.places.start
+            start = self.voters.indices.start
         return self.layer.undo_rope(self.queries, start)
 
     @cached_property
     def attention(self) -> mx.array:
-        """Return the attention weights of each observed query, `(B, n_heads, n, T)` float32.
+        """Compute the causal attention weights of each observed query, `(B, n_heads, n, T)` float32.
 
-        They are causal; with attention sinks they sum to less than 1.
+        With attention sinks, the weights of a query sum to less than 1.
         """
-        return attention_weights(self.blocks(), self.voters)
+        return attention_weights(self.key_reader(), self.voters)
 
     @cached_property
     def votes(self) -> mx.array:
-        """Return `attention` summed over the queries and averaged over a GQA group, `(B, n_kv_heads, T)` float32."""
-        return self._votes_of_last(len(self.voters.places))[0]
+        """Sum `attention` over the queries and average it over a GQA group: `(B, n_kv_heads, T)` float32."""
+        return self._votes_of_last(len(self.voters.indices))[0]
 
     def latest_votes(self, *counts: int) -> list[mx.array]:
-        """Return the votes of the last queries, for each number of queries in `counts`.
+        """Compute the votes of the last `n` queries for each `n` in `counts`, `(B, n_kv_heads, T)` float32 each.
 
-        The votes of all queries are computed with them, and kept as `votes`.
+        The same pass computes `votes`.
         """
-        votes, *latest = self._votes_of_last(len(self.voters.places), *counts)
-        vars(self).setdefault("votes", votes)  # where the cached property looks first
+        votes, *latest = self._votes_of_last(len(self.voters.indices), *counts)
+        vars(self).setdefault("votes", votes)  # the cached property returns this value
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        """Return the votes of the last queries, `(len(counts), B, n_kv_heads, T)` float32."""
+        """Return the votes of the last queries, `(len(counts), B, n_kv_heads, T)` float32, computed at most once."""
         shared = {} if self.shared_votes is None else self.shared_votes
-        places = self.voters.places
-        key = (len(self), places.start, places.stop, *counts)
+        indices = self.voters.indices
+        key = (len(self), indices.start, indices.stop, *counts)
         if key not in shared:
-            shared[key] = latest_votes(self.blocks(), self.voters, counts)
+            shared[key] = latest_votes(self.key_reader(), self.voters, counts)
         return shared[key]
 
     @cached_property
     def above_average(self) -> mx.array:
-        """Return how many queries give an entry at least the average weight, `(B, n_kv_heads, T)` float32."""
-        return above_average(self.blocks(), self.voters)
+        """Count the queries that give each entry at least the average weight, `(B, n_kv_heads, T)` float32."""
+        return above_average(self.key_reader(), self.voters)
 
-    def taken(self, chosen: mx.array) -> Entries:
-        """Return the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`, without queries."""
-        indices = {3: chosen, 4: chosen[..., None]}  # number of an array's axes -> indices
+    def take(self, chosen: mx.array) -> Entries:
+        """Select the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`. The result has no queries."""
+        indices = {3: chosen, 4: chosen[..., None]}  # number of axes -> indices
         taken = self._map(lambda x: mx.take_along_axis(x, indices[x.ndim], axis=2))
         return replace(taken, observed=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
-        """Return the entries `[start, stop)`; the places of the queries do not change."""
+        """Return the entries `[start, stop)`. The indices of the queries do not change."""
         if (start, stop) == (0, len(self)):
             return self
         part = self._map(lambda x: x[:, :, start:stop])
-        # The key of shared votes has the number of entries, but not the first of them.
+        # Shared votes are stored by number of entries, so they would not match a later start.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:
-        """Return entries with `function` applied to each of their arrays `(B, n_kv_heads, T, ...)`."""
+        """Apply `function` to each array `(B, n_kv_heads, T, ...)`."""
         received = None if self.received is None else function(self.received)
         return replace(
             self,
             stored_keys=each(function, self.stored_keys),
             stored_values=each(function, self.stored_values),
             received=received,
-            given_positions=function(self.positions),
+            explicit_positions=function(self.positions),
         )
 
     def packed(self, quantization: Quantization | None) -> Entries:
-        """Return the entries stored in the form of `quantization`."""
+        """Return the entries with another quantisation; None dequantises them."""
         if quantization == self.quantization:
             return self
         keys, values = (pack(x, quantization) for x in self.plain())
         return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
 
     def release(self) -> None:
-        """Drop keys and values, and all that was computed from them, so that MLX can free their memory."""
+        """Drop keys, values, and everything computed from them, so that MLX can free the memory."""
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)

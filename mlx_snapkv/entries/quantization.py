@@ -1,4 +1,4 @@
-"""Quantised entries, in the form that mlx-lm's quantised attention reads."""
+"""Quantised entries, in the format that mlx-lm's quantised attention reads."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # arguments of ml
 
 KEYS, VALUES = 0, 1
 
-# A buffer without a limit grows by an eighth of its rows, within these bounds.
+# A growing buffer gains an eighth of its rows, within these limits.
 LEAST_NEW_ROWS = 16
 MOST_NEW_ROWS = 256
 
-# Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
-# `(B, n_kv_heads, T, ...)` each, as `mx.quantize` makes them.
+# Entries in the form in which a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or the values, scales and
+# biases that `mx.quantize` returns, `(B, n_kv_heads, T, ...)` each.
 Stored = Any
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The bits and the group size of quantised entries."""
+    """The bits and the group size of a quantisation."""
 
-    bits: int  # per value, one of `BITS`
-    group_size: int  # values that share a scale and a bias; it divides the head size
+    bits: int  # bits per value, one of `BITS`
+    group_size: int  # number of values that share a scale and a bias; must divide the head size
 
 
 class Quantised:
-    """Base of caches whose entries may be quantised.
+    """Base class of caches whose entries may be quantised.
 
-    mlx-lm's attention tests `hasattr(cache, "bits")`, so without a quantisation both properties raise AttributeError.
+    mlx-lm's attention tests `hasattr(cache, "bits")`. So without quantisation both properties raise AttributeError.
     """
 
     quantization: Quantization | None
@@ -50,8 +50,8 @@ class Quantised:
         return self.quantization.group_size  # type: ignore[union-attr]
 
 
-def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
-    """Return the quantisation in mlx-lm's keyword arguments, and the other arguments."""
+def extract_quantization(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
+    """Split mlx-lm's keyword arguments into the quantisation that they ask for (None without one) and the others."""
     quantization = None
     if options.get("kv_bits") is not None:
         quantization = Quantization(
@@ -62,23 +62,23 @@ def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, 
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
-    """Return entries `(B, n_kv_heads, T, head_dim)` in the form in which they are stored."""
+    """Quantise entries `(B, n_kv_heads, T, head_dim)`; None returns them unchanged."""
     return entries if quantization is None else tuple(mx.quantize(entries, **vars(quantization)))
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    """Return stored entries as the attention sees them, `(B, n_kv_heads, T, head_dim)`."""
+    """Dequantise stored entries to `(B, n_kv_heads, T, head_dim)`."""
     if quantization is None:
         return stored
     packed, scales, _ = stored
-    if packed.shape[2] == 0:  # mx.dequantize takes no empty array
+    if packed.shape[2] == 0:  # mx.dequantize does not accept empty arrays
         head_dim = packed.shape[3] * 32 // quantization.bits  # values are packed into 32-bit words
         return mx.zeros((*packed.shape[:3], head_dim), scales.dtype)
     return mx.dequantize(*stored, **vars(quantization))
 
 
 def arrays(stored: Stored) -> list[mx.array]:
-    """Return the arrays in which entries are stored; `stored` may also be a pair of keys and values."""
+    """Return the arrays that make up stored entries, or a pair of stored keys and values."""
     if isinstance(stored, mx.array):
         return [stored]
     return [array for part in stored for array in arrays(part)]
@@ -95,7 +95,7 @@ def n_bytes(stored: Stored) -> int:
 
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
-    """Return `function` of each array in which entries are stored, called with the same arrays of `others`.
+    """Apply `function` to each array of stored entries, together with the corresponding arrays of `others`.
 
     Every decoded token calls this; MLX's `tree_map` would take twice as long.
     """
@@ -105,7 +105,7 @@ def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> 
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
-    """Return the stored entries of the rows `[start, stop)`."""
+    """Return the rows `[start, stop)` of stored entries."""
     return each(lambda x: x[:, :, start:stop], stored)
 
 
@@ -114,8 +114,8 @@ def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
 
     Args:
         stored: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
-        row: the row of the first entry, which the others follow, or uint32 `(n,)`, a row for each of `n` entries.
-        entries: `n` entries, stored in the same way as the buffers.
+        row: row of the first entry, or uint32 `(n,)`, the row of each entry.
+        entries: `n` entries, stored like the buffers.
     """
     target = slice(row, row + n_rows(entries)) if isinstance(row, int) else row
     for buffer, new in zip(arrays(stored), arrays(entries)):
@@ -123,31 +123,31 @@ def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
 
 
 def join(*stored: Stored) -> Stored:
-    """Return the stored entries one after the other, along the axis of entries."""
+    """Concatenate stored entries."""
     return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
 def grown(stored: Stored, n_new: int) -> Stored:
-    """Return a copy with `n_new` rows of zeros at the end."""
+    """Return a copy with `n_new` additional rows of zeros."""
     return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, n_new), (0, 0)]), stored)
 
 
 def with_room(n: int) -> int:
-    """Return how many rows to allocate for `n` entries if more will follow: few copies, and little unused memory."""
+    """Return the number of rows to allocate for `n` growing entries: a compromise between copies and unused memory."""
     n_new = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
     return n + n_new
 
 
 def groups_dividing(head_sizes: Iterable[int]) -> list[int]:
-    """Return the group sizes that divide all head sizes."""
+    """Return the group sizes that divide all of `head_sizes`."""
     sizes = set(head_sizes)
     return [group for group in GROUP_SIZES if all(size % group == 0 for size in sizes)]
 
 
 def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
-    """Return the group sizes that divide all head sizes.
+    """Return the group sizes that divide all of `head_sizes`.
 
-    Raises: SnapKVError: no group size does; the message names the user's `option`.
+    Raises: SnapKVError: no group size does. The message names the user's `option`.
     """
     sizes = sorted(set(head_sizes))
     fitting = groups_dividing(sizes)

@@ -1,4 +1,4 @@
-"""Queries that vote: how caches record the queries of their tokens, and the form in which policies see them."""
+"""Record the queries that vote, and present them to policies."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ Read = Callable[[mx.array], mx.array]
 
 
 class Captured(NamedTuple):
-    """The queries of one call of an attention module, whose entries are stored already.
+    """The queries of one call of an attention module. The cache already holds the entries of this call.
 
     Attributes:
-        heads: `(B, n_heads, L, head_dim)`, post-RoPE.
+        queries: `(B, n_heads, L, head_dim)`, post-RoPE.
         scale: factor by which the attention multiplies its logits.
         sinks: `(n_heads,)` logits of attention sinks.
-        read: turns `heads`, or some of them, into the vectors that the entries' keys are multiplied by.
-        borrowed: whether they are the queries of a later layer, which reads this layer's entries.
+        read: converts `queries`, or a part of them, to the vectors that are multiplied by keys.
+        borrowed: whether the queries belong to a later layer, which reads this layer's entries.
     """
 
-    heads: mx.array
+    queries: mx.array
     scale: float
     sinks: mx.array | None = None
-    read: Read = lambda heads: heads
+    read: Read = lambda queries: queries
     borrowed: bool = False
 
 
 @dataclass(frozen=True)
 class Queries:
-    """The queries of `n` successive tokens, as a policy sees them.
+    """The queries of `n` successive tokens, for a policy.
 
     Attributes:
-        heads: `(B, n_heads, n, head_dim)`, post-RoPE; the query heads of each KV head are neighbours.
-        places: for each query the index of its own token among the entries, up to which it sees them; an index may be
-            past the last entry.
+        vectors: `(B, n_heads, n, head_dim)`, post-RoPE; the heads of a GQA group are adjacent.
+        indices: index of each query's own entry, up to which the query sees entries; may be past the last entry.
         scale: factor by which the attention multiplies its logits.
         sinks: `(n_heads,)` logits of attention sinks, which take a share of the softmax but have no entry.
-        start: position of the first query in the prompt; None means `places.start`, which is right if no entry has been
+        start: position of the first query in the prompt; None means `indices.start`, which is right unless entries were
             evicted.
         cap: soft cap of the logits: `cap * tanh(logit / cap)`; None for no cap.
     """
 
-    heads: mx.array
-    places: range
+    vectors: mx.array
+    indices: range
     scale: float = math.nan
     sinks: mx.array | None = None
     start: int | None = None
@@ -61,12 +60,15 @@ class Queries:
         """Return the queries `[first, stop)`."""
         start = None if self.start is None else self.start + first
         return replace(
-            self, heads=self.heads[:, :, first:stop], places=self.places[first:stop], start=start
+            self,
+            vectors=self.vectors[:, :, first:stop],
+            indices=self.indices[first:stop],
+            start=start,
         )
 
     def latest(self, n: int) -> Queries:
         """Return the last `n` queries, or all if there are fewer."""
-        return self.between(max(0, len(self.places) - n), len(self.places))
+        return self.between(max(0, len(self.indices) - n), len(self.indices))
 
 
 Callback = Callable[["Recorder", mx.array], None]
@@ -75,9 +77,9 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
 @contextlib.contextmanager
 def on_queries(callback: Callback) -> Iterator[None]:
-    """Within the block, call `callback(cache, queries)` in this thread whenever a cache records queries.
+    """Call `callback(cache, queries)` whenever a cache records queries in this thread, within the `with` block.
 
-    The queries are `(B, n_heads, L, head_dim)`, those of the newest `L` tokens.
+    The queries `(B, n_heads, L, head_dim)` are those of the newest `L` tokens.
     """
     token = _callback.set(callback)
     try:
@@ -87,21 +89,21 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
 
 class Recorder:
-    """Base of the KV caches that record queries.
+    """Base class of KV caches that record queries.
 
     Attributes:
-        offset: position of the next token, which the cache counts.
-        layer: the model's `AttentionLayer` that the cache serves; None if no layer is needed.
+        offset: position of the next token; the cache updates it.
+        layer: the `AttentionLayer` of the cache; None if no layer is needed.
         scale: factor by which the attention multiplies its logits; NaN before the first query.
         sinks: `(n_heads,)` logits of attention sinks; None without sinks.
-        moments: sums over queries for `statistics`.
+        moments: sums over queries, from which `statistics` is computed.
     """
 
     offset: int
     layer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Start recording; the arguments are described at `start_recording`."""
+        """Start recording. See `start_recording` for the arguments."""
         super().__init__()
         self.start_recording(*args, **kwargs)
 
@@ -112,21 +114,21 @@ class Recorder:
         newest: int | None = None,
         statistics_from: int | None = None,
     ) -> None:
-        """Forget what was recorded before, and record from now on.
+        """Forget recorded queries, and record queries of the following tokens.
 
         Args:
-            first: first logical position whose query is recorded, whatever the chunks.
-            last: logical position after the last recorded query.
-            newest: number of these queries to keep, the last ones; None keeps all.
-            statistics_from: first position whose pre-RoPE query counts in the statistics, which go up to `last`; the
-                position before `last` counts in any case. This needs `layer`. None counts nothing.
+            first: first position whose query is recorded.
+            last: position after the last recorded query.
+            newest: number of last queries to keep; None keeps all.
+            statistics_from: first position whose pre-RoPE query enters the statistics, which end before `last`. The
+                query before `last` always enters. Statistics require `layer`. None computes no statistics.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
         self.statistics_from = statistics_from
         self.scale = math.nan
         self.sinks: mx.array | None = None
-        # Queries of the newest tokens, by layer, while other layers that read these entries have yet to run.
+        # Queries of the newest tokens, one array per layer that reads these entries, until all these layers have run.
         self._by_reader: list[mx.array] = []
         self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, successive positions
         self._stop = 0  # position after the last recorded query
@@ -134,31 +136,31 @@ class Recorder:
 
     @property
     def waits_for_readers(self) -> bool:
-        """Return whether some of the layers that read the newest entries have yet to record their queries."""
+        """Return whether layers that read the newest entries have yet to record their queries."""
         return bool(self._by_reader)
 
     def record(self, captured: Captured) -> None:
-        """Record the queries of a call, once all layers that read the entries have been called; their heads are joined.
+        """Record the queries of a call. If several layers read the entries, wait for all and join their heads.
 
-        Raises: SnapKVError: the number of layers that read the entries is unknown.
+        Raises: SnapKVError: other layers read the entries, but this cache does not know them.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
         if n_readers == 1 and captured.borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        # The layer's own call comes first, and starts a new list.
+        # The layer's own call comes first and starts a new list.
         earlier = self._by_reader if captured.borrowed else []
-        by_reader = [*earlier, captured.heads]
+        by_reader = [*earlier, captured.queries]
         if len(by_reader) < n_readers:
             self._by_reader = by_reader
         else:
             self._by_reader = []
-            self._take_queries(captured._replace(heads=mx.concatenate(by_reader, axis=1)))
+            self._take_queries(captured._replace(queries=mx.concatenate(by_reader, axis=1)))
 
     def _take_queries(self, captured: Captured) -> None:
-        """Keep the queries of the newest tokens that are to be recorded, and count them in the statistics."""
-        queries = captured.heads
+        """Keep the newest queries that are to be recorded, and add them to the statistics."""
+        queries = captured.queries
         self.scale = captured.scale
         self.sinks = captured.sinks
         if (callback := _callback.get()) is not None:
@@ -172,7 +174,7 @@ class Recorder:
             return
         if chunk_start < self._stop:  # tokens were trimmed since the last call
             self._drop_newest_queries(self._stop - chunk_start)
-        elif start > self._stop:  # recorded queries are of successive positions
+        elif start > self._stop:  # tokens were trimmed since the last call
             self._queries = []
         recorded = queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
         # A slice would keep the whole chunk alive.
@@ -188,7 +190,7 @@ class Recorder:
         self._queries = [] if kept is None else [mx.contiguous(kept)]
 
     def _count_queries(self, queries: mx.array, chunk_start: int, read: Read) -> None:
-        """Add the queries of a chunk to the statistics, each position once."""
+        """Add the queries of a chunk to the statistics. No position is counted twice."""
         first = min(self.statistics_from or 0, self.last - 1)
         start = int(max(first, chunk_start, self.moments.counted_to))
         stop = int(min(self.last, self.offset))
@@ -200,28 +202,28 @@ class Recorder:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Return the statistics of the queries so far, heads in the model's order; None without queries."""
+        """Return the statistics of the queries so far, with heads in the model's order; None without queries."""
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
     def voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
-        """Return queries as voters for the cache's entries; their positions become indices of entries.
+        """Convert queries to voters for the cache's entries: positions become indices of entries.
 
         Args:
-            queries: `(B, n_heads, n, head_dim)`, heads in the model's order.
-            positions: the queries' positions in the prompt.
-            shape: `(B, n_kv_heads, T)` of the entries, the last of which is the newest token's.
+            queries: `(B, n_heads, n, head_dim)`, with heads in the model's order.
+            positions: positions of the queries in the prompt.
+            shape: `(B, n_kv_heads, T)` of the entries; the newest token's entry is the last one.
         """
         # The newest token has position `offset - 1` and index `T - 1`.
         n_evicted = self.offset - shape[2]
-        places = range(positions.start - n_evicted, positions.stop - n_evicted)
-        heads = queries
+        indices = range(positions.start - n_evicted, positions.stop - n_evicted)
+        vectors = queries
         cap = None
         if self.layer is not None:
-            heads = self.layer.grouped(queries, shape[1])
+            vectors = self.layer.group_heads(queries, shape[1])
             cap = self.layer.cap
         return Queries(
-            heads=heads,
-            places=places,
+            vectors=vectors,
+            indices=indices,
             scale=self.scale,
             sinks=self.sinks,
             start=positions.start,
@@ -235,24 +237,24 @@ class Recorder:
 
     @property
     def query_positions(self) -> range:
-        """Return the positions of `queries`."""
+        """Return the positions of the recorded queries."""
         n = int(min(self.n_queries, self.newest))
         return range(self._stop - n, self._stop)
 
     @property
     def n_queries(self) -> int:
-        """Return the number of queries in memory, perhaps more than `newest`."""
+        """Return the number of queries in memory, which may exceed `newest`."""
         return sum(q.shape[2] for q in self._queries)
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the arrays recorded from queries, which are evaluated between two tokens of the answer."""
+        """Return the recorded arrays, which are evaluated between two decoded tokens."""
         return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:
-        """Let the queries of another cache vote, as queries of the newest tokens, until this cache records its own.
+        """Let the queries of another cache vote as queries of the newest tokens, until this cache records its own.
 
-        A `recorder` that records no queries changes nothing.
+        Nothing changes if `recorder` does not record queries.
         """
         if isinstance(recorder, Recorder):
             self._queries = list(recorder._queries)

@@ -1,4 +1,4 @@
-"""Mean and covariance of a layer's pre-RoPE queries, for policies that ask for statistics."""
+"""Mean and covariance of a layer's pre-RoPE queries, for policies that need these statistics."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """Sums over the queries so far, from which statistics are computed.
+    """Sums over queries, from which their statistics are computed.
 
-    They never change, so a cache can be restored to earlier sums.
+    The sums never change, so a cache can be restored to earlier sums.
 
     Attributes:
-        sums: empty before the first query; then a shift `(B, n_heads, 1, head_dim)`, the sum of `query - shift`, of the
-            same shape, and the sum of its outer products, `(B, n_heads, head_dim, head_dim)`. A cache's `state` has
-            them, so that mlx-lm's prefill loop evaluates them after each chunk.
+        sums: three arrays, or none before the first query: a shift `(B, n_heads, 1, head_dim)`, the sum of
+            `query - shift`, of the same shape, and the sum of its outer products, `(B, n_heads, head_dim, head_dim)`.
+            A cache's `state` includes them, so that mlx-lm's prefill loop evaluates them after each chunk.
         n_counted: number of queries.
         counted_to: position after the last counted query.
     """
@@ -43,7 +43,7 @@ class QueryMoments:
     counted_to: int = 0
 
     def with_queries(self, raw: mx.array, stop: int) -> QueryMoments:
-        """Return the sums with the pre-RoPE queries of the positions before `stop` added.
+        """Return new sums that include pre-RoPE queries of the positions before `stop`.
 
         Args:
             raw: `(B, n_heads, n, head_dim)` float32.
@@ -53,7 +53,7 @@ class QueryMoments:
         if self.sums:
             shift, total, products = self.sums
         else:
-            shift = raw.mean(axis=2, keepdims=True)  # so that a large mean costs no digits
+            shift = raw.mean(axis=2, keepdims=True)  # avoids cancellation if the mean is large
             total = mx.zeros((B, n_heads, 1, D))
             products = mx.zeros((B, n_heads, D, D))
         shifted = raw - shift
@@ -64,11 +64,11 @@ class QueryMoments:
         )
 
     def inherited_from(self, other: QueryMoments) -> QueryMoments:
-        """Return the sums of another cache, to be used instead of sums over the queries of this cache."""
+        """Return the sums of another cache, which replace the sums of this cache."""
         return replace(self, sums=other.sums, n_counted=other.n_counted)
 
     def statistics(self, scale: float, stop: int) -> Statistics | None:
-        """Return the statistics of the queries so far, heads in the model's order; None without queries."""
+        """Return the statistics of all queries, with heads in the model's order; None without queries."""
         if not self.sums:
             return None
         shift, total, products = self.sums

@@ -1,24 +1,24 @@
-"""The number of entries that a layer keeps or a token reads."""
+"""The number of entries that a layer keeps, or that a token reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNLIMITED = 2**30  # a number of entries that no prompt reaches
+UNLIMITED = 2**30  # larger than any prompt
 
 
 @dataclass(frozen=True)
 class Quota:
-    """Entries per KV head of each layer: `entries` in all, the first `n_sink` and the newest `n_window` among them."""
+    """Entries per KV head of a layer: `entries` in all, including the first `n_sink` and the newest `n_window`."""
 
     entries: int
     n_sink: int
     n_window: int
 
     def shrunk(self) -> Quota:
-        """Return the same number of entries with sink and window cut to half of it, if both together exceed it.
+        """Limit sink and window together to half of the entries.
 
-        They share the half in proportion to their sizes.
+        Both are reduced in proportion.
         """
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:

@@ -1,8 +1,8 @@
-"""Blocks of a layer's entries, which are read one after the other."""
+"""Split a layer's entries into blocks, which are read one after the other."""
 
 from collections.abc import Iterator
 
-BLOCK_SIZE = 8192  # entries read at a time, in memory or in files
+BLOCK_SIZE = 8192  # entries per block, in memory or in files
 
 
 def spans(start: int, stop: int, block: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]:

@@ -1,1 +1,1 @@
-"""Measurements on a user's own texts and machine: fidelity, comparisons, inspections, speed."""
+"""Measure fidelity, answers, kept entries and speed on a user's own texts and machine."""

@@ -1,18 +1,19 @@
-"""Answer one prompt with several methods, and compare each answer with the full cache's."""
+"""Answer a prompt with several methods, and compare each answer with the full cache's answer."""
 
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, held_tokens, kv_bytes
+from ..caches.layers import attention_layers, kv_bytes, n_tokens_read
 from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
@@ -23,7 +24,7 @@ from .divergence import Reference
 from .methods import Method
 from .reading import lookahead_of, n_decoded_before, read_once
 
-N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
+N_CONTEXT_TOKENS = 8  # number of answer tokens shown before the first difference
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Answer:
     """A greedy answer.
 
     Attributes:
-        tokens: the answer's tokens, with the end-of-sequence token if the model gave it.
-        cache: the prompt cache after the answer; with sparse attention, the cache with all entries.
-        times: the times (seconds) when decoding began, and when each decoded token came.
-        n_times_before: how many of `times` were noted before the compression.
+        tokens: the answer's tokens, including an end-of-sequence token.
+        cache: the prompt cache after the answer; with sparse attention, the cache of all entries.
+        times: times in seconds at which decoding started and at which each decoded token came.
+        n_times_before: number of `times` before the compression.
     """
 
     text: str
@@ -57,24 +58,22 @@ def decode(
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """Answer a prompt greedily, from a cache that has read the first tokens of the prompt, or of prompt and answer.
+    """Decode a greedy answer from a cache that has read the beginning of the prompt, or prompt and part of the answer.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        prompt: all token ids of the prompt, those in `cache` included.
-        max_tokens: limit of the answer's tokens, `begun` included.
+        prompt: token ids of the whole prompt.
+        max_tokens: maximum number of tokens in the answer, including `begun`.
         cache: the prompt cache to decode from.
-        report: the report of the cache's compression. None if the cache is not compressed yet: the other tokens are
-            read and compressed by `stream_generate`.
-        begun: the first tokens of the answer, if they are known.
-        on_text: receives each new part of the answer's text; the end-of-sequence token has no text.
-        on_report: receives the report if the prompt is compressed here.
-        **options: keywords of `stream_generate`, used only without a `report`.
+        report: report of the cache's compression; None if `stream_generate` must read the remaining tokens and
+            compress.
+        begun: known first tokens of the answer.
+        on_text: called with each new part of the answer's text; an end-of-sequence token has no text.
+        on_report: called with the report if the prompt is compressed here.
+        **options: keywords of `stream_generate`; ignored if `report` is given.
     """
-    detokenizer = tokenizer.detokenizer
     stops = tokenizer.eos_token_ids
-    tokens: list[int] = []
     times = [time.perf_counter()]
     n_times_before = 0
 
@@ -84,28 +83,19 @@ def decode(
         n_times_before = len(times)
         on_report(new_report)
 
-    def new_tokens() -> Iterator[int]:
-        unread = [*prompt, *begun][held_tokens(model, cache) :]
+    continuation: Iterator[int] = iter(())
+    if len(begun) < max_tokens and not (begun and begun[-1] in stops):
+        unread = [*prompt, *begun][n_tokens_read(model, cache) :]
         keywords = {"on_report": note_report, **options} if report is None else {}
         n_left = max_tokens - len(begun)
-        for response in stream_generate(
+        responses = stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
-        ):
-            times.append(time.perf_counter())
-            yield response.token
-
-    has_ended = len(begun) >= max_tokens or (begun and begun[-1] in stops)
-    continuation = iter(()) if has_ended else new_tokens()
-    for token in itertools.chain(begun, continuation):
-        tokens.append(token)
-        if token not in stops:
-            detokenizer.add_token(token)
-            on_text(detokenizer.last_segment)
-    detokenizer.finalize()
-    on_text(detokenizer.last_segment)
+        )
+        continuation = _timed_tokens(responses, times)
+    text, tokens = _detokenized(tokenizer, itertools.chain(begun, continuation), on_text)
     assert report is not None
     return Answer(
-        text=detokenizer.text,
+        text=text,
         tokens=tokens,
         cache=cache,
         report=report,
@@ -114,26 +104,49 @@ def decode(
     )
 
 
+def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -> Iterator[int]:
+    """Yield the tokens of responses, and append the time of each to `times`."""
+    for response in responses:
+        times.append(time.perf_counter())
+        yield response.token
+
+
+def _detokenized(
+    tokenizer: Any, tokens: Iterable[int], on_text: Callable[[str], None]
+) -> tuple[str, list[int]]:
+    """Return the text of tokens, and the tokens. Call `on_text` with each new part of the text."""
+    detokenizer = tokenizer.detokenizer
+    all_tokens = []
+    for token in tokens:
+        all_tokens.append(token)
+        if token not in tokenizer.eos_token_ids:
+            detokenizer.add_token(token)
+            on_text(detokenizer.last_segment)
+    detokenizer.finalize()
+    on_text(detokenizer.last_segment)
+    return detokenizer.text, all_tokens
+
+
 @dataclass(frozen=True)
 class Compared:
-    """A method's answer, compared with the full cache's.
+    """The answer of a method, compared with the full cache's answer.
 
     Attributes:
-        tokens: the answer's tokens, with the end-of-sequence token if the model gave it.
-        entries: entries per KV head in the layer with the most.
+        tokens: the answer's tokens, including an end-of-sequence token.
+        entries: largest number of entries that a layer keeps per KV head.
         kv_bytes: bytes of keys and values in all layers.
-        first_token_seconds: seconds from the first token read to the first token of the answer. Methods that share one
-            reading have the same figure.
+        first_token_seconds: seconds from the start of prefill to the first token. Methods that share a reading have the
+            same value.
         tokens_per_second: speed of the tokens decoded after the compression; None if there are too few.
-        kl: mean divergence from the full cache over the full cache's answer, in nats per token, from the first token
-            after the compression on (the figure of `eval fidelity --setting known`). None if the answer ends before.
-        n_before: answer tokens that are decoded before the compression.
-        uncompressed: a sentence if the answer ends before the compression, else None.
-        differs: where the answer first differs from the full cache's: the token's index, the text before it, the full
+        kl: mean divergence from the full cache on the full cache's answer, in nats per token, over the tokens after the
+            compression (the figure of `eval fidelity --setting known`). None if the answer ends before.
+        n_before: number of answer tokens decoded before the compression.
+        uncompressed: a sentence if the answer ends before the compression, otherwise None.
+        differs: the first difference from the full cache's answer: index of the token, the text before it, the full
             cache's token and this answer's token, as texts. None if the answers are equal.
-        reason: why no entry was evicted; None if entries were evicted.
-        kept: `(n_prompt,)`, for each prompt token the share of layers and KV heads that keep its entry; None for
-            methods with options, such as the `store` of sparse attention.
+        reason: why no entry was evicted; None if some were.
+        kept: `(n_prompt,)`, the share of layers and KV heads that keep the entry of each prompt token; None for methods
+            with options, such as a `store`.
     """
 
     name: str
@@ -164,31 +177,31 @@ def compare(
     on_text: Callable[[str, str], None] = lambda name, text: None,
     **options: Any,
 ) -> Iterator[Compared]:
-    """Yield the greedy answer of each method to a prompt, as `generate` gives it.
+    """Yield the greedy answer of each method, as `generate` would give it.
 
-    The prompt is read once for all methods that choose from full caches.
+    Methods that can choose among full caches share one reading of the prompt.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        tokens: the prompt's token ids.
-        methods: the full cache, and then the methods that are compared with it.
-        max_tokens: limit of each answer.
-        on_text: receives a method's name and each new part of its answer's text.
-        **options: `prefill_step_size` and `prompt_progress_callback` of each reading.
+        tokens: token ids of the prompt.
+        methods: the full cache, followed by the methods to compare with it.
+        max_tokens: maximum number of tokens in each answer.
+        on_text: called with a method's name and each new part of its answer's text.
+        **options: `prefill_step_size` and `prompt_progress_callback` for each reading.
     """
     comparison = _Comparison(model, tokenizer, tokens, methods, max_tokens, on_text, options)
     yield comparison.full
     for method in methods[1:]:
-        yield comparison.compared(method)
+        yield comparison.answer_and_compare(method)
 
 
 class _Attempt(NamedTuple):
-    """A method's answer, and what its cache kept and predicted before the answer was decoded.
+    """A method's answer, with what the compressed cache kept and predicted.
 
     Attributes:
         kept: see `Compared.kept`.
-        logprobs: `(m, vocab_size)`, the log-probabilities for the last `m` tokens of the full cache's answer.
+        logprobs: `(m, vocab_size)`, log-probabilities of the last `m` tokens of the full cache's answer.
     """
 
     answer: Answer
@@ -197,7 +210,7 @@ class _Attempt(NamedTuple):
 
 
 class _Comparison:
-    """One prompt and the full cache's answer to it; the arguments are those of `compare`.
+    """A prompt and the full cache's answer to it. The arguments are those of `compare`.
 
     Attributes:
         full: the full cache's answer.
@@ -213,6 +226,7 @@ class _Comparison:
         on_text: Callable[[str, str], None],
         options: dict[str, Any],
     ):
+        """Read the prompt on full caches, and decode the full cache's answer."""
         self._model = model
         self._tokenizer = tokenizer
         self._tokens = tokens
@@ -229,8 +243,8 @@ class _Comparison:
         self.full = self._figures(name, answer, self._read_seconds)
         self._reference = Reference(self._reading, self.full.tokens)
 
-    def compared(self, method: Method) -> Compared:
-        """Answer the prompt with a method, and compare the answer with the full cache's."""
+    def answer_and_compare(self, method: Method) -> Compared:
+        """Answer the prompt with a method, and compare the answer with the full cache's answer."""
         plan = plan_request(
             self._model,
             CompressionConfig(method.policy),
@@ -241,15 +255,15 @@ class _Comparison:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
         if method.shares_reading:
-            return self._judged(method, self._answer_from_reading(method), self._read_seconds)
+            return self._compare(method, self._answer_from_reading(method), self._read_seconds)
         attempt = self._answer_by_itself(method)
         seconds = attempt.answer.times[1] - attempt.answer.times[0]
-        return self._judged(method, attempt, seconds)
+        return self._compare(method, attempt, seconds)
 
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
     ) -> Answer:
-        """Answer the prompt by `decode`, and hand the answer's text to `on_text` with the method's name."""
+        """Decode an answer, and pass its text to `on_text` with the method's name."""
         return decode(
             self._model,
             self._tokenizer,
@@ -264,15 +278,15 @@ class _Comparison:
     def _answer_from_reading(self, method: Method) -> _Attempt:
         """Answer with a policy that compresses the shared reading."""
         cache, report = self._reading.compressed(method.policy, answering=True)
-        compressed = copy.deepcopy(cache)  # for the predictions, since the answer changes the cache
-        # The cache has been fed answer tokens, and predicts one more than that.
-        n_begun = held_tokens(self._model, cache) - len(self._tokens) + 1
+        compressed = copy.deepcopy(cache)  # for the predictions, because decoding changes the cache
+        # The cache has read some answer tokens, and predicts the next one.
+        n_begun = n_tokens_read(self._model, cache) - len(self._tokens) + 1
         answer = self._decode(method.name, cache, report, begun=self.full.tokens[:n_begun])
         kept = self._share_kept(compressed)
         return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
 
     def _answer_by_itself(self, method: Method) -> _Attempt:
-        """Answer with a method that reads the prompt itself."""
+        """Answer with a method that must read the prompt itself."""
         cache = make_prompt_cache(self._model)
         compressed: list | None = None
 
@@ -293,8 +307,8 @@ class _Comparison:
             logprobs = self._reference.generated(**options)  # type: ignore[arg-type]
         return _Attempt(answer=answer, kept=kept, logprobs=logprobs)
 
-    def _judged(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
-        """Return a method's figures, compared with the full cache's answer."""
+    def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
+        """Return the figures of a method, compared with the full cache's answer."""
         policy: Any = method.policy
         full = self.full.tokens
         n_before = len(full) - len(attempt.logprobs)
@@ -311,7 +325,7 @@ class _Comparison:
         )
 
     def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
-        """Return an answer's own figures, not yet compared."""
+        """Return the figures of an answer that need no comparison."""
         times = answer.times[answer.n_times_before :]
         tokens_per_second = None
         if len(times) > 2:
@@ -327,20 +341,20 @@ class _Comparison:
         )
 
     def _share_kept(self, cache: list) -> np.ndarray:
-        """Return `Compared.kept` of a compressed cache."""
+        """Return the value of `Compared.kept` for a compressed cache."""
         n_prompt = len(self._tokens)
         n_kept = np.zeros(n_prompt)
         n_heads = 0
         for layer in attention_layers(self._model, cache):
             positions = np.array(layer.entries_in(cache).held().positions[0])  # (n_kv_heads, n)
-            # The cache may hold entries of the answer, too.
+            # The cache may also contain entries of the answer.
             n_kept += np.bincount(positions.ravel(), minlength=n_prompt)[:n_prompt]
             n_heads += len(positions)
         return n_kept / n_heads
 
 
 def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
-    """Return the sentence of `Compared.uncompressed`."""
+    """Return the value of `Compared.uncompressed`."""
     if isinstance(policy, Compress) and policy.evicts_in_blocks:
         entries = "the entries that block prefill kept"
     else:
@@ -355,7 +369,7 @@ def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
 def _difference(
     tokenizer: Any, full: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
-    """Return `Compared.differs` of two answers' tokens."""
+    """Return the value of `Compared.differs` for two answers."""
     pairs = itertools.zip_longest(full, tokens)
     first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""Make the caches that `bench` compares, and the random model that it measures by default."""
+"""Make the caches that `bench` compares, and its default model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,19 +22,19 @@ from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
-KEEP = 4  # the first entries, which mlx-lm's rotating cache never evicts
-N_TOKEN_IDS = 100  # every model has at least these token ids
+KEEP = 4  # number of first entries that mlx-lm's rotating cache keeps
+N_TOKEN_IDS = 100  # every model has at least this many token ids
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A kind of cache that is measured.
+    """A kind of cache to measure.
 
     Attributes:
         entries: entries per KV head that a decoding step reads.
-        policy: the setting that compresses the prompt; None for mlx-lm's own caches.
-        bits, group_size: mlx-lm's quantisation of the full cache; None for none.
-        rotates: whether the cache is mlx-lm's rotating one (`--max-kv-size`).
+        policy: setting that compresses the prompt; None for mlx-lm's own caches.
+        bits, group_size: mlx-lm's quantisation of the full cache; None without quantisation.
+        rotates: whether the cache is mlx-lm's rotating cache (`--max-kv-size`).
     """
 
     name: str
@@ -46,17 +46,17 @@ class Contender:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether the cache keeps all entries and every token chooses which of them it reads."""
+        """Return whether the cache keeps all entries and tokens choose which of them they read."""
         return isinstance(self.policy, Sparse)
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
-        """Return a layer's cache, ready to decode after a prompt of `context` tokens.
+        """Return the cache of one layer after a prompt of `context` tokens.
 
         Args:
-            layer: the layer that the cache serves.
-            keys: `(B, n_kv_heads, n, head_dim)`, the entries of the cache.
+            layer: the `AttentionLayer` of the cache.
+            keys: `(B, n_kv_heads, n, head_dim)`, keys of the entries that the cache holds.
             values: like `keys`.
-            context: number of tokens of the prompt; if it is more than `n`, the other entries were evicted.
+            context: number of tokens in the prompt; if it exceeds `n`, the other entries count as evicted.
         """
         entries = Entries(keys, values)
         if self.policy is None:
@@ -70,9 +70,9 @@ class Contender:
 
 
 def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
-    """Return a layer's cache from which every token chooses what it reads of all `entries`.
+    """Return a sparse cache of one layer over all `entries`.
 
-    A layer whose entries other layers read, too, is not sparse: it gets a full cache.
+    Layers that lend their entries to others are not sparse, and get a full cache.
     """
     if layer.borrowers:
         return full_cache(entries)
@@ -85,14 +85,14 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
 
 
 def _last_queries(keys: mx.array) -> Queries:
-    """Return random queries for the last tokens of a prompt, which weigh the residual's cluster means."""
+    """Return random queries of a prompt's last tokens, for which the residual is weighed."""
     B, n_kv_heads, n, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
     return Queries(queries, range(n - WEIGHING_QUERIES, n), head_dim**-0.5)
 
 
 def make_random_model() -> llama.Model:
-    """Return the default model of `bench`, with the same weights in every run.
+    """Return the default model of `bench`, with the same random weights in every run.
 
     It is small, so that attention takes most of the time, even on a CPU.
     """
@@ -121,7 +121,7 @@ def random_prompt(n_tokens: int) -> mx.array:
 
 
 def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
-    """Return a contender for each policy that compresses a prompt of `context` tokens."""
+    """Return a contender for each policy that would compress a prompt of `context` tokens."""
     return [
         Contender(
             name=str(setting),
@@ -134,7 +134,7 @@ def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
 
 
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
-    """Return how many entries of a prompt an answer token reads.
+    """Return how many entries of a prompt a token of the answer reads.
 
     Raises: SnapKVError: the budget has no room for sink and window.
     """
@@ -143,12 +143,12 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
 
 
 def _min_ctx(setting: Setting) -> int:
-    """Return the number of tokens below which a prompt is not compressed."""
+    """Return the length below which a prompt is not compressed."""
     return 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
 
 
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
-    """Return the contenders for decoding after `context` tokens: the full cache, mlx-lm's options, and the policies."""
+    """Return the contenders after `context` tokens: the full cache, mlx-lm's options, and the policies."""
     ours = policy_contenders(context, policies)
     mlx_lm = [Contender("full cache", context)]
     if ours:
@@ -156,7 +156,7 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
         mlx_lm.append(Contender(f"--max-kv-size {fewest}", fewest, rotates=True))
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
     group_size = next((n for n in (64, 32) if all(size % n == 0 for size in sizes)), None)
-    # On CUDA, MLX has no batched matrix products with quantised entries.
+    # MLX has no batched matrix products with quantised entries on CUDA.
     if group_size is not None and not mx.cuda.is_available():
         for bits in (8, 4):
             name = f"--kv-bits {bits}"
@@ -165,9 +165,9 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
-    """Return a contender's prompt cache, ready to decode after a prompt of `context` tokens.
+    """Return a contender's prompt cache after a prompt of `context` tokens.
 
-    Full-attention layers have random entries, since only shapes matter for speed. Other layers have read a few tokens.
+    Full-attention layers get random entries, because speed depends only on shapes. Other layers read a few tokens.
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))

@@ -1,4 +1,4 @@
-"""Compare a cache's predictions of known tokens with the full cache's predictions."""
+"""Compare how a compressed cache and the full cache predict known tokens."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layers import attention_layers, held_tokens
+from ..caches.layers import attention_layers, n_tokens_read
 from ..engine.generate import generate_step
 from ..engine.loop_model import one_by_one
 from ..engine.report import CompressionReport
@@ -15,23 +15,23 @@ from ..models import attention_classes
 from ..models.patch import recording
 from .reading import Reading
 
-MIN_LOG_PROBABILITY = -1e4  # instead of -inf, so that impossible tokens add 0 to a divergence
+MIN_LOG_PROBABILITY = -1e4  # replaces -inf, so that impossible tokens add 0 to a divergence
 
 
 class Reference:
-    """The tokens after a prompt, with the full cache's predictions of them, for comparison with other caches.
+    """The tokens after a prompt, and the full cache's predictions of them.
 
     Args:
         reading: the prompt, read on full caches.
         tokens: the tokens after the prompt.
-        n_fed: how many of `tokens` are fed together with the prompt; the tokens after these are judged.
+        n_fed: number of `tokens` that are fed with the prompt; the others are judged.
 
     Attributes:
-        prompt: the prompt's tokens and the `n_fed` tokens.
+        prompt: tokens of the prompt, followed by the `n_fed` tokens.
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
-        """Copy the tokens; predictions are computed when they are first asked for."""
+        """Copy the tokens. Predictions are computed when they are needed."""
         self._reading = reading
         self._n_fed = n_fed
         self.prompt = [*reading.tokens, *tokens[:n_fed]]
@@ -43,27 +43,27 @@ class Reference:
 
     @cached_property
     def logprobs(self) -> mx.array:
-        """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
+        """Return the full cache's log-probabilities of the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            # The full cache has read the whole prompt, so the first token is missing.
+            # The full cache has read the whole prompt, so it lacks the prediction of the first token.
             logprobs = mx.concatenate([self._first, logprobs])
         mx.eval(logprobs)
         return logprobs
 
     @property
     def _first(self) -> mx.array:
-        """Return the full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
+        """Return the full cache's log-probabilities of the token after the prompt, `(1, vocab_size)`."""
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Feed a cache the judged tokens that it has not read, and return their log-probabilities `(m, vocab_size)`.
+        """Feed a cache the tokens that it has not read, and return its log-probabilities of the last `m` judged tokens.
 
-        These are the last `m` tokens. The first of the tokens is missing if the cache has read the whole prompt.
+        The shape is `(m, vocab_size)`. If the cache has read the whole prompt, it has no prediction of the first token.
         """
         model = self._reading.model
-        # The last token predicts nothing that is judged.
-        unread = [*self.prompt, *self._tokens][held_tokens(model, cache) : -1]
+        # The last token need not be fed.
+        unread = [*self.prompt, *self._tokens][n_tokens_read(model, cache) : -1]
         if not unread:
             return self._first[:0]
         return log_softmax(logits_after(model, cache, unread)[-len(self) :])
@@ -74,22 +74,22 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Return the log-probabilities `(m, vocab_size)` of `generate_step` for the last `m` judged tokens.
+        """Return log-probabilities `(m, vocab_size)` by `generate_step` of the last `m` judged tokens.
 
-        These are the tokens that are decoded after the compression.
+        These are the tokens after the compression.
 
         Args:
-            policy: the setting with which `generate_step` reads the prompt.
-            on_report: receives the report of the compression.
+            policy: setting with which `generate_step` reads the prompt.
+            on_report: called with the report of the compression.
             **options: other keywords of `generate_step`.
         """
         tokens = iter(self._tokens)
-        n_before = len(self)  # predicted before the compression; all tokens without one
+        n_before = len(self)  # number of tokens predicted before the compression; all without one
         predictions: list[mx.array] = []
 
         def note_compression(report: CompressionReport) -> None:
             nonlocal n_before
-            # mlx-lm runs one step ahead: the next two tokens were already predicted from all entries.
+            # mlx-lm computes one step ahead, so the next two tokens were also predicted from all entries.
             n_before = len(predictions) + 2
             on_report(report)
 
@@ -98,7 +98,7 @@ class Reference:
             self._reading.model,
             policy=policy,
             max_tokens=len(self),
-            # The known tokens are fed, whatever is predicted.
+            # Feed the known tokens, regardless of the predictions.
             sampler=lambda logprobs: mx.array([next(tokens, 0)]),
             on_report=note_compression,
             **options,
@@ -109,9 +109,9 @@ class Reference:
         return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
-        """Return the length of the longest beginning of the tokens that a cache has read or predicts (greedily).
+        """Return how many tokens, from the first on, a cache has read or predicts greedily without an error.
 
-        The cache is fed all tokens.
+        All tokens are fed to the cache.
         """
         logprobs = self.predictions(cache)
         n_fed = len(self) - len(logprobs)
@@ -120,15 +120,15 @@ class Reference:
         agrees = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
         n_before_difference = int(
             np.cumprod(agrees).sum()
-        )  # the product is 0 from the first difference on
+        )  # the product is 0 from the first error on
         return n_fed + n_before_difference
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:
-        """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
+        """Compare log-probabilities `(m, vocab_size)` of the last `m` tokens with those of the full cache.
 
         Returns:
-            `kl`: the mean divergence of `logprobs` from the full cache's, in nats per token. `same`: the share of
-            tokens for which both have the same most likely token. Scalar arrays, or None without tokens.
+            `kl`: the mean divergence from the full cache in nats per token. `same`: the share of tokens for which both
+            predict the same most likely token. Both are scalar arrays, or None without tokens.
         """
         if not len(logprobs):
             return {"kl": None, "same": None}
@@ -144,8 +144,8 @@ class Reference:
 def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     """Feed known tokens to a cache, and return the logits `(n, vocab_size)` after each of the `n` tokens.
 
-    The logits are those of feeding the tokens one by one. One call of the model feeds all tokens, or the tokens between
-    two evictions. Where each token chooses what it reads, a call feeds one token.
+    The logits are the same as if the tokens were fed one by one. Where possible, one call feeds all tokens, or all
+    tokens between two evictions. If tokens choose what they read, each call feeds one token.
     """
     layers = attention_layers(model, prompt_cache)
     caches = [layer.entries_in(prompt_cache) for layer in layers]
@@ -158,11 +158,11 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Return float32 log-probabilities of logits `(..., vocab_size)`, at least `MIN_LOG_PROBABILITY` each."""
+    """Return float32 log-probabilities of logits `(..., vocab_size)`, limited to at least `MIN_LOG_PROBABILITY`."""
     logits = logits.astype(mx.float32)
     return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), MIN_LOG_PROBABILITY)
 
 
 def divergence(logprobs: mx.array, others: mx.array) -> mx.array:
-    """Return KL(logprobs || others) for each of `n` predictions `(n, vocab_size)`, in nats, float32 `(n,)`."""
+    """Return KL(logprobs || others) in nats for each of `n` predictions `(n, vocab_size)`, float32 `(n,)`."""
     return (mx.exp(logprobs) * (logprobs - others)).sum(axis=-1)

@@ -27,7 +27,7 @@ from .tables import Table
 
 
 def setting() -> dict[str, Any]:
-    """Return the versions, the commit and the machine, as results note them."""
+    """Return versions, commit and machine, as they are stored with results."""
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -47,7 +47,7 @@ def setting() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
+    """Return the commit of the checkout, with "+" if it has changes; "unknown" outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     folder = Path(__file__).parent
     try:
@@ -59,11 +59,11 @@ def _commit() -> str:
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
-    """Return what a bug report needs, as names and values.
+    """Return what a bug report needs, as pairs of name and value.
 
     Args:
-        model: a model, to add whether MLX has fused attention kernels for it; None adds nothing.
-        name: the model's name.
+        model: a model; if given, the result says whether MLX has fused attention kernels for it.
+        name: name of the model.
     """
     about = setting()
     hardware = about["machine"]
@@ -91,7 +91,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
 
 
 def open_files() -> str:
-    """Return how many files a process may open, in words."""
+    """Describe how many files a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return "without limit"
@@ -100,7 +100,7 @@ def open_files() -> str:
 
 
 def backend(blas: str) -> str:
-    """Return what MLX computes with: Metal, CUDA or the CPU with a BLAS library."""
+    """Return what MLX computes with: Metal, CUDA, or the CPU and its BLAS library."""
     if METAL:
         return "Metal"
     if mx.cuda.is_available():
@@ -109,15 +109,15 @@ def backend(blas: str) -> str:
 
 
 def sparse_kernels() -> str:
-    """Return in words whether the kernels of sparse attention pass their self-test here, for a common shape."""
+    """Describe whether the kernels of sparse attention pass their self-test on this machine, for a common shape."""
     reason = why_unused(head_dim=128, group=4, dtype=mx.float16)
     return "pass their self-test" if reason is None else f"not used: {reason}"
 
 
 def kernels(model: Any) -> str:
-    """Return in words whether MLX's fused attention kernel serves a model's head sizes for a prompt's chunks.
+    """Describe whether MLX's fused attention kernel supports the head sizes of a model, for chunks of a prompt.
 
-    Without the kernel, all attention scores of a chunk are in memory at once.
+    Without this kernel, the scores of a whole chunk are in memory at once.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))
@@ -132,7 +132,7 @@ def kernels(model: Any) -> str:
 
 
 def as_table(report: dict[str, str]) -> Table:
-    """Return the table of a `diagnosis`."""
+    """Return a `diagnosis` as a table."""
     table = Table("For a bug report", "", ["name", "here"])
     for row in report.items():
         table.add(*row)

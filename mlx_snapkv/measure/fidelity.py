@@ -1,15 +1,16 @@
-"""Measure how much a model's predictions change when the tokens before them are compressed, on pieces of texts.
+"""Measure how much compression changes a model's predictions, on pieces of texts.
 
-The setting says what is compressed and which tokens are judged:
+The setting says what is compressed, and for which tokens predictions are compared:
 
-text    a piece is compressed, and the text's tokens after it are judged
-known   a piece and a question are compressed together, and the full cache's greedy answer is judged
-later   a piece is compressed, then the question is read, and the full cache's greedy answer is judged
+    text    a piece is compressed, and the text's next tokens are predicted
+    known   a piece and a question are compressed together, and the full cache's greedy answer is predicted
+    later   a piece is compressed, then the question is read, and the full cache's greedy answer is predicted
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
@@ -28,13 +29,13 @@ from .divergence import Reference
 from .intervals import difference, interval
 from .methods import FULL_CACHE, KNOWN, LATER, Method
 from .reading import Reading, lookahead_of, read_once, read_sparsely, shares_reading
-from .records import Measure, Results
+from .records import Results
 from .tables import Page, Record, Summary, Table, grouped, table_of
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
-JUDGED_TOKENS = "after the compression"  # noted in result files
+JUDGED_TOKENS = "after the compression"  # part of the setting of result files
 FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
@@ -44,7 +45,7 @@ FIDELITY_REMARK = (
     "over texts. Entries: kept per KV head, the mean over layers. KV memory: the entries held at the compression, "
     "without spare room."
 )
-# The title and the remark of each setting's table.
+# Title and remark of each setting's table.
 SETTING_TEXTS = {
     TEXT: (
         "Text after the piece",
@@ -74,7 +75,7 @@ def run(
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
-    """Measure the pieces with all methods in all settings, and return the records; see `Results.complete`.
+    """Measure all pieces with all methods in all settings, and return the records; see `Results.complete`.
 
     Args:
         model: an mlx-lm model.
@@ -82,61 +83,74 @@ def run(
         pieces: the pieces of the user's texts.
         methods: the full cache, policies and sparse attention.
         settings: some of `FIDELITY_SETTINGS`.
-        questions: the questions about the pieces; they take turns.
-        n: limit of an answer's tokens.
-        results: the records of earlier runs, to which missing records are added.
-        on_piece: called after each piece, with whether anything was measured.
+        questions: questions about the pieces, used in turn.
+        n: maximum number of tokens in an answer.
+        results: records of earlier runs, to which missing records are added.
+        on_piece: called after each piece; the argument says whether anything was measured.
     """
     policies = {method.name: method.policy for method in methods}
     used_questions = [None] if set(settings) == {TEXT} else questions
     frames = [(question, frame_of(tokenizer, question)) for question in used_questions]
 
-    def keys_and_measure(
-        piece: Piece, question: str | None, frame: Frame
-    ) -> tuple[list[Record], Measure]:
-        """Return the keys of a piece's records, and the function that measures missing records."""
-
-        def measure(missing: list[Record]) -> Iterable[Record]:
-            missing_policies = [policies[record["method"]] for record in missing]
-            missing_settings = {record["setting"] for record in missing}
-            by_setting = read_piece(
-                model,
-                piece,
-                frame,
-                missing_policies,
-                missing_settings,
-                n,
-                stops=tokenizer.eos_token_ids,
-            )
-            for record, policy in zip(missing, missing_policies):
-                reading, reference = by_setting[record["setting"]]
-                yield record | judge(record["setting"], reading, reference, policy)
-
-        keys = [
-            {
-                "method": method,
-                "setting": setting,
-                "document": piece.document,
-                "piece": piece.number,
-                "question": None if setting == TEXT else question,
-            }
-            for setting, method in itertools.product(settings, policies)
-        ]
-        return keys, measure
-
+    measure = partial(_measure_piece, model, tokenizer, policies, n)
     documents = (
-        keys_and_measure(piece, question, frame)
+        (_record_keys(piece, question, settings, policies), partial(measure, piece, frame))
         for piece, (question, frame) in zip(pieces, itertools.cycle(frames))
     )
     return results.complete(documents, on_piece)
 
 
+def _record_keys(
+    piece: Piece, question: str | None, settings: Sequence[str], methods: Iterable[str]
+) -> list[Record]:
+    """Return the keys of the records of a piece, one per setting and method."""
+    return [
+        {
+            "method": method,
+            "setting": setting,
+            "document": piece.document,
+            "piece": piece.number,
+            "question": None if setting == TEXT else question,
+        }
+        for setting, method in itertools.product(settings, methods)
+    ]
+
+
+def _measure_piece(
+    model: Any,
+    tokenizer: Any,
+    policies: dict[str, Setting | None],
+    n: int,
+    piece: Piece,
+    frame: Frame,
+    missing: list[Record],
+) -> Iterator[Record]:
+    """Measure a piece for each of the `missing` keys, and yield the records.
+
+    Args:
+        model: an mlx-lm model.
+        tokenizer: its tokenizer.
+        policies: setting of each method; None for the full cache.
+        n: maximum number of tokens in an answer.
+        piece: the piece.
+        frame: tokens before and after the piece.
+        missing: keys of the records to measure.
+    """
+    missing_policies = [policies[keys["method"]] for keys in missing]
+    missing_settings = {keys["setting"] for keys in missing}
+    stops = tokenizer.eos_token_ids
+    by_setting = read_piece(model, piece, frame, missing_policies, missing_settings, n, stops)
+    for keys, policy in zip(missing, missing_policies):
+        reading, reference = by_setting[keys["setting"]]
+        yield keys | judge(keys["setting"], reading, reference, policy)
+
+
 def without_lookahead(setting: Setting | None) -> Setting | None:
-    """Return the setting without lookahead, for a text that is not answered."""
+    """Return the setting without lookahead, for texts without an answer."""
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
-    if setting.decode_policy is setting.policy:  # one policy for prompt and answer
+    if setting.decode_policy is setting.policy:  # the same policy for prompt and answer
         return Compress(decode_policy)
     return Compress(setting.policy, decode_policy)
 
@@ -150,15 +164,15 @@ def read_piece(
     n: int,
     stops: Collection[int],
 ) -> dict[str, tuple[Reading, Reference]]:
-    """Read a piece once for all policies, and return by setting what is compressed and what is judged.
+    """Read a piece once for all policies, and return by setting the text to compress and the tokens to judge.
 
     Args:
         model: an mlx-lm model.
         piece: the piece.
-        frame: the tokens around the piece.
-        policies: the settings of all methods; None for the full cache.
+        frame: tokens before and after the piece.
+        policies: settings of all methods; None for the full cache.
         settings: some of `FIDELITY_SETTINGS`.
-        n: limit of an answer's tokens.
+        n: maximum number of tokens in an answer.
         stops: tokens that end an answer.
     """
     by_setting: dict[str, tuple[Reading, Reference]] = {}
@@ -176,19 +190,19 @@ def read_piece(
     if TEXT in settings:
         if text is None:
             text = read_once(model, [*frame.start, *piece.tokens], text_policies)
-        # The full cache predicts the first token after the piece. It is fed, and the tokens after it are judged.
+        # The full cache predicts the first token after the piece. This token is fed, and the following ones are judged.
         by_setting[TEXT] = text, Reference(text, piece.following, n_fed=1)
     return by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
-    """Return a policy's or the full cache's figures for one piece; some of them are arrays.
+    """Return the figures of a method for one piece; some are scalar arrays.
 
     Args:
         setting: one of `FIDELITY_SETTINGS`.
-        reading: the text to compress, as `read_piece` returns it for the setting.
-        reference: the tokens to judge, as `read_piece` returns them for the setting.
-        policy: the method's setting; None for the full cache.
+        reading: the text to compress, from `read_piece`.
+        reference: the tokens to judge, from `read_piece`.
+        policy: setting of the method; None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _generated(reading, reference, policy)
@@ -206,12 +220,12 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
 
 
 def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
-    """Let `generate_step` read the prompt with a policy, and return `Reference.generated` and the cache's figures."""
+    """Let `generate_step` read the prompt, and return its predictions and the figures of its cache."""
     cache = make_prompt_cache(reading.model)
     cache_figures: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
-        # Noted at the compression, before the answer adds entries.
+        # The figures belong to the compression; the answer adds entries later.
         cache_figures.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generated(policy, note_figures, prompt_cache=cache)
@@ -221,9 +235,10 @@ def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple
 def _compressed(
     setting: str, reading: Reading, reference: Reference, policy: Setting | None
 ) -> tuple[list, CompressionReport]:
-    """Return the cache that predicts the judged tokens, and the report of its compression; see `judge`."""
+    """Return the cache that predicts the judged tokens, and the report of its compression."""
     if isinstance(policy, Sparse):
-        # A later question is read as a turn, except its last token, which is fed to predict the first judged one.
+        # The question is read as a later turn. Its last token is left out, because feeding it predicts the first judged
+        # token.
         later = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later)
     if setting == KNOWN:
@@ -232,7 +247,7 @@ def _compressed(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return the entries (mean over layers) and the bytes of a compressed cache, and why it was not compressed."""
+    """Return the mean entries per layer and the bytes of a compressed cache, and why it was not compressed."""
     n_kept = [n for n in report.entries_kept if n is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
@@ -248,7 +263,7 @@ def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> 
 
 
 def summarise(records: list[Record]) -> Summary:
-    """Return one summary for each setting and method."""
+    """Return a summary for each setting and method."""
     summaries = []
     for setting in FIDELITY_SETTINGS:
         of_setting = [record for record in records if record["setting"] == setting]
@@ -256,21 +271,21 @@ def summarise(records: list[Record]) -> Summary:
             continue
         by_method = grouped(of_setting, "method")
         full = by_method[FULL_CACHE,]
-        # Without a policy, the full cache is compared with itself.
+        # If no method has a policy, the full cache is compared with itself.
         first = next((rows for (name,), rows in by_method.items() if name != FULL_CACHE), full)
         summaries += [_summary(rows, full, first) for rows in by_method.values()]
     return summaries
 
 
 def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
-    """Summarise a method's records.
+    """Summarise the records of a method.
 
-    A piece whose answer ended before the compression is left out; a mean over no pieces is None.
+    Pieces whose answers ended before the compression are left out. A mean over no pieces is None.
 
     Args:
-        own: the method's records, one for each piece.
-        full: the full cache's records, about the same pieces in the same order.
-        first: the first policy's records, about the same pieces in the same order.
+        own: records of the method, one per piece.
+        full: records of the full cache for the same pieces.
+        first: records of the first policy for the same pieces.
     """
     judged = [i for i, record in enumerate(own) if record["judged"]]
     documents = [own[i]["document"] for i in judged]
@@ -282,7 +297,7 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
         reference = [others[i][key] for i in judged]
         return difference(scores, reference, documents)
 
-    # Differences need the same judged tokens, which another lookahead changes.
+    # Differences require the same judged tokens, but these depend on the lookahead.
     paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
     has_loss = own[0]["setting"] == TEXT
     return {
@@ -305,14 +320,14 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return one table for each setting."""
+    """Return a table for each setting."""
     return [_table(rows, setting) for (setting,), rows in grouped(summary, "setting").items()]
 
 
 def _table(summary: Summary, setting: str) -> Table:
-    """Return the table of one setting, with a row for each method."""
+    """Return the table of a setting, with a row for each method."""
     heading, about = SETTING_TEXTS[setting]
-    any_method = summary[0]  # the counts are those of all methods
+    any_method = summary[0]  # counts are the same for all methods
     n_texts = any_method["texts"]
     tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
     counts = (

@@ -1,4 +1,4 @@
-"""Compress and answer a prompt, and record what was kept and what the answer attended to (`inspect_prompt`)."""
+"""Answer a compressed prompt, and record which entries were kept and what the answer attended to."""
 
 import functools
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ from ..compress.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
-from ..engine.serving import served
+from ..engine.serving import serve
 from ..engine.token_ids import token_ids
 from ..entries.queries import on_queries
 from ..errors import OptionError
@@ -36,18 +36,18 @@ class Inspection:
     """The entries that a policy kept of a prompt, and what the answer attended to.
 
     Attributes:
-        policy: the policy as its command-line string.
-        tokens, text: the prompt's token ids and their text.
-        spans: each token's `(start, stop)` in the text; tokens that make one character together share a span.
-        layers: indices of the model's full-attention layers; these are the rows of `positions`.
+        policy: the setting as on the command line.
+        tokens, text: token ids and text of the prompt.
+        spans: `(start, stop)` of each token in the text. Tokens that form one character together share its span.
+        layers: indices of the model's full-attention layers, the first axis of `positions`.
         layers_without: indices of the other layers (linear, state-space and sliding-window layers).
         heads: number of KV heads of each of `layers`.
-        positions: int32 `(n_layers, n_kv_heads, n_kept)`, the prompt positions that each head keeps, in order, padded
-            with -1 where a layer keeps fewer or has fewer heads. All positions if no entry was evicted.
-        sentences: the sentences with any entry kept, ranked by `ranked`; empty if no entry was evicted.
-        report: what the compression did, or why no entry was evicted.
+        positions: int32 `(n_layers, n_kv_heads, n_kept)`, the prompt positions that each head keeps, ascending. Where a
+            layer has fewer heads or entries, the rest is -1. If no entry was evicted, these are all positions.
+        sentences: sentences with any kept entry, in the order of `ranked`; empty if no entry was evicted.
+        report: report of the compression.
         answer: the answer's text.
-        answer_tokens: the text of each answer token.
+        answer_tokens: text of each answer token.
         attended: what each answer token attended to.
     """
 
@@ -72,20 +72,20 @@ class Inspection:
 
     @property
     def kept(self) -> np.ndarray:
-        """Return bool `(n_layers, n_kv_heads, n_tokens)`, whether a head keeps a token's entry."""
+        """Return bool `(n_layers, n_kv_heads, n_tokens)`, true where a head keeps the entry of a token."""
         kept = np.zeros((*self.positions.shape[:2], self.n_tokens + 1), bool)
-        # The padding of -1 marks the last column, which is dropped.
+        # The padding of -1 writes to the last column, which is dropped.
         np.put_along_axis(kept, self.positions.astype(np.int64), True, axis=-1)
         return kept[..., :-1]
 
     @property
     def shares(self) -> list[float | None]:
-        """Return for each layer the share (0 to 1) of the voters' attention that its kept entries received, or None."""
+        """Return for each layer the share (0 to 1) of the voters' attention that kept entries received, or None."""
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 
     def density(self, n_columns: int) -> np.ndarray:
-        """Return `(n_layers, n_columns)`, the share (0 to 1) of the entries kept in each of `n_columns` prompt parts.
+        """Divide the prompt into `n_columns` parts; return the share (0 to 1) of kept entries, `(n_layers, n_columns)`.
 
         A prompt with fewer tokens has one column per token.
         """
@@ -95,7 +95,7 @@ class Inspection:
         return n_kept / n_entries
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the inspection for JSON; lists of positions have no padding."""
+        """Return the inspection for JSON. Lists of positions are not padded."""
         by_layer = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
         layers = [
             {
@@ -119,7 +119,7 @@ class Inspection:
         }
 
     def _attended_by_token(self) -> list[dict[str, Any]]:
-        """Return what each token of the answer attended to in the mean of all layers, for JSON."""
+        """Return what each answer token attended to, averaged over all layers, for JSON."""
         # Layer -1 is the mean of all layers.
         by_token = zip(
             self.answer_tokens,
@@ -148,22 +148,22 @@ def inspect_prompt(
     policy: Policy | Compress | str | None = None,
     **options: Any,
 ) -> Inspection:
-    """Answer a prompt greedily, as `generate` does, and record which entries were kept and what the answer attended to.
+    """Answer a prompt greedily, like `generate`, and record which entries were kept and what the answer attended to.
 
-    The attention weights are computed from the queries of the model's own calls. Every token waits for them, so the
-    speed means nothing.
+    Attention weights are computed from the queries of the model's own calls. Every token waits for them, so the speed
+    is not representative.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        prompt: a text, to which no chat template is applied, or token ids; see `stream_generate`.
-        max_tokens: limit of the answer's tokens.
+        prompt: token ids, or a text, to which no chat template is applied; see `stream_generate`.
+        max_tokens: maximum number of tokens in the answer.
         snapkv: see `stream_generate`.
-        policy: see `stream_generate`; "auto" is not allowed. Without a policy, or below its `min_ctx`, no entry is
+        policy: see `stream_generate`; "auto" is not supported. Without a policy, or below its `min_ctx`, no entry is
             evicted.
         **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
-    Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy can't be read, or the model is not
+    Raises: SnapKVError: the prompt is empty, `max_tokens` is below 1, the policy is invalid, or the model is not
         supported.
     """
     compress = resolve_compress(snapkv, policy)
@@ -175,7 +175,7 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # The cache records no queries, but reports the attention's calls to `on_queries` if no entry is evicted.
+        # This cache records no queries itself, but calls `on_queries` if no entry is evicted.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
@@ -201,8 +201,8 @@ def _answer(
     recorder: Recorder,
     options: dict[str, Any],
 ) -> list[GenerationResponse]:
-    """Answer the prompt, feed the recorder, and return mlx-lm's responses."""
-    steps = served(
+    """Answer the prompt while the recorder observes, and return mlx-lm's responses."""
+    steps = serve(
         functools.partial(
             mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
         ),
@@ -231,19 +231,19 @@ def _make_inspection(
     recorder: Recorder,
     responses: list[GenerationResponse],
 ) -> Inspection:
-    """Return the recorder's records with the texts of the tokens.
+    """Combine the recorder's records with the texts of the tokens.
 
     Args:
         tokenizer: the model's tokenizer.
-        tokens: the prompt's token ids.
+        tokens: token ids of the prompt.
         compress: the policy or policies; None for the full cache.
         layers: indices of the model's full-attention layers.
-        n_layers: number of all layers.
-        recorder: the recorder of the finished request.
+        n_layers: number of all layers of the model.
+        recorder: recorder of the finished request.
         responses: mlx-lm's responses, one for each token of the answer.
     """
     n_prompt = len(tokens)
-    # The last response may hold the end-of-sequence token, which is no part of the answer.
+    # The last response may have the end-of-sequence token, which is not part of the answer.
     answer_tokens = [response.token for response in responses if response.finish_reason != "stop"]
     text, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
     prompt_spans = spans[:n_prompt]
@@ -255,7 +255,7 @@ def _make_inspection(
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
         sentences = ranked(prompt_text, prompt_spans, is_special, counts, has_votes)
-    # The first token of the answer may share a character, and so its span, with the prompt's last.
+    # The first answer token may share a character with the prompt's last token, and then shares its span.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,

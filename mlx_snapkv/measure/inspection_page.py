@@ -1,4 +1,4 @@
-"""Show inspections as one HTML file without external resources, and as one picture."""
+"""Show inspections as one HTML file without external resources, or as a picture."""
 
 import json
 import math
@@ -20,16 +20,16 @@ from .tables import put_figure
 
 INSPECTION_HTML = Path(__file__).with_name("inspection.html")
 SHOWN_SENTENCES = 10
-PICTURE_COLUMNS = 256  # parts of the prompt in the picture
-MAX_TICKS = 16  # labelled layers in the picture
+PICTURE_COLUMNS = 256  # number of columns of a map in the picture
+MAX_TICKS = 16  # maximum number of labelled layers in the picture
 
 
 def page(inspections: Sequence[Inspection], model: str, special: Collection[int] = ()) -> str:
-    """Return the HTML page of one prompt under one or more policies, side by side.
+    """Return an HTML page with inspections of one prompt under several policies, side by side.
 
     Args:
-        inspections: one inspection for each policy, of the same prompt.
-        model: the model's name.
+        inspections: one inspection per policy, all of the same prompt.
+        model: name of the model.
         special: ids of special tokens, which the page marks.
 
     Raises: SnapKVError: the prompts differ.
@@ -60,9 +60,9 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Return the groups of tokens that the page shows as one, each with its span and its number of tokens.
+    """Group tokens that share a span, and return the groups with their spans and numbers of tokens.
 
-    Tokens that share a span are a group. Each token without text is a group of its own.
+    Tokens without text are not grouped.
     """
     groups: list[tuple[Span, int]] = []
     for span, tokens in groupby(spans):
@@ -73,15 +73,15 @@ def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    """Return the page's data of one inspection, with indices of groups instead of tokens.
+    """Return the page's data for one inspection, in which groups replace tokens.
 
     Args:
-        inspection: the inspection of one policy.
-        group_of: `(n_tokens,)`, the group of each token of the prompt.
+        inspection: the inspection.
+        group_of: `(n_tokens,)`, index of each token's group.
     """
     attended = inspection.attended
     groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
-    # One row for each KV head of all layers, without the padding of layers with fewer heads.
+    # One row per KV head of each layer. Layers with fewer heads are not padded.
     rows = np.concatenate(
         [layer[:n] for layer, n in zip(inspection.kept, inspection.heads, strict=True)]
     )
@@ -116,7 +116,7 @@ def _base64(array: np.ndarray) -> str:
 def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> None:
     """Write a PNG file with a map of each inspection.
 
-    A map has a row for each layer and a column for each part of the prompt; its colour is the share of entries kept.
+    A map has a row per layer and a column per part of the prompt. The colour is the share of kept entries.
     """
     from matplotlib.figure import Figure
 
@@ -135,7 +135,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
 
 
 def _draw(axes: Any, inspection: Inspection) -> Any:
-    """Draw the map of an inspection, and return matplotlib's image."""
+    """Draw the map of an inspection, and return the image object of matplotlib."""
     n_layers = len(inspection.layers)
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)

@@ -17,7 +17,7 @@ def difference(
     """Return the paired difference of two methods' scores for the same questions, with a bootstrapped interval.
 
     The mean is taken over the questions of each task, then over the tasks. Questions about one document are not
-    independent, so a resample draws whole documents with replacement: for each task as many as it has.
+    independent, so resampling draws whole documents with replacement, as many per task as there are.
 
     Args:
         scores: the method's score for each question.
@@ -27,13 +27,13 @@ def difference(
 
     Returns:
         The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and the numbers of
-        questions with a `better` and a `worse` score.
+        questions with `better` and `worse` scores.
     """
     changes = np.subtract(scores, reference, dtype=float)
     documents = np.array([repr(group) for group in groups])
     task_names = np.array([repr(task) for task in tasks or [None] * len(changes)])
     rng = np.random.default_rng(0)
-    means, resampled = [], []  # for each task
+    means, resampled = [], []  # one array per task
     for name in dict.fromkeys(task_names):
         in_task = task_names == name
         means.append(changes[in_task].mean())
@@ -49,7 +49,7 @@ def difference(
 
 
 def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np.ndarray:
-    """Return the means `(RESAMPLES,)` of one task's changes over documents drawn with replacement."""
+    """Return the mean changes `(RESAMPLES,)` of one task over documents that are drawn with replacement."""
     _, numbers = np.unique(documents, return_inverse=True)
     sums = np.bincount(numbers, changes)
     counts = np.bincount(numbers)
@@ -59,6 +59,6 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
 
 
 def interval(figures: dict[str, float], form: str, scale: float = 1) -> str:
-    """Format the mean and the interval of a `difference`; `form` is a format such as ".3f"."""
+    """Format mean and interval of a `difference` with a format such as ".3f"."""
     mean, low, high = (format(scale * figures[key], form) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"

@@ -1,4 +1,4 @@
-"""An estimate of decoding's speed without weights: one layer's attention, timed with random entries."""
+"""Estimate decoding speed without weights: time the attention of one layer on random entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import AttentionLayer, attention_layers, choosing_layers, token_caches
+from ..caches.layers import AttentionLayer, attention_layers, sparse_layers, token_caches
 from ..engine.report import CompressionReport
 from ..engine.sparse_mode import SparseMode
 from ..entries.queries import Captured
@@ -25,18 +25,19 @@ from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement, Speed, 
 from ..sparse.options import N_VOTERS, Sparse
 from ..sparse.prompt_caches import make_caches
 
-FAILURES = SnapKVError, RuntimeError, ValueError  # what MLX raises if memory is short, for example
-LENGTHS = (8192, 32_768)  # entries
-TOGETHER = 8  # tokens that are evaluated together, as a pipelined loop keeps the device busy
+FAILURES = SnapKVError, RuntimeError, ValueError  # MLX raises one of these if memory is short
+LENGTHS = (8192, 32_768)  # numbers of entries
+# Number of tokens evaluated together, which keeps the device busy like a pipelined loop.
+TOGETHER = 8
 
 
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
-    """Return from which length sparse reading and sparse decoding pay for a model on this machine.
+    """Return the lengths from which sparse prefill and sparse decoding pay on this machine.
 
-    On a GPU, missing measurements are estimated. On a CPU, the estimate would take too long.
+    On a GPU, missing measurements are estimated. On a CPU, an estimate would take too long.
 
     Args:
-        model: its weights may be blank.
+        model: an mlx-lm model, whose weights may be uninitialised.
     """
     sparse = Sparse()
     speed = speed_of(model, sparse)
@@ -48,19 +49,19 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any, sparse: Sparse) -> Speed:
-    """Return how long the attention of a token takes in all layers, with all entries and with few of them.
+    """Estimate the time of a token's attention in all layers, with all entries and with few.
 
-    Only the difference of the two says something about a whole token, because the model's other work is not timed.
+    Only the difference is meaningful for a whole token, because the rest of the model is not timed.
 
     Args:
-        model: its weights may be blank.
+        model: an mlx-lm model, whose weights may be uninitialised.
         sparse: the options of sparse attention.
 
-    Raises: SnapKVError: the model can't be served with sparse attention.
+    Raises: SnapKVError: the model does not support sparse attention.
     """
-    config = CompressionConfig(replace(sparse, read="dense"))  # nothing is read
+    config = CompressionConfig(replace(sparse, read="dense"))  # no prompt is read
     config.require(model)
-    layers = choosing_layers(attention_layers(model, make_caches(model, "memory")))
+    layers = sparse_layers(attention_layers(model, make_caches(model, "memory")))
     found: list[Measurement] = []
     for n in LENGTHS:
         times = _token_seconds(model, config, layers[0], n)
@@ -71,7 +72,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
 def _token_seconds(
     model: Any, config: CompressionConfig, layer: AttentionLayer, n: int
 ) -> dict[str, float]:
-    """Return the seconds of a token's attention to `n` random entries in one layer, by kind."""
+    """Return the time of a token's attention to `n` random entries in one layer, by kind."""
     plan = plan_request(model, config, n)
     keys, values = layer.cache_in(token_caches(model)).keys_and_values()
     n_heads = query_heads(layer.attention)
@@ -108,7 +109,7 @@ def _token_seconds(
 
 
 def _seconds(attend: Callable[[], mx.array]) -> float:
-    """Return the seconds of a call, in the faster of two runs; one run before compiles."""
+    """Return the time of a call, the faster of two. An earlier call compiles."""
     fastest = 0.0
     for run in range(3):
         started = time.perf_counter()

@@ -21,22 +21,22 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: None for the full cache. Sparse attention is measured with `when="always"`: otherwise the first tokens
-            of an answer, or all of them, would be the full cache's.
-        options: keywords of `stream_generate`; with sparse attention, they contain a `store`.
+        policy: the setting; None for the full cache. Sparse attention is measured with `when="always"`, because
+            otherwise the first tokens, or all of them, would be those of the full cache.
+        options: keywords of `stream_generate`, such as a `store` for sparse attention.
     """
 
     policy: Setting | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Replace the option `when` of sparse attention by "always"."""
+        """Set the option `when` of sparse attention to "always"."""
         if isinstance(self.policy, Sparse):
             object.__setattr__(self, "policy", replace(self.policy, when="always"))
 
     @property
     def name(self) -> str:
-        """Return the method's name in tables."""
+        """Return the name of the method in tables."""
         if self.policy is None:
             return FULL_CACHE
         setting = self.policy
@@ -55,9 +55,9 @@ class Method:
 
 
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
-    """Check that every policy compresses a prompt of at least one of these lengths.
+    """Check that every policy would compress a prompt of at least one of these lengths.
 
-    Raises: SnapKVError: a policy compresses none of them, or its budget has no room for sink and window.
+    Raises: SnapKVError: a policy would compress none, or its budget leaves no room for sink and window.
     """
     for method in methods:
         if method.policy is None:

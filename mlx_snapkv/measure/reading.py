@@ -1,4 +1,4 @@
-"""Read a prompt once, and compress it with any number of policies.
+"""Read a prompt once, and compress it by any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compressed(policy)                 # the document's cache, as `prefill` returns it
@@ -30,16 +30,16 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-# Each policy has a recording cache for each full-attention layer.
+# The recording caches of the full-attention layers, by policy.
 Recorders = dict[Setting, list[RecordingKVCache]]
-ANSWER_CAPACITY = 256  # tokens after the prompt for which the buffers have room
+ANSWER_CAPACITY = 256  # number of tokens after the prompt for which buffers are allocated
 
 
 def shares_reading(setting: Setting | None) -> bool:
-    """Return whether a policy can choose from full caches that other policies choose from, too.
+    """Return whether a policy can choose among full caches that other policies use, too.
 
     The full cache (None) can. Some settings must read the prompt themselves: block policies evict during prefill, h2o
-    sums the attention of all queries, and with sparse attention each chunk chooses what it reads.
+    accumulates the attention of all queries, and with sparse attention each chunk chooses what it reads.
     """
     if setting is None:
         return True
@@ -55,51 +55,52 @@ def lookahead_of(setting: Setting | None) -> int:
 def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
     """Return the number of answer tokens that are decoded before the prompt is compressed.
 
-    The prompt gives the first token, and each answer token that is fed before the compression gives one more.
+    The prompt yields the first token, and each answer token that is fed before the compression yields another.
     """
     return _plan(model, policy, n_prompt).n_ahead + 1
 
 
 class SharedKVCache(RecordingKVCache):
-    """A layer's full KV cache, whose queries are recorded by several `recorders`.
+    """The full KV cache of one layer, from which several `recorders` record queries.
 
-    The recorders hold no entries; `RecordingKVCache.filled` joins a recorder's queries and this cache's entries.
+    The recorders contain no entries. `RecordingKVCache.with_entries_of` combines their queries with this cache's
+    entries.
     """
 
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any):
-        """Start empty, with room for `capacity` entries; the recorders hold only queries."""
+        """Start without entries, with space for `capacity` entries."""
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
 
     def record(self, captured: Captured) -> None:
-        """Pass the queries of a call and the position of the next token to every recorder."""
+        """Pass the queries of a call, and the position of the next token, to every recorder."""
         for recorder in self.recorders:
             recorder.offset = self.offset
             recorder.record(captured)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Return whether any recorder waits for the queries of layers that read the same entries."""
+        """Return whether a recorder waits for queries of other layers that read these entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self) -> tuple:
-        """Return the entries and all recorded queries, so that mlx-lm's prefill loop evaluates both."""
+        """Return entries and recorded queries, which mlx-lm's prefill loop evaluates."""
         return *super().state, [x.state for x in self.recorders]
 
 
 class Reading:
-    """A prompt that was read on full caches, with the queries that each policy needs; made by `read_once`.
+    """A prompt that was read on full caches, with the queries that each policy needs. `read_once` makes it.
 
-    `compressed` keeps the same entries as `prefill` and `generate_step`, whichever other policies share the reading.
+    `compressed` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
 
     Args:
         model: an mlx-lm model.
-        tokens: all tokens of the prompt.
-        caches: caches that have read the prompt except its last tokens, `unread`, which are read now.
-        recorders: the caches that record queries for each policy.
-        suffixes: for each suffix the recorders of the prompt that the suffix ends; see `followed_by`.
-        unread: the last tokens of the prompt, at least one.
+        tokens: token ids of the whole prompt.
+        caches: caches that have read the prompt except for the `unread` tokens.
+        recorders: caches that record queries for each policy.
+        suffixes: for each suffix, the recorders of the prompt that it ends; see `followed_by`.
+        unread: the last tokens of the prompt, at least one, which are read now.
         **options: keywords of mlx-lm's `generate_step` for the prefill.
 
     Attributes:
@@ -116,17 +117,17 @@ class Reading:
         unread: Sequence[int],
         **options: Any,
     ):
-        """Read the `unread` tokens, and let every recorder take the queries that its policy needs."""
+        """Read the `unread` tokens, and let every recorder record the queries that its policy needs."""
         self.model = model
         self.tokens = list(tokens)
         self._caches = caches
         self._recorders = recorders
         self._suffixes = suffixes
         self._layers = attention_layers(model, caches)
-        # The numbers of fed answer tokens after which policies compress.
+        # Numbers of fed answer tokens after which policies compress.
         self._n_ahead = {n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders}
         self._share_caches()
-        # The chunks are not those of one policy, so that the entries do not depend on which policies share them.
+        # The chunk size does not depend on the policies, so that entries do not depend on which policies share them.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
             self.next_logprobs = read(model, mx.array(list(unread)), caches, prefill_options)[0]
@@ -135,13 +136,15 @@ class Reading:
             shared.step = KVCache.step
             # Recorders of the suffixes need no queries of the answer.
             shared.recorders = _layer_recorders(recorders, i)
-        # Copies of all caches when n tokens had been fed, by n, without the full-attention layers' entries.
+        # Copies of the caches (without full-attention layers) by the number of tokens fed before the copy.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
-        self._answer = [_most_likely(self.next_logprobs)]  # the tokens fed, and the next token
+        self._answer = [
+            _most_likely(self.next_logprobs)
+        ]  # the tokens fed, followed by the next token
         self._forced: list[int] = []  # see `force`
 
     def _share_caches(self) -> None:
-        """Replace the caches of the full-attention layers by caches that all recorders share."""
+        """Replace the caches of full-attention layers by caches that all recorders share."""
         for i, layer in enumerate(self._layers):
             recorders = _layer_recorders(self._recorders, i)
             for of_suffix in self._suffixes.values():
@@ -154,7 +157,7 @@ class Reading:
             layer.put(self._caches, shared)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
-        """Return the reading of the prompt and one of its `suffixes`; only the suffix is read, on copied caches."""
+        """Return the reading of the prompt and one of its `suffixes`. Only the suffix is read, on copied caches."""
         return Reading(
             self.model,
             tokens=[*self.tokens, *suffix],
@@ -165,7 +168,7 @@ class Reading:
         )
 
     def full_cache(self) -> list:
-        """Return a prompt cache with all entries of the prompt; its arrays are shared until they are written."""
+        """Return a prompt cache with all entries of the prompt. Arrays are shared until they are written."""
         n = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n], self._layers)
         for layer in self._layers:
@@ -173,12 +176,12 @@ class Reading:
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Begin the answer with `tokens` instead of the model's own; to be called before `answer` and `compressed`."""
+        """Replace the model's answer by `tokens`. This must precede `answer` and `compressed`."""
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
     def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
-        """Return the full cache's greedy answer: at most `n` tokens, up to and including the first of `stops`."""
+        """Return the full cache's greedy answer: at most `n` tokens, ending with the first of `stops`."""
         for i in range(n):
             self._feed_answer(i)
             if self._answer[i] in stops:
@@ -188,14 +191,14 @@ class Reading:
     def compressed(
         self, policy: Setting | None, answering: bool = False
     ) -> tuple[list, CompressionReport]:
-        """Return the prompt cache that `prefill` returns for a policy, and its report.
+        """Return the prompt cache that `prefill` would return for a policy, and its report.
 
         If the policy has a lookahead, the first tokens of the full cache's answer vote.
 
         Args:
-            policy: a policy that `read_once` was given; None for the full cache.
-            answering: return the cache that `generate_step` decodes from after its compression instead. It has been fed
-                the first answer tokens: as many as the policy's lookahead, and at least one.
+            policy: one of the policies given to `read_once`; None for the full cache.
+            answering: whether to return the cache from which `generate_step` decodes after its compression instead.
+                This cache has read as many answer tokens as the policy's lookahead, and at least one.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
@@ -210,7 +213,7 @@ class Reading:
         return request.prompt_cache, request.compress()
 
     def _request(self, policy: Setting, answering: bool) -> Request:
-        """Return a request that has read the prompt and is about to compress it; see `compressed`."""
+        """Return a request whose prompt has been read but not compressed; see `compressed`."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
@@ -218,7 +221,7 @@ class Reading:
         n_fed = n_prompt
         if answering:
             n_fed += request.plan.n_ahead
-        # Voters after the prompt are tokens of the answer, which have to be fed, too.
+        # Voters after the prompt are answer tokens, which must be fed first.
         self._feed_answer(max(n_fed, request.plan.last) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_fed], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
@@ -227,8 +230,8 @@ class Reading:
         return request
 
     def _feed_answer(self, n: int) -> None:
-        """Feed the answer's tokens until `n` of them have been fed."""
-        while len(self._answer) <= n:  # its last token has not been fed
+        """Feed tokens of the answer until `n` of them have been fed."""
+        while len(self._answer) <= n:  # the last one has not been fed
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
@@ -253,9 +256,9 @@ def read_once(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the prompt.
-        policies: all policies that `Reading.compressed` will be asked for.
+        policies: the policies that may be passed to `Reading.compressed`.
         suffixes: token ids that `Reading.followed_by` may append to the prompt.
-        **options: keywords of mlx-lm's `generate_step`; by default, a chunk has `largest_chunk()` tokens.
+        **options: keywords of mlx-lm's `generate_step`; by default, chunks have `largest_chunk()` tokens.
 
     Raises: SnapKVError: the model is not supported, or a budget has no room for sink and window.
     """
@@ -281,13 +284,13 @@ def read_once(
 def read_sparsely(
     model: Any, sparse: Sparse, tokens: Sequence[int], later: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
-    """Read a prompt with sparse attention, and return the caches that answer tokens read, and the report.
+    """Read a prompt with sparse attention, and return the report and the caches from which an answer is decoded.
 
     Args:
         model: an mlx-lm model.
         sparse: the options of sparse attention.
         tokens: token ids of the prompt.
-        later: tokens that are read after the prompt, as the next turn of a conversation; the report is about this turn.
+        later: tokens read after the prompt, like the next turn of a conversation; the report is about this turn.
     """
     earlier_cache: list | None = None
     unread = tokens
@@ -317,9 +320,9 @@ def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
-    """Return the caches that record queries for each policy that compresses a prompt of `n_prompt` tokens.
+    """Return the caches that record queries, for each policy that would compress a prompt of `n_prompt` tokens.
 
-    Policies that need the same queries share their caches.
+    Policies that need the same queries share caches.
     """
     recorders: Recorders = {}
     by_queries: dict[tuple, list[RecordingKVCache]] = {}  # positions of the queries -> caches
@@ -334,6 +337,6 @@ def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
 
 
 def _layer_recorders(recorders: Recorders, i: int) -> list[RecordingKVCache]:
-    """Return the recorders of the full-attention layer `i`, without repetitions."""
+    """Return the distinct recorders of full-attention layer `i`."""
     different = {id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}
     return list(different.values())

@@ -11,19 +11,19 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.quota import Quota
 
-MAX_RECORDED = 24  # prompt tokens recorded per answer token and layer
+MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention that predicted each token of the answer, averaged over the query heads of a layer.
+    """The attention that predicted each answer token, averaged over the query heads of each layer.
 
     Attributes:
         positions: int32 `(n_answer, n_layers + 1, n)`, the prompt tokens with the most attention, in descending order.
-            Index `n_layers` is the mean of all layers. -1 where fewer tokens have attention.
-        weights: float32 of the same shape, the shares of the attention, 0 to 1.
-        own: float32 `(n_answer, n_layers + 1)`, the share of the earlier answer tokens.
-        n_before: how many of the answer's first tokens were predicted before the compression, from all entries.
+            Index `n_layers` is the mean of all layers. Missing tokens are -1.
+        weights: float32 of the same shape, their shares of the attention, 0 to 1.
+        own: float32 `(n_answer, n_layers + 1)`, the share of earlier answer tokens.
+        n_before: number of first answer tokens that were predicted before the compression.
     """
 
     positions: np.ndarray
@@ -33,18 +33,18 @@ class Attended:
 
 
 class Recorder:
-    """Records which entries a request keeps, and what its answer attends to, from the attention's own queries.
+    """Records which entries a request keeps, and what its answer attends to, from the model's own queries.
 
     Args:
         layers: the model's full-attention layers.
         n_prompt: number of prompt tokens.
-        max_tokens: limit of the answer's tokens.
+        max_tokens: maximum number of tokens in the answer.
 
     Attributes:
-        kept: by layer number, the positions kept `(n_kv_heads, n)`; empty if no entry was evicted.
-        votes: by layer number, the votes for `kept`; empty if the policy has no votes.
-        n_heads: number of KV heads of each layer; 0 before a layer's first call.
-        report: the compression's report.
+        kept: positions `(n_kv_heads, n)` kept, by layer number; empty if no entry was evicted.
+        votes: votes for `kept`, by layer number; empty if the policy has no votes.
+        n_heads: number of KV heads of each layer; 0 before its first call.
+        report: report of the compression.
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
@@ -64,19 +64,19 @@ class Recorder:
         self.report = CompressionReport(NO_POLICY, n_prompt)
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
-        """Note the positions `(1, n_kv_heads, n)` that a layer keeps, and their votes; see `Request`."""
+        """Store the positions `(1, n_kv_heads, n)` that a layer keeps, and their votes; see `Request`."""
         self.kept[layer.number] = np.array(positions[0]).astype(np.int32)
         if votes is not None:
             self.votes[layer.number] = np.array(votes[0])
 
     def on_report(self, report: CompressionReport) -> None:
-        """Note the compression's report; later tokens are predicted from the entries kept."""
+        """Store the report. Later tokens are predicted from the kept entries."""
         self.report = report
         if report.compressed:
             self._n_before = len({*self._rows, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
-        """Compute the attention weights of one query, if it is the prompt's last one or a later one.
+        """Compute the attention weights of a single query, if it is the prompt's last one or a later one.
 
         See `entries.queries.on_queries`.
         """
@@ -87,7 +87,7 @@ class Recorder:
         n_kv_heads, n_entries = entries.keys.shape[1:3]
         query = cache.voters(queries, range(position, position + 1), entries.keys.shape)
         weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
-        # The mean over all query heads, in parts: KV heads may hold entries of different positions.
+        # The mean over all query heads in parts, because KV heads may keep different positions.
         weights = weights.mean(axis=2) / n_kv_heads
         by_position = mx.zeros(self._n_positions)
         by_position = by_position.at[entries.positions.reshape(-1)].add(weights.reshape(-1))
@@ -96,9 +96,9 @@ class Recorder:
         self._pending.setdefault(position, {})[layer] = by_position
 
     def record(self) -> None:
-        """Evaluate the weights of the last calls, and keep the largest of each token.
+        """Evaluate the weights of the latest calls, and keep the largest of each token.
 
-        A token that not all layers have attended from is dropped.
+        Tokens for which a layer has not been called are dropped.
         """
         pending = self._pending
         self._pending = {}
@@ -110,10 +110,10 @@ class Recorder:
                 self._rows[position] = self._largest(with_mean)
 
     def _largest(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return `positions`, `weights` and `own` of `Attended` for one token of the answer.
+        """Return `positions`, `weights` and `own` of `Attended` for one answer token.
 
         Args:
-            weights: `(n_layers + 1, n_positions)`, the weights of the prompt's and the answer's tokens.
+            weights: `(n_layers + 1, n_positions)`, weights of the tokens of prompt and answer.
         """
         n = self._n_recorded
         prompt_weights = weights[:, : self._n_prompt]
@@ -126,16 +126,18 @@ class Recorder:
         return np.where(largest > 0, positions, -1), largest, own
 
     def attended(self, n_answer: int) -> Attended:
-        """Return what the first `n_answer` tokens of the answer attended to.
+        """Return what the first `n_answer` answer tokens attended to.
 
-        A token without a record has attended to nothing.
+        Tokens without a record have attended to nothing.
         """
-        n_rows = self._n_layers + 1  # one for each layer, and one for their mean
+        n_rows = self._n_layers + 1  # one row per layer, and one for their mean
         positions = np.full((n_answer, n_rows, self._n_recorded), -1, np.int32)
         weights = np.zeros((n_answer, n_rows, self._n_recorded), np.float32)
         own = np.zeros((n_answer, n_rows), np.float32)
         for i in range(n_answer):
-            query_position = self._n_prompt - 1 + i  # the token before predicts answer token i
+            query_position = (
+                self._n_prompt - 1 + i
+            )  # answer token i is predicted from the token before it
             if query_position in self._rows:
                 positions[i], weights[i], own[i] = self._rows[query_position]
         n_before = n_answer  # without a compression
@@ -145,7 +147,7 @@ class Recorder:
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the positions kept, `(n_layers, n_kv_heads, n)`, padded with -1; all positions without an eviction."""
+        """Return the kept positions `(n_layers, n_kv_heads, n)`, padded with -1; all if no entry was evicted."""
         all_positions = np.arange(self._n_prompt, dtype=np.int32)
         by_layer = [
             self.kept.get(i, np.tile(all_positions, (n_heads, 1)))
@@ -160,10 +162,10 @@ class Recorder:
     def counts(self, quota: Quota) -> np.ndarray:
         """Return the `counts` of `sentences.ranked`, `(5, n_tokens)`, for layers that keep `quota`.
 
-        A head chooses among the entries between the sink and the recent window; it keeps both in any case.
+        A head chooses among the entries between the sink and the recent window, which it always keeps.
         """
         n = self._n_prompt
-        # 1 for a token among which a head chooses, 0 for a token in the sink or the recent window.
+        # 1 for tokens among which a head chooses, 0 for tokens in the sink or the recent window.
         is_choice = np.ones(n)
         is_choice[: quota.n_sink] = 0
         is_choice[max(0, n - quota.n_window) :] = 0

@@ -1,4 +1,4 @@
-"""Keep the records of an evaluation in a file, so that a later run measures only the missing ones."""
+"""Store the records of an evaluation in a file, so that a later run measures only missing ones."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -12,32 +12,32 @@ from .tables import Record
 
 Measure = Callable[[list[Record]], Iterable[Record]]
 
-# These fields identify a record; all but the method are optional.
+# Fields that identify a record. All except the method are optional.
 RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "question")
 
 
 class Results:
-    """The records of an evaluation, in memory and, with a path, in a file of JSON lines.
+    """The records of an evaluation, in memory and optionally in a file of JSON lines.
 
-    The file's first line is the setting, and each new record is appended. A later run reads the file and continues it.
-    Nothing is written before the results are entered as a context.
+    The first line of the file is the setting. Each new record is appended, and a later run continues the file. Use it
+    in a `with` block: nothing is written before.
 
     Args:
-        setting: what all records have in common.
-        path: the file, which need not exist; None keeps the records in memory only.
+        setting: fields that all records share.
+        path: the file, which may not exist yet; None keeps the records in memory only.
 
     Raises: SnapKVError: the file has another setting, or was not written by this class.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
-        """Read the records that the file has already."""
+        """Read the records that the file contains."""
         self._setting = setting
         self._records: dict[tuple, Record] = {}
         self._lines = None if path is None else JsonLines(path, b'{"')
         self._read()
 
     def __enter__(self) -> "Results":
-        """Lock the file, read it again, and write the setting if the file is empty."""
+        """Lock the file, read it again, and write the setting if it is empty."""
         if self._lines is not None:
             self._lines.open(self._read)
             if self._lines.is_empty:
@@ -50,11 +50,11 @@ class Results:
             self._lines.close()
 
     def get(self, keys: Record) -> Record | None:
-        """Return the record with the same `RECORD_KEYS` as `keys`; None if it is missing."""
+        """Return the record with the `RECORD_KEYS` of `keys`; None if it is missing."""
         return self._records.get(_key(keys))
 
     def add(self, record: Record) -> None:
-        """Add a record, with numbers instead of its scalar arrays."""
+        """Add a record. Its scalar arrays become numbers."""
         numbers = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
         self._records[_key(numbers)] = numbers
         if self._lines is not None:
@@ -65,12 +65,12 @@ class Results:
         documents: Iterable[tuple[list[Record], Measure]],
         on_document: Callable[[bool], None] = lambda measured: None,
     ) -> list[Record]:
-        """Measure the missing records, document by document, and return the records of all documents.
+        """Measure missing records, document by document, and return the records of all documents.
 
         Args:
-            documents: for each document the keys of its records, and a function that takes the keys of the missing
-                records and yields these records, which may hold scalar arrays.
-            on_document: called after each document, with whether any of its records was measured.
+            documents: for each document, the keys of its records and a function that measures: it takes the keys of
+                missing records, and yields these records, whose values may be scalar arrays.
+            on_document: called after each document; the argument says whether any record was measured.
         """
         all_keys: list[Record] = []
         for keys, measure in documents:
@@ -83,7 +83,7 @@ class Results:
         return [self._records[_key(key)] for key in all_keys]
 
     def _read(self) -> None:
-        """Read the file's records. Raises: SnapKVError: it has another setting, or a line is damaged."""
+        """Read the records of the file. Raises: SnapKVError: it has another setting, or a line is damaged."""
         if self._lines is None:
             return
         for number, line in self._lines.read():

@@ -1,4 +1,4 @@
-"""Map tokens to parts of their text, split a text into sentences, and rank sentences by the entries kept."""
+"""Map tokens to parts of their text, split a text into sentences, and rank sentences by their kept entries."""
 
 import itertools
 import re
@@ -10,40 +10,40 @@ import numpy as np
 
 Span = tuple[int, int]  # the characters `text[start:stop]`
 
-INCOMPLETE = "\ufffd"  # a tokenizer decodes incomplete bytes of a character to it
+INCOMPLETE = "\ufffd"  # the text of an incomplete character
 MAX_CHARACTER_TOKENS = 8  # a character has at most four bytes in UTF-8
 
-# A sentence or paragraph with the white space after it.
+# A sentence or paragraph, including the white space after it.
 _SENTENCE_END = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
 
-# Characters of a sentence; a longer match is a list, a table or code, and is split into lines.
+# Maximum characters of a sentence; longer matches are lists, tables or code, and are split into lines.
 MAX_SENTENCE = 200
 
-# The start of a list item, a table row or a heading.
+# The start of a list item, table row or heading.
 _MARKED_LINE = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
 
 _ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a special token
 
 
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
-    """Decode tokens, and return their text and the successive span of each token in it.
+    """Decode tokens, and return the text and the span of each token in it.
 
-    Tokens that make one character together share its span. A token's spaces may depend on the token before it, so that
-    tokens are decoded together with the tokens before them.
+    Tokens that form one character together share its span. Because the spaces of a token may depend on the previous
+    token, tokens are decoded with earlier ones as context.
     """
     pieces: list[str] = []
     spans: list[Span] = []
-    # tokens[:start] have their spans. tokens[previous:start] are decoded again as context; `known` is their text.
+    # tokens[:start] have spans. tokens[previous:start] are decoded again as context, and `known` is their text.
     previous = start = 0
     known = ""
-    incomplete = ""  # the text from `previous` on that ends within a character, if it does
+    incomplete = ""  # the text from `previous` on, if it ends within a character
 
     def decoded(start: int, stop: int) -> str:
         ids = list(tokens[start:stop])
         return tokenizer.decode(ids, clean_up_tokenization_spaces=False) if ids else ""
 
     def take(stop: int, text: str) -> None:
-        """Give tokens[start:stop] their span; `text` is the text of tokens[previous:stop]."""
+        """Set the span of tokens[start:stop], given the text of tokens[previous:stop]."""
         nonlocal previous, start, known, incomplete
         piece = text[len(known) :]
         pieces.append(piece)
@@ -57,7 +57,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     for stop in range(1, len(tokens) + 1):
         text = decoded(previous, stop)
         if incomplete and len(text) > len(incomplete) and text.startswith(incomplete):
-            # The bytes were invalid, since the new token did not complete them.
+            # The bytes were invalid, because the new token did not complete them.
             take(stop - 1, incomplete)
             text = decoded(previous, stop)
         if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
@@ -70,7 +70,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Return the ids of special tokens, such as beginning-of-text and a chat template's role markers."""
+    """Return the ids of special tokens, such as beginning-of-text and the role markers of chat templates."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     marked = {number for number, token in added.items() if getattr(token, "special", False)}
     return marked | set(getattr(tokenizer, "all_special_ids", None) or ())
@@ -82,10 +82,9 @@ class Sentence:
 
     Attributes:
         start, stop: its tokens `[start, stop)` in the prompt.
-        kept: share of its entries that are kept, 0 to 1, over its tokens and the KV heads of all layers.
-        chosen: the share over the entries among which the policy chose; None if the sentence is in the sink or the
-            recent window.
-        votes: the sentence's share of the voters' attention to all chosen entries; None without votes.
+        kept: share of its entries that are kept, 0 to 1, over its tokens and all KV heads.
+        chosen: this share among the entries that the policy chose from; None in the sink and the recent window.
+        votes: its share of the voters' attention to all chosen entries; None without votes.
     """
 
     text: str
@@ -97,7 +96,7 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Yield the sentences of a text with the white space after them; list items, table rows and lines of code alone."""
+    """Yield the sentences of a text with trailing white space. List items, table rows and code lines are separate."""
     for sentence in _SENTENCE_END.findall(text):
         for piece in _MARKED_LINE.split(sentence):
             if len(piece) > MAX_SENTENCE:
@@ -109,17 +108,19 @@ def sentences_of(text: str) -> Iterator[str]:
 def ranked(
     text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
 ) -> tuple[Sentence, ...]:
-    """Return the sentences with any entry kept, in descending order of votes, or of the heads that chose them.
+    """Rank the sentences with any kept entry, by votes or, without votes, by the heads that chose their entries.
 
     Args:
         text: the prompt's text.
-        spans: the tokens' spans in `text`.
-        special: bool `(n_tokens,)`, whether a token is special.
-        counts: `(5, n_tokens)`, for each token the number of KV heads that keep it, of all KV heads, of KV heads that
-            chose it, and of KV heads that could choose; then the votes of the KV heads that chose it.
+        spans: spans of the tokens in `text`.
+        special: bool `(n_tokens,)`, true for special tokens.
+        counts: `(5, n_tokens)`, numbers of KV heads for each token: heads that keep it, all heads, heads that chose it,
+            heads that could choose; then the votes of the heads that chose it.
         voted: whether the policy has votes.
     """
-    sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))  # over the tokens before each token
+    sums = np.pad(
+        np.cumsum(counts, axis=1), ((0, 0), (1, 0))
+    )  # sums over the tokens before each token
     all_votes = sums[4, -1] or 1
     sentences = []
     for start, stop in _tokens_of_sentences(text, spans, special):
@@ -143,7 +144,7 @@ def ranked(
 def _tokens_of_sentences(
     text: str, spans: Sequence[Span], special: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """Yield the tokens `[start, stop)` of every sentence with a letter or digit; role names are left out."""
+    """Yield the tokens `[start, stop)` of every sentence with a letter or digit. Role names are left out."""
     for is_special, group in itertools.groupby(range(len(spans)), key=lambda i: bool(special[i])):
         if is_special:
             continue
@@ -153,7 +154,7 @@ def _tokens_of_sentences(
         role = _ROLE.match(run_text) if first and special[first - 1] else None
         role_name = "" if role is None else role.group()
         start = first  # the next token
-        end = spans[first][0]  # the end of the pieces so far, in characters
+        end = spans[first][0]  # end of the pieces so far, in characters
         pieces = list(sentences_of(run_text[len(role_name) :]))
         if role_name:
             pieces.insert(0, role_name)

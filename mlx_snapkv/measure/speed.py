@@ -1,4 +1,4 @@
-"""Measure decoding and prefill by context length, with the contenders taking turns in one process."""
+"""Measure decoding and prefill at several context lengths. The contenders take turns within one process."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
-from ..engine.loop_model import observing
+from ..engine.loop_model import observing_queries
 from ..engine.report import CompressionReport
 from ..planning.settings import Setting
 from ..planning.units import format_bytes
@@ -26,21 +26,21 @@ from .contenders import (
 from .reading import lookahead_of
 from .tables import Table
 
-N_WARM_UP = 3  # steps before the measured ones
-N_ANSWER = 8  # tokens decoded after each prompt
+N_WARM_UP = 3  # unmeasured steps at the start
+N_ANSWER = 8  # number of tokens decoded after each prompt
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The lengths, settings and repetitions to measure.
+    """What to measure: lengths, settings and repetitions.
 
     Attributes:
         contexts: context lengths at which decoding is measured.
-        prompts: prompt lengths at which prefill is measured, with the full cache and all policies.
-        trials: prompts read by each contender, at each length.
-        steps: tokens decoded by each contender, at each length.
+        prompts: prompt lengths at which prefill is measured, for the full cache and all policies.
+        trials: number of prompts that each contender reads per length.
+        steps: number of tokens that each contender decodes per length.
     """
 
     contexts: list[int]
@@ -56,20 +56,20 @@ def measure_speed(
     on_start: Callable[[str, int], None],
     on_rows: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """Measure a plan, and return the rows of the benchmark's JSON file, one per context length and contender.
+    """Measure decoding and prefill, and return rows for JSON, one per context length and contender.
 
     Args:
         model: the mlx-lm model to measure.
-        plan: the lengths, contenders and repetitions.
-        on_start: receives "decoding" or "reading" when it begins, and its number of lengths.
-        on_rows: receives all rows so far after each length.
+        plan: what to measure.
+        on_start: called with "decoding" or "reading" at its start, and the number of lengths.
+        on_rows: called with all rows so far, after each length.
     """
     rows: dict[tuple[int, str], Row] = {}
 
     def add(context: int, measured: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
         for contender, figures in measured:
             row = {"context": context, "contender": contender.name, "entries": contender.entries}
-            # A length that is measured twice has one row; what decoding measured comes first.
+            # If a length is measured twice, its row starts with the figures of decoding.
             earlier = rows.get((context, contender.name), {})
             rows[context, contender.name] = row | figures | earlier
         on_rows(list(rows.values()))
@@ -87,7 +87,7 @@ def measure_speed(
 def measure_decoding(
     model, context: int, policies: list[Setting], steps: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
-    """Return the contenders that can decode after `context` tokens, with their median step and their KV bytes."""
+    """Return the contenders that can decode after `context` tokens, with median step time and KV bytes."""
     decoders = []
     caches = []
     for contender in contenders(model, context, policies):
@@ -107,12 +107,12 @@ def measure_decoding(
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
-    """Decode the warm-up steps, and return whether mlx-lm can.
+    """Decode the warm-up steps, and return whether that succeeds.
 
-    It can't decode from quantised entries with attention sinks, for example.
+    mlx-lm can't decode from quantised entries with attention sinks, for example.
     """
     try:
-        with observing(model, cache):
+        with observing_queries(model, cache):
             for _ in range(N_WARM_UP):
                 mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
                 _trim(cache)
@@ -124,14 +124,14 @@ def _can_decode(model, cache: list[Any]) -> bool:
 def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Decode `steps` tokens from each of several prompt caches, and return the seconds of every step by cache.
 
-    The caches take turns, and every round starts with another cache.
+    The caches take turns, and each round starts with another cache.
     """
     token = mx.zeros((1, 1), mx.int32)
     turns: deque[tuple[list[Any], list[float]]] = deque((cache, []) for cache in caches)
     seconds = [times for _, times in turns]
     for _ in range(steps):
         for cache, times in turns:
-            with observing(model, cache):
+            with observing_queries(model, cache):
                 started = time.perf_counter()
                 mx.eval(model(token, cache=cache))
                 times.append(time.perf_counter() - started)
@@ -148,9 +148,9 @@ def _trim(cache: list[Any]) -> None:
 
 
 def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
-    """Return the bytes of keys and values in all caches, rotating caches included.
+    """Return the bytes of keys and values in all caches, including rotating ones.
 
-    With sparse attention, these are the entries that a token reads and all entries that it chooses from.
+    For sparse attention, this includes the entries that a token reads and all entries that it chooses from.
     """
     caches = layer_caches(prompt_cache)
     if is_sparse:
@@ -164,7 +164,7 @@ def measure_prefill(
 ) -> list[tuple[Contender, dict[str, Any]]]:
     """Return the contenders with the medians of their figures over `trials` requests.
 
-    The contenders take turns, and the order is reversed after every round.
+    The contenders take turns. The order is reversed after every round.
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in readers]
     for trial in range(trials):
@@ -182,14 +182,14 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
-    """Answer a prompt, and return the seconds to the first token (with the selection), peak memory and KV bytes."""
+    """Answer a prompt, and return the seconds to the first token (with selection), peak memory and KV bytes."""
     cache = make_prompt_cache(model)
     policy = contender.policy
     mx.clear_cache()
     mx.reset_peak_memory()
     lookahead = lookahead_of(policy)
     seconds, report = answer_prompt(model, prompt, cache, lookahead + N_ANSWER, policy=policy)
-    # A policy with a lookahead selects after the first token.
+    # A policy with lookahead selects after the first token.
     seconds += report.selection_seconds if lookahead else 0.0
     peak = mx.get_peak_memory()
     return {"read_seconds": seconds, "peak_bytes": peak, "kv_bytes": kv_bytes(cache)}
@@ -203,8 +203,8 @@ def answer_prompt(
     Args:
         model: an mlx-lm model.
         prompt: `(T,)` token ids.
-        cache: an empty prompt cache, which holds the compressed entries afterwards.
-        max_tokens: limit of the answer's tokens, at least 1.
+        cache: an empty prompt cache, which contains the compressed entries afterwards.
+        max_tokens: maximum number of tokens in the answer, at least 1.
         **options: other keywords of `generate_step`.
     """
     reports: list[CompressionReport] = []
@@ -219,7 +219,7 @@ def answer_prompt(
 
 
 def speed_table(rows: list[Row]) -> Table:
-    """Return the table of `measure_speed`'s rows."""
+    """Return the rows of `measure_speed` as a table."""
     table = Table(
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
@@ -231,7 +231,7 @@ def speed_table(rows: list[Row]) -> Table:
     full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
     for row in rows:
         base = full.get(row["context"], row)
-        decoding = reading = peak = ""  # a row has one of both measurements, or both
+        decoding = reading = peak = ""  # a row has figures of one measurement or both
         if "step_seconds" in row:
             step = row["step_seconds"]
             decoding = f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x"
@@ -251,7 +251,7 @@ def speed_table(rows: list[Row]) -> Table:
 
 
 def _ratio(row: Row, base: Row, figure: str) -> str:
-    """Return ", " and a figure's ratio to the full cache; "" if the full cache has no such figure."""
+    """Return ", " and the ratio to the full cache's figure; "" if the full cache lacks the figure."""
     if base["contender"] != "full cache" or figure not in base:
         return ""
     return f", {row[figure] / base[figure]:.2f}x"

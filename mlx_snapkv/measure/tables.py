@@ -1,4 +1,4 @@
-"""Write results as tables, pages and pictures, and recognise files that were written so."""
+"""Write results as tables, pages and pictures, and recognise files that were written by this module."""
 
 import io
 import re
@@ -16,7 +16,7 @@ Summary = list[Record]
 
 @dataclass
 class Table:
-    """A title, a remark, column names and rows of text."""
+    """A table with a title, a remark, column names, and rows of text."""
 
     title: str
     remark: str
@@ -24,12 +24,12 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """Add a row, with one cell for each column."""
+        """Add a row with one cell per column."""
         self.rows.append(list(cells))
 
 
 def as_page(title: str, result: dict[str, Any], remark: str, tables: Iterable[Table]) -> str:
-    """Return a result as Markdown: how it was measured, the remark, and its tables."""
+    """Return a result as Markdown: how it was measured, the remark, and the tables."""
     parts = [f"# {title}", setting_text(result), remark]
     for table in tables:
         parts += [f"## {table.title}", table.remark, as_markdown(table)]
@@ -37,7 +37,7 @@ def as_page(title: str, result: dict[str, Any], remark: str, tables: Iterable[Ta
 
 
 def setting_text(result: dict[str, Any]) -> str:
-    """Return two paragraphs that say how and where a result was measured."""
+    """Return two paragraphs: how a result was measured, and where."""
     machine = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
@@ -57,7 +57,7 @@ def as_markdown(table: Table) -> str:
 
 
 def grouped(rows: list[Record], *keys: str) -> dict[tuple, list[Record]]:
-    """Group rows by their values of `keys`, in the order of the groups' first rows."""
+    """Group rows by their values of `keys`, in order of first occurrence."""
     groups: dict[tuple, list[Record]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -67,18 +67,18 @@ def grouped(rows: list[Record], *keys: str) -> dict[tuple, list[Record]]:
 def table_of(
     title: str, remark: str, columns: dict[str, Callable[[Record], str]], rows: Summary
 ) -> Table:
-    """Return a table with one row per record; `columns` maps each column's name to a function that writes its cell."""
+    """Return a table with one row per record. `columns` maps column names to functions that format a cell."""
     cells = [[cell(record) for cell in columns.values()] for record in rows]
     return Table(title, remark, [*columns], cells)
 
 
 class Page(NamedTuple):
-    """The summary of an evaluation's records, and the tables that show it.
+    """How an evaluation summarises its records and shows the summary.
 
     Attributes:
-        remark: what the figures mean.
-        summarise: makes summaries of all records.
-        tables: makes tables of the summaries.
+        remark: meaning of the figures.
+        summarise: summarises all records.
+        tables: makes tables from the summary.
     """
 
     title: str
@@ -87,11 +87,11 @@ class Page(NamedTuple):
     tables: Callable[[Summary], list[Table]]
 
     def markdown(self, result: Record) -> str:
-        """Return the Markdown page of a result, whose `summary` holds the summaries."""
+        """Return a result as a Markdown page. Its `summary` contains the summary."""
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# A pattern near the beginning of files that this package writes, by suffix. `Results` checks .jsonl files itself.
+# A pattern near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,
@@ -110,7 +110,7 @@ def is_ours(path: Path) -> bool:
 
 
 def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
-    """Write a figure of matplotlib as a PNG file that `is_ours` recognises."""
+    """Write a figure of matplotlib to a PNG file that `is_ours` recognises."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi, metadata={"Software": "mlx-snapkv"})
     put_result(path, picture.getvalue())

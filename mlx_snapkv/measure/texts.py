@@ -15,13 +15,13 @@ TEXT_MARK = "THE TEXT STANDS HERE"  # placeholder in the chat template
 
 
 class Piece(NamedTuple):
-    """A part of a text.
+    """A piece of a text.
 
     Attributes:
-        document: the text's name.
-        number: the part's number in the text, from 1.
-        tokens: its token ids, without special tokens.
-        following: the text's next token ids.
+        document: name of the text.
+        number: number of the piece in the text, counted from 1.
+        tokens: token ids of the piece, without special tokens.
+        following: token ids of the text after the piece.
     """
 
     document: str
@@ -31,26 +31,26 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """The UTF-8 texts of files and of all files below folders, hidden files excluded, in order.
+    """The UTF-8 texts of files, and of all files in folders except hidden ones, in order.
 
-    A text's name is the given path, or its path relative to the given folder.
+    The name of a text is the path that was given, or its path relative to the folder that was given.
 
     Args:
         paths: files and folders.
 
     Attributes:
-        n_unread: number of files below folders that are not UTF-8 text.
-        digest: a hash of all names and texts.
+        n_unread: number of files in folders that are not UTF-8 text.
+        digest: hash of all names and texts.
 
     Raises: SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
     """
 
     def __init__(self, paths: Sequence[str]):
-        """Read all files; folders are searched recursively."""
+        """Read all files. Folders are searched recursively."""
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
         self.n_unread = 0
-        for name in dict.fromkeys(paths):  # each once, in order
+        for name in dict.fromkeys(paths):  # without repetitions, in order
             path = path_of(name, OPTION)
             if path.is_dir():
                 self._add_folder(path)
@@ -62,7 +62,7 @@ class Texts:
         self.digest = digest_of("\0".join(names_and_texts))
 
     def _add_file(self, name: str, path: Path) -> None:
-        """Add the text of a file that was given. Raises: SnapKVError: it is not UTF-8 text, or can't be read."""
+        """Add the text of a file. Raises: SnapKVError: the file is not UTF-8 text, or can't be read."""
         text = _read(path)
         if text is None:
             raise SnapKVError(f"{OPTION} {name} is not UTF-8 text: convert it first")
@@ -70,7 +70,7 @@ class Texts:
             self._texts[name] = text
 
     def _add_folder(self, folder: Path) -> None:
-        """Add the texts of all files below a folder, and count the files that are not UTF-8 text."""
+        """Add the texts of all files in a folder, and count the files that are not UTF-8 text."""
         for file in sorted(folder.rglob("*")):
             name = file.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in name.parts)
@@ -83,19 +83,19 @@ class Texts:
                 self._texts[str(name)] = text
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, n_pieces: int) -> list[Piece]:
-        """Return at most `n_pieces` disjoint pieces: the first piece of every text, then the second of every text, ...
+        """Return up to `n_pieces` disjoint pieces: first pieces of all texts, then second pieces, and so on.
 
         Args:
             tokenizer: the model's tokenizer.
-            length: tokens of a piece.
-            n_following: tokens after it.
-            n_pieces: number of pieces to return at most.
+            length: number of tokens in a piece.
+            n_following: number of tokens after it.
+            n_pieces: maximum number of pieces.
 
         Raises: SnapKVError: no text is long enough.
         """
         size = length + n_following
         by_text = [_cut(name, text, tokenizer, length, size) for name, text in self._texts.items()]
-        # A round has the next piece of every text, and None for a text that has no more.
+        # Each round has the next piece of every text; None for a text without further pieces.
         rounds = itertools.zip_longest(*by_text)
         in_turn = (piece for pieces in rounds for piece in pieces if piece is not None)
         pieces = list(itertools.islice(in_turn, n_pieces))
@@ -113,7 +113,7 @@ def digest_of(text: str) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a file without surrounding white space; None if the file is not UTF-8 text.
+    """Return the text of a file, stripped of surrounding white space; None if the file is not UTF-8 text.
 
     Raises: SnapKVError: the file can't be read.
     """
@@ -127,14 +127,14 @@ def _read(path: Path) -> str | None:
 
 
 def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
-    """Yield a text's successive pieces; the text is tokenized when the first piece is asked for.
+    """Yield successive pieces of a text, which is tokenized when the first piece is needed.
 
     Args:
-        name: the text's name.
+        name: name of the text.
         text: the text.
         tokenizer: the model's tokenizer.
-        length: tokens of a piece.
-        size: tokens of a piece and the tokens that follow it.
+        length: number of tokens in a piece.
+        size: number of tokens in a piece and after it that must exist.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
@@ -146,8 +146,8 @@ class Frame(NamedTuple):
     """The token ids around a text.
 
     Attributes:
-        start: the special tokens at the start of a text by itself.
-        before, after: the tokens before and after the text in a prompt.
+        start: special tokens at the start of a text on its own.
+        before, after: tokens before and after the text in a prompt.
     """
 
     start: list[int]
@@ -156,19 +156,19 @@ class Frame(NamedTuple):
 
 
 def frame_of(tokenizer: Any, question: str | None) -> Frame:
-    """Return the tokens around a text and a question about it, in the chat template if the tokenizer has one.
+    """Return the tokens around a text and a question about it, using the chat template if there is one.
 
     Args:
         tokenizer: the model's tokenizer.
-        question: None for a text without a question.
+        question: the question; None for a text without a question.
     """
-    start = tokenizer.encode("")  # only special tokens
+    start = tokenizer.encode("")  # special tokens only
     if question is None:
         return Frame(start=start, before=start, after=[])
     if not tokenizer.has_chat_template:
         after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
         return Frame(start=start, before=start, after=after)
-    # The template itself writes the special tokens.
+    # The template writes the special tokens itself.
     text_before, text_after = around(tokenizer, ending=f"\n\n{question}")
     return Frame(
         start=start,
@@ -178,7 +178,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """Return what the chat template puts before a user's message, and the message's `ending` with the text after it.
+    """Return what the chat template puts before a user's message, and the message's `ending` with what follows.
 
     Raises: SnapKVError: the template fails, or changes the message.
     """

@@ -1,4 +1,4 @@
-"""The attention modules of a model, and the families they belong to."""
+"""Find the attention modules of a model, and the families that they belong to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from .table import REFUSED, SUPPORTED
 
 @dataclass
 class CacheOwner:
-    """A layer that owns a cache.
+    """A layer that has a cache of its own.
 
     Attributes:
-        attention: its attention module; None if its cache is left alone.
-        family: the description of the module's class.
+        attention: its attention module; None if its cache is not compressed.
+        family: description of the module's class.
         borrowers: attention modules of later layers, or of later passes, that read its entries.
     """
 
@@ -25,15 +25,15 @@ class CacheOwner:
 
 
 def attention_classes(model) -> list[type]:
-    """Return the classes of a model's attention modules, each once. Raises: UnsupportedModelError: see `attentions`."""
+    """Return the distinct classes of a model's attention modules. Raises: UnsupportedModelError: see `attentions`."""
     readers = (x for owner in attentions(model) for x in (owner.attention, *owner.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
 def attentions(model) -> list[CacheOwner]:
-    """Return the layers that own a cache, in order.
+    """Return the layers that have a cache of their own, in order.
 
-    Raises: UnsupportedModelError: the model type is not one that can be compressed.
+    Raises: UnsupportedModelError: models of this type can't be compressed.
     """
     name = type_of(model)
     if name not in SUPPORTED:
@@ -46,12 +46,12 @@ def attentions(model) -> list[CacheOwner]:
 
 
 def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
-    """Return the layers that own a cache, in order; empty if no attention module is of these families."""
+    """Return the layers that have a cache of their own; empty if no attention module belongs to these families."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:
             for attention in family.attentions_of(layer):
-                if family.borrows(attention):  # from the last layer of its kind
+                if family.borrows(attention):  # from the last layer of the same kind
                     kind = family.kind(attention)
                     owner = next(x for x in reversed(owners) if family.kind(x.attention) == kind)
                     owner.borrowers.append(attention)
@@ -62,7 +62,7 @@ def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner
 
 
 def _refusal(owners: list[CacheOwner]) -> str | None:
-    """Return why a family can't compress its attention modules in this model; None if all can."""
+    """Return why the attention modules of this model can't be compressed; None if they can."""
     by_family: dict[AttentionFamily, list[Any]] = {}
     for owner in owners:
         by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
@@ -74,20 +74,20 @@ def _refusal(owners: list[CacheOwner]) -> str | None:
 
 
 def _refusal_of_unknown_layers(model) -> str:
-    """Return why a model of a supported type without any known attention module can't be compressed."""
-    # The model may wrap layers of a type that is refused.
+    """Return why a model of a supported type can't be compressed if it has no known attention module."""
+    # The model may wrap layers of an unsupported type.
     inner = {type_of(module) for module in model.layers[0].modules()}
     reasons = [REFUSED[name] for name in inner if name in REFUSED]
     return reasons[0] if reasons else "its layers are unknown to this version"
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:
-    """Return the error of a model type that can't be compressed."""
+    """Return the error for a model type that can't be compressed."""
     return UnsupportedModelError(
         f"model type {name!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
     )
 
 
 def type_of(module) -> str:
-    """Return the name of the file in mlx-lm that a module comes from; several `model_type`s may share one."""
+    """Return the name of the file in mlx-lm that defines a module. Several `model_type`s may share a file."""
     return type(module).__module__.removeprefix("mlx_lm.models.")

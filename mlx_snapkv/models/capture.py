@@ -1,12 +1,12 @@
-"""Query capture: the attention call that a thread is in, and the queries recorded from it.
+"""Query capture: track the attention call of each thread, and record its queries.
 
-A call that is given a recording cache is this thread's current call. The wrappers here compute what the originals
-compute, and leave the queries with the current call for its recorder.
+While an attention module is called with a recording cache, this call is the thread's current call. The wrappers in this
+file return what the original functions return, and pass queries to the current call.
 
-Multi-head latent attention (MLA) stores one latent for all heads, and the positional part of one key. A query head's
-logit is `embed_q(q_nope) . latent + q_pe . k_pe`. So policies see the key `[latent, k_pe]` and the query
-`[embed_q(q_nope), q_pe]`. mlx-lm's modules give the attention function `q_nope`, or for a single token
-`embed_q(q_nope)`, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
+Multi-head latent attention (MLA) stores one latent for all heads, and the positional part of one key. The logit of a
+query head is `embed_q(q_nope) . latent + q_pe . k_pe`. So policies see the key `[latent, k_pe]` and the query
+`[embed_q(q_nope), q_pe]`. mlx-lm's modules pass `q_nope` to the attention function, or `embed_q(q_nope)` for a single
+token, and hide `q_pe` in a mask of scores. Some pass both parts of the query together.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class Call:
     Attributes:
         recorder: the recording cache.
         attention: the attention module.
-        family: the description of the module's class.
-        arguments: the call's positional arguments.
+        family: description of the module's class.
+        arguments: positional arguments of the call.
         borrowed: whether the module reads the entries of an earlier layer.
         captured: results of the module's RoPE or splits during the call, in order.
     """
@@ -45,9 +45,9 @@ class Call:
     captured: list[Any] = field(default_factory=list)
 
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
-        """Record the queries of a call of the attention function; `absorbed` as in `_latent`.
+        """Record the queries that the module passed to the attention function. `absorbed` is described in `_latent`.
 
-        Note also whether layers that read the same entries have yet to be called.
+        If other layers that read the same entries have yet to be called, note that as well.
         """
         captured = Captured(queries, scale, sinks, borrowed=self.borrowed)
         if self.family.latent:
@@ -59,11 +59,11 @@ class Call:
         _thread.lenders = lenders
 
     def _latent(self, captured: Captured, absorbed: bool) -> Captured:
-        """Return the queries of an MLA module's call with their positional part, `(B, n_heads, L, width)`.
+        """Return the queries of an MLA module, including their positional part, `(B, n_heads, L, width)`.
 
         Args:
-            captured: the queries that the module gave to the attention function.
-            absorbed: whether `embed_q` has been applied to the queries; otherwise the result's `read` applies it.
+            captured: queries that the module passed to the attention function.
+            absorbed: whether `embed_q` was applied to them; if not, `read` of the result applies it.
         """
         positional = self.captured[0]
         if self.family.captures == "split":
@@ -71,17 +71,17 @@ class Call:
         if self.family.factor is not None:
             positional = positional * self.arguments[self.family.factor]
         n_plain = self.attention.qk_nope_head_dim
-        queries = captured.heads
-        if absorbed or queries.shape[3] == n_plain:  # otherwise they have both parts
+        queries = captured.queries
+        if absorbed or queries.shape[3] == n_plain:  # otherwise the queries have both parts
             queries = mx.concatenate([queries, positional], axis=-1)
         if absorbed:
-            return captured._replace(heads=queries)
+            return captured._replace(queries=queries)
 
         def read(heads: mx.array) -> mx.array:
             plain, positional = heads[..., :n_plain], heads[..., n_plain:]
             return mx.concatenate([self.attention.embed_q(plain), positional], axis=-1)
 
-        return captured._replace(heads=queries, read=read)
+        return captured._replace(queries=queries, read=read)
 
 
 class _Thread(threading.local):
@@ -89,7 +89,7 @@ class _Thread(threading.local):
 
     Attributes:
         call: the current call.
-        lenders: recording caches whose newest entries later layers have yet to read.
+        lenders: recording caches whose newest entries have yet to be read by later layers.
     """
 
     def __init__(self):
@@ -102,7 +102,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def capturing(call: Call) -> Iterator[None]:
-    """Make `call` this thread's current call for the block.
+    """Make `call` this thread's current call within the `with` block.
 
     If the module computes its scores itself, its queries are recorded after the block.
     """
@@ -118,12 +118,12 @@ def capturing(call: Call) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Forget the recording caches whose entries later layers should have read, but did not."""
+    """Forget recording caches whose entries should have been read by later layers, but were not."""
     _thread.lenders = []
 
 
 def lender_to(attention: Any) -> Any:
-    """Return the recording cache whose newest entries an attention module has yet to read; None if no cache waits."""
+    """Return the recording cache whose newest entries this attention module has yet to read, or None."""
     for lender in _thread.lenders:
         if any(attention is borrower for borrower in lender.layer.borrowers):
             return lender
@@ -131,7 +131,7 @@ def lender_to(attention: Any) -> Any:
 
 
 def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) -> None:
-    """Record the queries of a call of the attention function for the current call of an attention module."""
+    """Record queries for the current call, if there is one."""
     if _thread.call is not None:
         _thread.call.record(queries, scale, sinks, absorbed)
 
@@ -148,7 +148,7 @@ class _Namespace:
 
 
 def attention_of_mlx(mlx: Any) -> Any:
-    """Return `mlx.core` with an attention function that records queries, for modules that call MLX's."""
+    """Return a copy of `mlx.core` whose attention function records queries, for modules that call it directly."""
 
     def attend(queries, keys, values, **kwargs):
         record(queries, kwargs["scale"], kwargs.get("sinks"))
@@ -158,7 +158,7 @@ def attention_of_mlx(mlx: Any) -> Any:
 
 
 def splits_of_mlx(mlx: Any) -> Any:
-    """Return `mlx.core` with a `split` that leaves its results with the current call."""
+    """Return a copy of `mlx.core` whose `split` passes its results to the current call."""
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
@@ -170,7 +170,7 @@ def splits_of_mlx(mlx: Any) -> Any:
 
 
 def rope_results(rope_call):
-    """Wrap a RoPE class's `__call__` so that it leaves its result with the current call of its attention module."""
+    """Wrap the `__call__` of a RoPE class: it also passes its result to the current call of its attention module."""
 
     @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):

@@ -1,7 +1,7 @@
-"""Support for one model on several Macs: how the model is split, and values that rank 0 shares with the other ranks.
+"""One model on several Macs: how it is split, and how rank 0 shares values with the other ranks.
 
-mlx-lm splits the model and MLX sums what the shards compute, so all ranks see the same logits. Each rank compresses the
-entries of its own heads, or of its own layers.
+mlx-lm splits the model, and MLX sums the results of the shards, so all ranks see the same logits. Each rank compresses
+the entries of its own heads, or of its own layers.
 """
 
 import functools
@@ -20,17 +20,18 @@ from ..errors import SnapKVError, brief
 
 T = TypeVar("T")
 
-# Environment variables; mlx.launch or mpirun sets one of them for every process.
+# Environment variables, one of which mlx.launch or mpirun sets for every process.
 RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-TENSOR = "tensor"  # each rank has a slice of every layer's heads
+TENSOR = "tensor"  # each rank has a part of the heads of every layer
 PIPELINE = "pipeline"  # each rank has some of the layers
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-LOOKED_AT = 8  # most modules, and most layers, to look at for whether a model is split
+# Number of modules, and of layers, that are inspected to find out how a model is split.
+LOOKED_AT = 8
 
 
 @functools.cache
 def world() -> Any:
-    """Return MLX's group of the processes that were started together; None if this process was started alone.
+    """Return MLX's group of processes that were started together; None if this process was started alone.
 
     Raises: SnapKVError: the other processes can't be reached.
     """
@@ -44,28 +45,28 @@ def world() -> Any:
 
 
 def n_ranks() -> int:
-    """Return the number of processes that were started together."""
+    """Return the number of processes in the group."""
     return 1 if (group := world()) is None else group.size()
 
 
 def rank() -> int:
-    """Return this process's rank, from 0."""
+    """Return the rank of this process, counted from 0."""
     return 0 if (group := world()) is None else group.rank()
 
 
 def from_first(work: Callable[[], T]) -> T:
-    """Return on every rank the result of `work`, which only rank 0 does. All ranks must make the same calls.
+    """Call `work` on rank 0 only, and return its result on every rank. All ranks must make this call.
 
     Raises: SnapKVError: `work` raised it on rank 0.
     """
     if world() is None:
         return work()
-    outcome: Any = None  # the result, and an error sentence
+    outcome: Any = None  # the result and an error sentence
     if rank() == 0:
         try:
             outcome = work(), None
         except SnapKVError as error:
-            _shared((None, str(error)))  # so that the other ranks raise it, too
+            _shared((None, str(error)))  # the other ranks raise the error, too
             raise
     result, sentence = _shared(outcome)
     if sentence is not None:
@@ -74,15 +75,17 @@ def from_first(work: Callable[[], T]) -> T:
 
 
 def _shared(value: Any) -> Any:
-    """Return rank 0's `value`, pickled and summed with the zeros of the other ranks."""
-    # Sums that mlx-lm's loop computes ahead in its own stream could mix with these.
+    """Return the `value` of rank 0, pickled, by adding it to zeros of the other ranks."""
+    # mlx-lm computes ahead in its own stream, and its sums could mix with these.
     mx.synchronize(generation_stream)
     is_first = rank() == 0
     data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
     size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
-    addend = mx.array(np.resize(data, size) * is_first)  # np.resize makes zeros of an empty array
+    addend = mx.array(
+        np.resize(data, size) * is_first
+    )  # np.resize fills with zeros if the array is empty
     summed = mx.distributed.all_sum(addend, stream=mx.cpu)
-    mx.eval(summed)  # on rank 0, too: the other ranks wait for its part of the sum
+    mx.eval(summed)  # on rank 0, too, because the other ranks wait for its summand
     return value if is_first else pickle.loads(np.array(summed).tobytes())
 
 
@@ -90,7 +93,7 @@ def split_of(model: Any) -> str | None:
     """Return how mlx-lm's `sharded_load`, `shard` or `pipeline` has split a model: TENSOR, PIPELINE or None."""
     if world() is None:
         return None
-    # The model and the models inside it; the loop also visits what it appends.
+    # The model and the models within it; the loop appends to this list.
     trunk = [model]
     for module in itertools.islice(trunk, LOOKED_AT):
         inner = (getattr(module, name, None) for name in ("language_model", "model"))
@@ -106,8 +109,8 @@ def require_whole(model: Any, what: str) -> None:
     """Check that this Mac holds the whole model.
 
     Args:
-        model: a model that mlx-lm has loaded.
-        what: the beginning of the error's sentence, such as "prompt caches can't be saved".
+        model: a model loaded by mlx-lm.
+        what: start of the error's sentence, such as "prompt caches can't be saved".
 
     Raises: SnapKVError: several Macs share the model.
     """

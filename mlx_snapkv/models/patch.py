@@ -1,14 +1,14 @@
-"""Patches of attention classes: they give caches the queries that the attention uses.
+"""Patch attention classes, so that caches receive the queries of the attention.
 
 All patches act where an attention module calls mlx-lm's `scaled_dot_product_attention`, so no forward code is copied.
-While a class is patched, that function does two things more:
+While a class is patched, this function does two more things:
 
-- If the module was called with a `Recorder` (entries/queries.py), the cache records the queries, which are bit-equal to
-  the attention's. If the function is not given the whole queries, the result of the module's RoPE or first split is
-  recorded, too. A layer that reads an earlier layer's entries is recognised by its cache or by its module.
-- If the cache has a method `attend`, `attend` computes the attention (sparse/attending.py, batch/caches.py).
+- If the module was called with a `Recorder` (entries/queries.py), the cache records the queries, bit-equal to those of
+  the attention. If the function does not receive the whole queries, the result of the module's RoPE or of its first
+  split is recorded, too. A layer that borrows entries is recognised by its cache or by its module.
+- If the cache has a method `attend`, this method computes the attention (sparse/attending.py, batch/caches.py).
 
-With other caches a patched class computes what the original computes.
+With other caches, a patched class computes the same as the original.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 def _record_and_attend(attention):
-    """Wrap mlx-lm's attention function so that it records queries, and leaves the attention to a cache's `attend`."""
+    """Wrap mlx-lm's attention function: record the queries, and let a cache with `attend` compute the result."""
 
     @functools.wraps(attention)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
@@ -45,7 +45,7 @@ def _record_and_attend(attention):
 
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
-    """Return the family of an attention class, or of the class from which it is derived."""
+    """Return the family of an attention class, or of its base class."""
     for base in cls.__mro__:
         name = base.__module__.removeprefix("mlx_lm.models.")
         if name in FAMILIES:
@@ -54,7 +54,7 @@ def family_of(cls: type) -> AttentionFamily:
 
 
 def _recorder_among(values: Iterable[Any]) -> Any:
-    """Return the recording cache among a call's arguments, by itself or in a `CacheList`; None without one."""
+    """Return the recording cache among the arguments of a call, alone or in a `CacheList`; None without one."""
     for value in values:
         for cache in getattr(value, "caches", (value,)):
             if hasattr(cache, "record"):
@@ -63,12 +63,12 @@ def _recorder_among(values: Iterable[Any]) -> Any:
 
 
 def _call_and_record(call):
-    """Wrap an attention class's `__call__` so that it records queries if it reads the entries of a recording cache."""
+    """Wrap the `__call__` of an attention class: record queries if the module reads entries of a recording cache."""
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
         given = _recorder_among((*args, *kwargs.values()))
-        # A layer that borrows entries may be given them as arrays.
+        # A layer that borrows entries may receive them as arrays.
         recorder = capture.lender_to(self) if given is None else given
         if recorder is None:
             return call(self, *args, **kwargs)
@@ -88,7 +88,7 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """A wrapped attribute, which is restored when the last of its `holders` leaves `_wrapped`."""
+    """A wrapped attribute. It is restored when the last of its `holders` leaves `_wrapped`."""
 
     original: Any
     wrapped: Any
@@ -105,7 +105,7 @@ def _targets(cls: type) -> list[tuple]:
     """Return the attributes to wrap for an attention class, as arguments of `_wrapped`."""
     family = family_of(cls)
     owner = next(c for c in cls.__mro__ if family.method in vars(c))
-    # If other code has wrapped the method, the forward code is in the module of the innermost function.
+    # Other code may have wrapped the method, so the forward code is in the module of the innermost function.
     module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
     targets: list[tuple] = [(owner, family.method, _call_and_record)]
     if family.attends == _SDPA:
@@ -123,7 +123,7 @@ def _targets(cls: type) -> list[tuple]:
 
 @contextlib.contextmanager
 def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap an attribute for the block; nested and concurrent blocks share one wrapper."""
+    """Wrap an attribute within the `with` block. Nested and concurrent blocks share one wrapper."""
     key = owner, name
     with _lock:
         if key not in _replacements:
@@ -140,14 +140,14 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
             replacement.holders -= 1
             if replacement.holders == 0:
                 del _replacements[key]
-                # If other code has wrapped our wrapper, both stay; without a recording cache ours changes nothing.
+                # If other code has wrapped our wrapper, both stay. Without a recording cache, ours has no effect.
                 if vars(owner)[name] is replacement.wrapped:
                     setattr(owner, name, replacement.original)
 
 
 @contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
-    """Patch the attention classes for the block, which may be nested; they are restored even after an exception."""
+    """Patch attention classes within the `with` block, even if it is nested or raises an exception."""
     with contextlib.ExitStack() as stack:
         stack.callback(capture.forget)
         for cls in classes:
@@ -157,17 +157,17 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _classes_to_patch(model) -> list[type]:
-    """Return the attention classes of a model's full-attention layers, or of every supported family."""
+    """Return the attention classes of a model's full-attention layers, or of all supported families."""
     if model is None:
         return [family.attention_class() for family in FAMILIES.values()]
     return attention_classes(model)
 
 
 def patch_for_snapkv(model=None) -> None:
-    """Patch a model's attention class (or every supported class) so that recording caches get its queries.
+    """Patch the attention classes of a model, or of all supported families, for use with recording caches.
 
-    `generate_step` and `prefill` do this themselves for as long as they need it; call it to use recording caches
-    without them. A second call has no effect; with other caches a patched class computes what the original does.
+    `generate_step` and `prefill` patch classes themselves. Call this function to use recording caches without them. A
+    second call has no effect. With other caches, a patched class computes the same as the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):
@@ -177,7 +177,7 @@ def patch_for_snapkv(model=None) -> None:
 
 
 def unpatch_snapkv(model=None) -> None:
-    """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
+    """Undo `patch_for_snapkv`. Classes that are not patched do not change."""
     with _lock:
         for cls in _classes_to_patch(model):
             patch = _pinned.pop(cls, None)

@@ -1,8 +1,8 @@
-"""Give mlx-lm what transformers 5 writes into config.json as `rope_parameters`, by the names that mlx-lm reads.
+"""Pass the `rope_parameters` of transformers 5 to mlx-lm, under the names that mlx-lm reads.
 
-Most families of mlx-lm 0.32.2 read `rope_theta` and `rope_scaling` alone. Without these LLaMA and Qwen2 silently take a
-default base (10,000 and 1,000,000), so their answers are nonsense, and Qwen3-Next fails. Delete this file and its tests
-once mlx-lm reads `rope_parameters` for every family, as it does for Qwen3.
+Most families of mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. Without these, LLaMA and Qwen2 silently use a
+default base (10,000 and 1,000,000), so that their answers are nonsense, and Qwen3-Next fails. Delete this file and its
+tests when mlx-lm reads `rope_parameters` for every family, as it does for Qwen3.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTIAL = "partial_rotary_factor"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LOCAL_BASE = "local rope_theta"  # the base of sliding-window layers
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-# Value -> the names that mlx-lm's families have for it.
+# Value -> its names in mlx-lm's families.
 CONFIG_NAMES = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     PARTIAL: (PARTIAL, "rotary_pct", "rotary_dim"),
@@ -34,26 +34,26 @@ CONFIG_NAMES = {
 }
 # Families that read rope_theta from another part of the configuration (attn_config).
 ELSEWHERE = ("dbrx",)
-# Family -> the partial_rotary_factor that its code in mlx-lm fixes.
+# Family -> the partial_rotary_factor that is fixed in its code.
 FIXED = {"recurrent_gemma": 0.5}
-# Families whose sliding-window layers use the same base, without the scaling of the others.
+# Families whose sliding-window layers have the same base, but no scaling.
 PLAIN_SLIDING = ("olmo3",)
 
 
 @dataclass(frozen=True)
-class TakenOver:
-    """The values of `rope_parameters` that mlx-lm does not read.
+class UnreadParameters:
+    """The values of `rope_parameters` that mlx-lm would not read.
 
     Attributes:
-        changes: entries to add to the configuration, as mlx-lm's `model_config` takes them.
-        values: the values by mlx-lm's names.
+        changes: entries to add to the configuration by mlx-lm's `model_config`.
+        values: the values, by mlx-lm's names.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return one line for the user that names every value and says where it comes from."""
+        """Return a line for the user that names every value and its origin."""
         values = (
             f"{name} ({value['rope_type']})" if isinstance(value, Mapping) else f"{name}={value}"
             for name, value in self.values.items()
@@ -61,42 +61,42 @@ class TakenOver:
         return f"{', '.join(values)} from {ROPE_PARAMETERS}, which mlx-lm does not read for this model type"
 
 
-def taken_over(config: Any) -> TakenOver:
-    """Return the values of a configuration's `rope_parameters` that mlx-lm needs under other names; mostly none.
+def unread_parameters(config: Any) -> UnreadParameters:
+    """Return the values of `rope_parameters` that mlx-lm needs under other names. Most configurations have none.
 
     Raises: SnapKVError: mlx-lm's family has no name for a value, so the model's answers would be nonsense.
     """
-    # The code of a model_file may read rope_parameters itself.
+    # The code of a model_file may read rope_parameters.
     if not isinstance(config, Mapping) or "model_file" in config:
-        return TakenOver()
+        return UnreadParameters()
     try:
         model_class, args_class = _get_classes(dict(config))
-    except (KeyError, ValueError):  # mlx-lm's own loader reports these
-        return TakenOver()
+    except (KeyError, ValueError):  # mlx-lm's loader reports these
+        return UnreadParameters()
     name = args_class.__module__.removeprefix("mlx_lm.models.")
     has_text_class = "text_config" in _fields(args_class)
     is_nested = has_text_class and "text_config" in config
     text = config["text_config"] if is_nested else config
     text_class = _text_class(name, model_class, text) if has_text_class else args_class
     if text_class is None or not isinstance(text, Mapping) or not text.get(ROPE_PARAMETERS):
-        return TakenOver()
+        return UnreadParameters()
     fields = _fields(text_class)
     if not _needs_other_names(name, fields):
-        return TakenOver()
+        return UnreadParameters()
     changes = _renamed_rope_parameters(name, text, fields)
     values = {key: value for key, value in changes.items() if value is not None}
-    return TakenOver(
+    return UnreadParameters(
         changes={"text_config": {**text, **changes}} if is_nested else changes, values=values
     )
 
 
 def _fields(args_class: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the configuration's keys that mlx-lm's `from_dict` reads."""
+    """Return the keys of a configuration that mlx-lm's `from_dict` reads."""
     return inspect.signature(args_class).parameters
 
 
 def _text_class(name: str, model_class: type, text: Any) -> Any:
-    """Return the class of arguments that a family makes from its `text_config`; None if it is unknown."""
+    """Return the class that a family makes from its `text_config`; None if it is unknown."""
     for cls in model_class.__mro__:
         for key, value in vars(sys.modules[cls.__module__]).items():
             is_args = isinstance(value, type) and issubclass(value, BaseModelArgs)
@@ -111,7 +111,7 @@ def _text_class(name: str, model_class: type, text: Any) -> Any:
 
 
 def _needs_other_names(name: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether a family has a RoPE, but does not read `rope_parameters` or rope_theta from another place."""
+    """Return whether a family has RoPE, but does not read `rope_parameters`, or reads rope_theta from another place."""
     families = SUPPORTED.get(name, ())
     has_rope = not families or any(family.rope is not None for family in families)
     return has_rope and ROPE_PARAMETERS not in fields and name not in ELSEWHERE
@@ -122,7 +122,7 @@ def _renamed_rope_parameters(
 ) -> dict[str, Any]:
     """Return the values of `rope_parameters` that `config` lacks, by the names of mlx-lm's `fields`.
 
-    Raises: SnapKVError: the family has no field for a value that its RoPE depends on.
+    Raises: SnapKVError: the family has no field for a value on which its RoPE depends.
     """
     parameters = _without_layer_types(name, config[ROPE_PARAMETERS], fields)
     changes: dict[str, Any] = {}
@@ -136,15 +136,17 @@ def _renamed_rope_parameters(
                 raise _refused(name, f"no {key}")
         elif config.get(field_name) is None:
             changes[field_name] = value
-            if field_name == "rotary_dim":  # a number of dimensions; transformers writes a share
+            if (
+                field_name == "rotary_dim"
+            ):  # rotary_dim is a number of dimensions, but transformers writes a share
                 changes[field_name] = int(_head_dim(config) * value)
     return changes | _rope_scaling(name, config, parameters, fields)
 
 
 def _is_needed(key: str, value: Any, name: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether a family without a field for `key` computes another RoPE than `value` asks for."""
+    """Return whether a family without a field for `key` would compute another RoPE than `value` requires."""
     if key == PARTIAL:
-        # A family with a rotary tail reads its size; the code of the others fixes the share, mostly at 1.
+        # A family with a rotary tail reads its size. Others fix the share in their code, mostly at 1.
         return ROTARY_TAIL not in fields and value != FIXED.get(name, 1)
     return key == "rope_theta"
 
@@ -157,21 +159,21 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 def _rope_scaling(
     name: str, config: Mapping[str, Any], parameters: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_scaling` as an entry to add to `config`; empty if there is nothing to add.
+    """Return the entry `rope_scaling` that `config` lacks; empty if nothing has to be added.
 
-    Raises: SnapKVError: the RoPE is scaled, and the family has no field for it.
+    Raises: SnapKVError: the RoPE is scaled, and the family has no field for that.
     """
     if config.get("rope_scaling") is not None:
         return {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        # Without a default value the field must be given.
+        # A field without a default value must be given.
         is_left_out = "rope_scaling" in fields and "rope_scaling" not in config
         return {"rope_scaling": None} if is_left_out else {}
     if "rope_scaling" not in fields:
         raise _refused(name, f"no rope_scaling, and its rope_type is {kind}")
     scaling = {key: value for key, value in parameters.items() if key not in CONFIG_NAMES}
-    # Some families read the original length from a field of its own, others from here.
+    # Some families read the original length from its own field, others from here.
     original_length = parameters.get(ORIGINAL_LENGTH)
     is_in_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
     if original_length is not None and not is_in_field:
@@ -180,9 +182,9 @@ def _rope_scaling(
 
 
 def _without_layer_types(name: str, values: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` as one dict, and join the dicts of layer types if there are several.
+    """Return `rope_parameters` as one dict. If there is one per layer type, merge them.
 
-    The dict's key "local rope_theta" is the base of sliding-window layers, if they have one of their own.
+    The key "local rope_theta" of the result is the base of sliding-window layers, if it differs.
 
     Raises: SnapKVError: `values` is not an object, or mlx-lm's family can't express how its layer types differ.
     """
@@ -209,7 +211,7 @@ def _without_layer_types(name: str, values: Any, fields: Mapping[str, Any]) -> d
 
 
 def _refused(name: str, what: str) -> SnapKVError:
-    """Return the error of a family that has `what`, such as "no rope_theta"."""
+    """Return the error for a family that has `what`, such as "no rope_theta"."""
     return SnapKVError(
         f"its config.json has {ROPE_PARAMETERS}, as transformers 5 writes it, but mlx-lm's {name!r} does not "
         f"read that and has {what}: its answers would be wrong"

@@ -1,7 +1,7 @@
 """The model types of mlx-lm 0.32 that can be compressed, and why the others can't.
 
 This is an allow-list by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole forward
-pass (how it makes masks and where it takes positions from), so each type was read, and the conformance test runs it.
+pass, which makes masks and determines positions. So each type was read, and the conformance test runs it.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from .family import AttentionFamily as Family
 _SLIDING_NOTE = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
-ROTARY_TAIL = "qk_rope_head_dim"  # config field: dimensions of a head that are rotated
+# Field of the configuration: number of rotated dimensions of a head.
+ROTARY_TAIL = "qk_rope_head_dim"
 _BORROWED = (
     "layers without entries of their own vote for those that they read; "
     "a layer that lends its entries reads all of them under sparse attention"
@@ -24,18 +25,18 @@ _LATENTS = "latents and positional keys are one head's entries (MLA)"
 _LENT = "this model's layers lend each other entries past mlx-lm's quantised attention"
 
 
-def _unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
-    """Return a function that gives `reason` for attention modules that are not `sound`."""
+def _reason_unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
+    """Return a function that returns `reason` unless attention modules are `sound`."""
     return lambda attentions: None if sound(attentions) else reason
 
 
 def _always(reason: str) -> Callable[[list], str]:
-    """Return a function that gives `reason` for any attention modules."""
+    """Return a function that always returns `reason`."""
     return lambda attentions: reason
 
 
 def _uses_sliding_window(layer) -> bool:
-    """Return whether a layer has a sliding window, even if a model that wraps it gives it a plain cache."""
+    """Return whether a layer has a sliding window, even if its cache is a plain one."""
     return getattr(layer, "use_sliding", False)
 
 
@@ -44,14 +45,14 @@ def _replaces_attention(layer) -> bool:
     return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
 
 
-def _of_frequencies(attention) -> Callable[..., mx.array]:
-    """Return the RoPE of an attention module that has its frequencies, but no object to call."""
+def _rope_of_frequencies(attention) -> Callable[..., mx.array]:
+    """Return the RoPE of an attention module that stores frequencies, but has no RoPE object."""
     fixed = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
     return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **fixed)
 
 
-def _alike(names: str, **special: Any) -> list[Family]:
-    """Return families that differ only in `module`, or in `module:ClassName` if the class isn't "Attention"."""
+def _similar_families(names: str, **special: Any) -> list[Family]:
+    """Return families that differ only in `module`, or in `module:ClassName` if the class is not "Attention"."""
     families: list[Family] = []
     for name in names.split():
         module, _, class_name = name.partition(":")
@@ -69,7 +70,7 @@ _MLA: dict[str, Any] = {
 _HYBRID_MLA = _MLA | {"note": f"{_LATENTS}; {_LINEAR}"}
 
 _DECLARED_FAMILIES = (
-    *_alike(
+    *_similar_families(
         """Klear:KlearAttention apertus:ApertusAttention bailing_moe:BailingMoeAttention bitnet cohere dbrx
         deepseek:DeepseekAttention dots1:Dots1Attention ernie4_5 ernie4_5_moe exaone:AttentionModule gemma
         glm:GLMAttention glm4:Glm4Attention glm4_moe gpt_neox granite granitemoe:GraniteMoeAttention
@@ -77,25 +78,25 @@ _DECLARED_FAMILIES = (
         minicpm minimax:MiniMaxAttention mixtral:MixtralAttention nemotron olmo2 olmoe openelm phi3 phimoe qwen2
         qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 telechat3:Telechat3Attention"""
     ),
-    *_alike("phi:PhiAttention phixtral:RoPEAttention stablelm", scale=None),
+    *_similar_families("phi:PhiAttention phixtral:RoPEAttention stablelm", scale=None),
     Family("qwen", rope="rotary_emb"),
-    *_alike("gptj:GPTJAttention", scale="scale_attn"),
-    *_alike("gpt2 gpt_bigcode", rope=None, note="learned positions"),
-    *_alike("nanochat talkie", rope=_of_frequencies),
+    *_similar_families("gptj:GPTJAttention", scale="scale_attn"),
+    *_similar_families("gpt2 gpt_bigcode", rope=None, note="learned positions"),
+    *_similar_families("nanochat talkie", rope=_rope_of_frequencies),
     Family("plamo", tiled=True, rope="rotary_emb", note="query heads are tiled over KV heads"),
     Family("nanbeige", note="every pass of its loop has entries of its own"),
-    *_alike(
+    *_similar_families(
         "afmoe gemma3_text laguna mellum olmo3:Olmo3Attention plamo3 spark2_5 step3p5:Step3p5Attention",
         note=_SLIDING_NOTE,
     ),
-    *_alike("llama ministral3", note=_SLIDING_NOTE, idle=_uses_sliding_window),
+    *_similar_families("llama ministral3", note=_SLIDING_NOTE, idle=_uses_sliding_window),
     Family("cohere2", rotates="use_sliding_window", note=_SLIDING_NOTE),
-    *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING_NOTE),
+    *_similar_families("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING_NOTE),
     Family(
         "exaone_moe",
         rotates="use_rope",
         note=_SLIDING_NOTE,
-        refusal=_unless(
+        refusal=_reason_unless(
             lambda found: any(a.is_sliding_window for a in found),
             "without sliding-window layers it still asks its first layer for a sliding-window mask",
         ),
@@ -103,7 +104,7 @@ _DECLARED_FAMILIES = (
     Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
     Family("llama4_text", rotates="use_rope"),
     Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING_NOTE),
-    *_alike(
+    *_similar_families(
         "gpt_oss:AttentionBlock",
         scale="sm_scale",
         sinks="sinks",
@@ -113,7 +114,7 @@ _DECLARED_FAMILIES = (
     Family(
         "gear",
         note=f"{_SLIDING_NOTE}, and so do convolutions",
-        refusal=_unless(
+        refusal=_reason_unless(
             lambda found: not any(a.attn_logit_softcapping for a in found),
             "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
         ),
@@ -123,7 +124,7 @@ _DECLARED_FAMILIES = (
         note=f"{_SLIDING_NOTE}; {_BORROWED}",
         borrows=lambda attention: not attention.has_kv,
         kind=lambda attention: attention.is_sliding,
-        plain_only=_unless(lambda found: all(a.has_kv for a in found), _LENT),
+        plain_only=_reason_unless(lambda found: all(a.has_kv for a in found), _LENT),
     ),
     Family(
         "gemma3n",
@@ -153,24 +154,28 @@ _DECLARED_FAMILIES = (
         note="votes are of its capped logits",
         plain_only=_always("this model computes scores itself, past mlx-lm's quantised attention"),
     ),
-    *_alike(
+    *_similar_families(
         """deepseek_v3:DeepseekV3Attention glm4_moe_lite:Glm4MoeLiteAttention longcat_flash:LongcatFlashMLA""",
         **_MLA,
     ),
-    *_alike("bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA),
-    *_alike(
+    *_similar_families(
+        "bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA
+    ),
+    *_similar_families(
         "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
         **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "captures": "split"}),
     ),
     Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
-    *_alike(
+    *_similar_families(
         """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
         qwen3_next:Qwen3NextAttention""",
         note=_LINEAR,
     ),
-    *_alike("jamba:JambaAttention nemotron_h:NemotronHAttention", rope=None, note=_LINEAR),
-    *_alike("lfm2 lfm2_moe", note="convolution layers stay as they are"),
-    *_alike(
+    *_similar_families(
+        "jamba:JambaAttention nemotron_h:NemotronHAttention", rope=None, note=_LINEAR
+    ),
+    *_similar_families("lfm2 lfm2_moe", note="convolution layers stay as they are"),
+    *_similar_families(
         "deepseek_v2:DeepseekV2Attention youtu_llm:YoutuLLMAttention",
         rotary_tail=ROTARY_TAIL,
         note=_PER_HEAD,
@@ -179,7 +184,7 @@ _DECLARED_FAMILIES = (
     Family(
         "nemotron-nas",
         note="layers whose attention is replaced by a linear one stay as they are",
-        refusal=_unless(
+        refusal=_reason_unless(
             lambda found: found[0] is not None,
             "it makes all masks from its first cache, and its first layer has no attention to fill it",
         ),
@@ -188,7 +193,7 @@ _DECLARED_FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.module: family for family in _DECLARED_FAMILIES}
 
-# Model types whose decoder layers come from another type's file.
+# Model types whose decoder layers are defined in another type's file.
 _BORROWERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
@@ -214,7 +219,7 @@ SUPPORTED: dict[str, tuple[Family, ...]] = {
     for name in sorted({*FAMILIES, *_BORROWERS}, key=str.lower)
 }
 
-# Model type -> why it is refused.
+# Model type -> why it is not supported.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"),
@@ -234,7 +239,7 @@ REFUSED: dict[str, str] = {
 
 
 def supported() -> list[tuple[str, str, str]]:
-    """Return for each supported type its name, other `model_type`s that mlx-lm loads with it, and a note."""
+    """Return for each supported type its name, other `model_type`s that mlx-lm maps to it, and a note."""
     rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():
         notes = [family.note for family in families if family.note]
@@ -246,10 +251,10 @@ def supported() -> list[tuple[str, str, str]]:
 
 
 def refused() -> list[tuple[str, str, str]]:
-    """Return for each refused type its name, other `model_type`s that mlx-lm loads with it, and the reason."""
+    """Return for each unsupported type its name, other `model_type`s that mlx-lm maps to it, and the reason."""
     return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
 
 
 def _aliases(name: str) -> str:
-    """Return the other `model_type`s that mlx-lm loads with a type, separated by commas."""
+    """Return the other `model_type`s that mlx-lm maps to a type, separated by commas."""
     return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))

@@ -1,4 +1,4 @@
-"""The number of tokens that a model was trained to read, as its configuration says."""
+"""The length for which a model was trained, according to its configuration."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from ..errors import TrainedLengthWarning
 
 
 def trained_length(model) -> int | None:
-    """Return `max_position_embeddings` of a model's configuration, or the length to which a scaled RoPE extends it.
+    """Return `max_position_embeddings` of a configuration, or the length to which a scaled RoPE extends it.
 
-    Return None if mlx-lm's arguments of the family leave it out. A linear factor is not counted, because some
-    configurations have multiplied the length by it already and some have not, and nothing tells them apart.
+    Return None if mlx-lm's arguments of the family omit it. A linear factor is ignored: some configurations include it
+    in the length and some do not, and nothing distinguishes them.
     """
     args = getattr(model, "args", None)
     for config in (args, _field(args, "text_config")):
@@ -23,7 +23,7 @@ def trained_length(model) -> int | None:
 
 
 def beyond_trained_length(model, n_tokens: int) -> str | None:
-    """Return a warning if a prompt of `n_tokens` is longer than the model's trained length; None if it is not."""
+    """Return a warning if a prompt of `n_tokens` exceeds the length for which the model was trained, otherwise None."""
     length = trained_length(model)
     if length is None or n_tokens <= length:
         return None
@@ -34,13 +34,13 @@ def beyond_trained_length(model, n_tokens: int) -> str | None:
 
 
 def warn_beyond_trained_length(model, n_tokens: int) -> None:
-    """Warn a Python caller of a prompt of `n_tokens` that is longer than the model's trained length."""
+    """Warn a Python caller if a prompt of `n_tokens` exceeds the length for which the model was trained."""
     if (sentence := beyond_trained_length(model, n_tokens)) is not None:
         warnings.warn(sentence, TrainedLengthWarning, stacklevel=3)
 
 
 def _scalings(config: Any) -> list[Any]:
-    """Return the scalings of a configuration under mlx-lm's name or transformers 5's, which may name several."""
+    """Return the scalings of a configuration under the name of mlx-lm or transformers 5. There may be several."""
     scaling = _field(config, "rope_scaling") or _field(config, "rope_parameters")
     values = scaling.values() if isinstance(scaling, Mapping) else ()
     by_layer_type = [value for value in values if isinstance(value, Mapping)]
@@ -52,7 +52,7 @@ def _extended(length: int, scaling: Any) -> int:
     original = _field(scaling, "original_max_position_embeddings")
     factor = _field(scaling, "factor")
     kind = _field(scaling, "rope_type") or _field(scaling, "type")
-    # LLaMA 3's factor scales wavelengths, and its max_position_embeddings are the whole length.
+    # LLaMA 3's factor scales wavelengths, and its max_position_embeddings are the full length.
     if not factor or not original or kind == "llama3":
         return length
     return int(original * factor)

@@ -48,7 +48,7 @@ CANDIDATES = {
 # Part of the usable memory that the full cache may take. Other programs need the rest.
 COMFORTABLE = 0.75
 # Part of the full cache's time for a prompt and `MAX_TOKENS` more that sparse attention may take.
-WORTH = 0.95
+MAX_TIME_RATIO = 0.95
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class AutoRequest:
         if (store := self.options.get("store")) is not None:
             return (replace(SPARSE, store=store),)
         configs = CANDIDATES[self.task]
-        if configs[0] == KEEP_ALL and self.sparse_share(n_prompt) < WORTH:
+        if configs[0] == KEEP_ALL and self.sparse_share(n_prompt) < MAX_TIME_RATIO:
             configs = (SPARSE, *configs)
         return tuple(config for config in configs if self.may_be_sparse or config.sparse is None)
 
@@ -223,7 +223,7 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
     if config.sparse is None:
         return "the question chooses the entries that the answer needs from a long prompt"
     share = request.sparse_share(n_prompt)
-    if config.store == "memory" and share < WORTH:
+    if config.store == "memory" and share < MAX_TIME_RATIO:
         return (
             f"on this machine {n_prompt:,} tokens and {MAX_TOKENS} of the answer take about {share:.0%} of the full "
             "cache's time"

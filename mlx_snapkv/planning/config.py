@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compress.options import Compress
-from ..entries.quantization import Quantization, taken_from
+from ..entries.quantization import Quantization, extract_quantization
 from ..errors import (
     SnapKVError,
     UnsupportedModelError,
@@ -88,7 +88,7 @@ class CompressionConfig(RequestOptions):
         Raises: SnapKVError: an option is invalid or conflicts with the config.
         """
         require_step_size(options.get("prefill_step_size"))
-        quantization, _ = taken_from(options)
+        quantization, _ = extract_quantization(options)
         return replace(
             self,
             quantization=quantization,

@@ -11,7 +11,7 @@ from ..caches.layers import AttentionLayer, attention_layers, members, token_cac
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import UnsupportedModelError
 from ..sparse.clusters import CLUSTER_SIZE
-from ..sparse.held_rows import ENTRIES_IN_MEMORY
+from ..sparse.growing_rows import ENTRIES_IN_MEMORY
 from ..sparse.index import index_bytes
 from ..sparse.options import PAGE_SIZE
 from ..sparse.page_means import means_quantization

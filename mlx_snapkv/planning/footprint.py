@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..entries.attention import ONE_PASS_BYTES
 from ..entries.quantization import with_room
-from ..sparse.held_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
+from ..sparse.growing_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
 from ..sparse.index import ranks_by_index
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
-    held_tokens,
     is_compressed,
+    n_tokens_read,
     require_quantizable,
 )
 from ..caches.matching import n_tokens
@@ -262,7 +262,7 @@ def _reason(
         return reason_to_leave(setting, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None
-    n_prompt = held_tokens(model, prompt_cache) + n_new
+    n_prompt = n_tokens_read(model, prompt_cache) + n_new
     return reason_to_leave(setting, n_prompt, None, max_tokens)
 
 

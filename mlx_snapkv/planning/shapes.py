@@ -18,7 +18,7 @@ from ..errors import UnsupportedModelError
 from ..models import attentions
 from ..models.counts import experts_per_token, query_heads
 from ..models.family import AttentionFamily
-from ..models.rope_parameters import taken_over
+from ..models.rope_parameters import unread_parameters
 from .scores import MIN_TOKENS_AT_ONCE, is_fused, tokens_at_once
 
 METAL = mx.metal.is_available()
@@ -179,7 +179,7 @@ def _projected(modules: list[Any]) -> int:
 
 def without_weights(folder: str | Path) -> nn.Module:
     """Return the model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
-    changes = taken_over(load_config(Path(folder))).changes
+    changes = unread_parameters(load_config(Path(folder))).changes
     model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
     model.update(blank)

@@ -1,4 +1,4 @@
-"""Prompt caches in files, so that a long text has to be read only once."""
+"""Save and load prompt caches, so that a long text has to be read only once."""
 
 from .files import FORMAT, SavedPrompt, load, require_writable, save
 

@@ -1,7 +1,7 @@
-"""Books: saved prompts whose entries are in files of their own, in a folder beside the prompt's file.
+"""Books: saved prompts whose entries are in separate files, in a folder beside the prompt's file.
 
-The prompt's file names the folder. It holds a file of keys and a file of values for each layer, and a file of codes if
-the layer has an index. The prompt's file has a checksum for every piece of these files, so opening a book reads no keys
+The prompt's file names the folder. The folder has two files for each layer, keys and values, and a file of codes if the
+layer has an index. The prompt's file contains a checksum for each piece of these files, so opening a book reads no keys
 and values.
 """
 
@@ -32,12 +32,12 @@ from ..sparse.stores.file import FileStore, Layout, SavedFile
 from . import sealed
 
 BOOK_KEY = "book"
-Progress = Callable[[int, int], None]  # called with the bytes written and their total
+Progress = Callable[[int, int], None]  # called with the number of bytes written, and the total
 
-# Bytes of a piece, which share a checksum. A gather reads whole pieces, each only once.
+# Size of the pieces that have checksums. A gather reads whole pieces, each at most once.
 CHECKSUM_BYTES = 1 << 18
 _FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
-_AT_A_TIME = 32  # pieces that are written together
+_AT_A_TIME = 32  # number of pieces written together
 
 
 @contextlib.contextmanager
@@ -46,8 +46,8 @@ def write_book(
 ) -> Iterator[dict[str, str]]:
     """Write a book's entries to a new folder beside `target`, and yield the metadata for `target`.
 
-    The block writes `target`. After the block, the folder that `target` does not name is removed: the old folder, or
-    the new folder if the block failed.
+    The `with` block writes `target`. Afterwards, the folder that `target` does not name is removed. This is the old
+    folder, or the new one if the block failed.
     """
     old_folder = named_folder(target)
     new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
@@ -59,14 +59,14 @@ def write_book(
         else:
             yield {}
     finally:
-        used_folder = named_folder(target)  # still the old one if the block failed
+        used_folder = named_folder(target)  # the old folder if the block failed
         for folder in (old_folder, new_folder):
             if folder is not None and folder != used_folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def named_folder(target: Path) -> Path | None:
-    """Return the folder that a book's file names; None if `target` is not a book, or names another book's folder."""
+    """Return the folder that a book's file names; None if `target` is no book, or names another book's folder."""
     try:
         name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
@@ -95,11 +95,11 @@ def remove(target: Path) -> None:
 
 
 def remove_unfinished(folder: Path, before: float) -> None:
-    """Remove unfinished files and folders that killed processes left in `folder`.
+    """Remove unfinished files and folders of killed processes from `folder`.
 
     Args:
-        folder: the folder of the prompt's file; folders in it are not searched.
-        before: time in seconds since the epoch; a file or folder that was written to later is left alone.
+        folder: folder of the prompt's file, which is not searched recursively.
+        before: time in seconds since the epoch; files and folders that were written to later are kept.
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether `path` is a file that was not renamed, or a folder of entries that no book names."""
+    """Return whether `path` is a file that was not renamed yet, or a folder of entries that no book names."""
     if not path.is_dir():
         return UNFINISHED.fullmatch(path.name) is not None
     match = _FOLDER_NAME.fullmatch(path.name)
@@ -122,7 +122,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _last_written(path: Path) -> float:
-    """Return when a file, or a folder or any file in it, was written to last, in seconds since the epoch."""
+    """Return when a file, or any file in a folder, was last written, in seconds since the epoch."""
     paths = [path]
     if path.is_dir():
         paths += path.iterdir()
@@ -133,9 +133,9 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     """Give a book's caches the entries in the folder beside it.
 
     Args:
-        path: the book's file.
+        path: file of the book.
         text: metadata of `BOOK_KEY`, JSON.
-        prompt_cache: the caches in the book's file, which are changed.
+        prompt_cache: caches from the book's file, which are changed.
 
     Raises: SnapKVError: the folder is missing, or a cache holds another number of tokens.
     """
@@ -151,7 +151,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
         for file in _files(folder, number, cache, n_entries, n_codes):
-            # The checksums of all files follow each other, in the order of `_write_files`.
+            # The checksums of all files are concatenated, in the order of `_write_files`.
             file_checksums, checksums = np.split(checksums, [file.n_pieces])
             opened.append(SavedFile(file.path, file.layout, file.n, file_checksums, file.piece))
         keys, values, *codes = opened
@@ -166,7 +166,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A layer's file of keys, of values or of codes, which has `n` rows in the order of `layout`."""
+    """A file of keys, values or codes of one layer, with `n` rows in the order of `layout`."""
 
     path: Path
     layout: Layout
@@ -205,7 +205,7 @@ class _File:
 
 
 def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
-    """Write the files of all layers to `folder`, and return the metadata that `open_book` takes."""
+    """Write the files of all layers to `folder`, and return the metadata for `open_book`."""
     n_entries = caches[0].offset
     n_codes = [_n_codes(cache) for cache in caches]
     files_by_layer = [
@@ -244,7 +244,7 @@ def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
 
 
 def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
-    """Return a layer's files of `n` keys and `n` values, and of `n_codes` codes if there are any."""
+    """Return a layer's files of `n` keys, of `n` values, and of `n_codes` codes if there are any."""
     keys, values = map(Layout.of, cache.sample)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
@@ -257,7 +257,7 @@ def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
 
 
 def _n_codes(cache: StoredKVCache) -> int:
-    """Return the number of codes to write: 0 without an index, or if the index has keys of another width (MLA)."""
+    """Return the number of codes to write; 0 without an index, or if the index has keys of another width (MLA)."""
     if cache.index is None:
         return 0
     codes = cache.index.codes

@@ -1,6 +1,6 @@
-"""Prompt caches in files of mlx-lm's own format, with more metadata.
+"""Save and load prompt caches in the file format of mlx-lm, with additional metadata.
 
-mlx-lm's `load_prompt_cache` reads these files, too, and `load` reads the files of its `save_prompt_cache`.
+mlx-lm's `load_prompt_cache` can read these files, and `load` can read the files of its `save_prompt_cache`.
 """
 
 import base64
@@ -32,21 +32,21 @@ from ..sparse.prompt_caches import books
 from . import book, sealed
 
 FORMAT = 1
-SAMPLES = 64  # values of each parameter in the fingerprint
+SAMPLES = 64  # number of values of each parameter in the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
-_NOTES, _TOKENS = "notes", "tokens"  # metadata that is written by `_packed`
+_NOTES, _TOKENS = "notes", "tokens"  # metadata written by `_packed`
 
 
 @dataclass
 class SavedPrompt:
-    """A prompt loaded from a file.
+    """A prompt that was loaded from a file.
 
     Attributes:
-        prompt_cache: for mlx-lm's or our own `generate_step` to continue.
-        tokens: ids of the prompt; None if mlx-lm saved the file, without them.
-        policy: setting that compressed the cache, as a command-line string.
-        notes: the notes given to `save`, or mlx-lm's metadata.
+        prompt_cache: caches from which `generate_step` of mlx-lm or this package can continue.
+        tokens: token ids of the prompt; None if mlx-lm saved the file without them.
+        policy: the setting that compressed the cache, as on the command line.
+        notes: the notes passed to `save`, or mlx-lm's metadata.
     """
 
     prompt_cache: list
@@ -68,18 +68,17 @@ def save(
 ) -> None:
     """Write a prompt cache to a file, as a whole or not at all.
 
-    The entries of a book, a cache whose entries are in files, are written to a folder beside the file. Both may be
-    moved together.
+    For a book, whose entries are in files, entries are written to a folder beside the file. Both may be moved together.
 
     Args:
-        path: a `.safetensors` file; a file of an earlier `save` is replaced, any other file is an error.
-        model: the mlx-lm model that filled the cache; only this model can use the file.
+        path: a `.safetensors` file. A file of an earlier `save` is replaced; any other existing file is an error.
+        model: the mlx-lm model that filled the cache. Only this model can use the file.
         prompt_cache: one cache per layer, of mlx-lm or of this package.
-        tokens: ids of all tokens that were fed.
-        policy: setting that compressed the cache.
-        notes: anything JSON can hold, which `load` returns.
-        progress: called with the number of bytes of a book's entries that have been written, and their total.
-        model_fingerprint: the model's `fingerprint`; computed if None.
+        tokens: ids of all tokens in the cache.
+        policy: the setting that compressed the cache.
+        notes: anything that JSON can represent; `load` returns it.
+        progress: called with the number of bytes written of a book's entries, and the total.
+        model_fingerprint: `fingerprint` of the model; None computes it.
 
     Raises: SnapKVError: the file can't be written, or the cache does not hold these tokens.
     """
@@ -110,16 +109,16 @@ def save(
 
 
 def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
-    """Load a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
+    """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`, for the model that filled it.
 
-    A book's entries, in files beside it, are read and checked when they are used.
+    The entries of a book, in files beside it, are read and checked when they are used.
 
     Args:
         path: a `.safetensors` file.
         model: the model that filled the cache.
-        model_fingerprint: the model's `fingerprint`; computed if None.
+        model_fingerprint: `fingerprint` of the model; None computes it.
 
-    Raises: SnapKVError: the file does not exist, is damaged, or is of another version or of another model.
+    Raises: SnapKVError: the file does not exist, is damaged, or was written by another version or for another model.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
@@ -155,18 +154,18 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
 
 
 def _read_caches(path: Path) -> list:
-    """Read a file's caches with mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
+    """Read the caches of a file by mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
     try:
         prompt_cache = load_prompt_cache(str(path))
-        mx.eval([cache.state for cache in prompt_cache])  # arrays are read here
-    except Exception as error:  # a foreign or damaged file may hold anything
+        mx.eval([cache.state for cache in prompt_cache])  # reads the arrays
+    except Exception as error:  # foreign or damaged files may contain anything
         why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
         raise SnapKVError(f"{path} {why}") from error
     return prompt_cache
 
 
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
-    """Raise SnapKVError if a file of `save` is damaged, or has another format."""
+    """Check a file of `save`. Raises: SnapKVError: it is damaged, or has another format."""
     if not sealed.has_valid_checksum(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
@@ -180,22 +179,22 @@ def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int
         notes = json.loads(_unpacked(metadata[_NOTES]))
         tokens = np.frombuffer(_unpacked(metadata[_TOKENS]), np.uint32).tolist()
         return notes, tokens
-    except Exception as error:  # a foreign or damaged header may hold anything
+    except Exception as error:  # foreign or damaged headers may contain anything
         raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
 
 
 def _packed(data: bytes) -> str:
-    """Return bytes as text for a file's metadata: compressed by zlib, in base64."""
+    """Encode bytes as text for the metadata of a file: compressed by zlib, in base64."""
     return base64.b64encode(zlib.compress(data)).decode()
 
 
 def _unpacked(text: str) -> bytes:
-    """Return the bytes that `_packed` was given."""
+    """Decode the text of `_packed`."""
     return zlib.decompress(base64.b64decode(text))
 
 
 def require_writable(path: str | Path) -> Path:
-    """Return the path if `save` can write there. Raises: SnapKVError: it can't, or another kind of file is there."""
+    """Return the path if `save` can write there. Raises: SnapKVError: it can't, or a file of another kind is there."""
     path = _safetensors(path)
     metadata: dict[str, str] = {}
     if require_place(path):
@@ -219,14 +218,14 @@ def _safetensors(path: str | Path) -> Path:
 def fingerprint(model) -> str:
     """Return a hash of a model's class, its configuration, and each parameter's name, shape, dtype and some values.
 
-    At most `SAMPLES` values of each parameter are read, evenly spaced, so a large model takes no longer. Training
-    changes all values; an edit of a few weights may go unnoticed.
+    For each parameter, up to `SAMPLES` evenly spaced values are read, so large models take no longer. Training changes
+    all values; changes of a few weights may go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []
     for _, values in parameters:
         n = min(SAMPLES, values.size)
-        # From the first value to the last, evenly spaced; one value has no space.
+        # Evenly spaced indices from the first to the last value; a single value has index 0.
         places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
         sample = values.reshape(-1)[mx.array(places, mx.int64)]
         samples.append(sample.view(mx.uint8))  # NumPy has no bfloat16

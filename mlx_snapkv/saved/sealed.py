@@ -1,4 +1,4 @@
-"""Seal mlx-lm's files of prompt caches by a checksum of all bytes in the metadata, with zeros in its own place."""
+"""Seal prompt caches in mlx-lm's file format with a checksum of all bytes."""
 
 import contextlib
 import io
@@ -14,15 +14,15 @@ from ..errors import SnapKVError
 from ..paths import refusing, replacing
 
 CHECKSUM_KEY = "checksum"
-UNKNOWN = "0" * 8  # takes the place of the digits until the checksum is known
+UNKNOWN = "0" * 8  # replaces the checksum's digits while it is computed
 _CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
-_IO_BYTES = 1 << 20  # bytes hashed and written at a time; they fit into a processor's cache
+_IO_BYTES = 1 << 20  # bytes hashed and written at a time, which fit into a processor's cache
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """Return the metadata that `save_prompt_cache` was given.
+    """Return the metadata that was passed to `save_prompt_cache`.
 
-    Raises: SnapKVError: the file can't be read, is cut off, or is not a saved prompt cache.
+    Raises: SnapKVError: the file can't be read, is truncated, or is not a saved prompt cache.
     """
     with refusing(f"{path} can't be read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -31,11 +31,11 @@ def metadata(path: Path) -> dict[str, str]:
         arrays = json.loads(head[8:])
         texts = arrays.pop("__metadata__")
         expected_size = len(head) + max(array["data_offsets"][1] for array in arrays.values())
-        # mlx-lm puts the caller's metadata under "0.", and the names of the caches' classes under "1.".
+        # mlx-lm stores the caller's metadata under "0.", and the names of the caches' classes under "1.".
         if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
             raise ValueError("it names no caches")
         own_texts = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
-    except Exception as error:  # a foreign or damaged file may hold anything
+    except Exception as error:  # foreign or damaged files may contain anything
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
     if size != expected_size:
         raise SnapKVError(
@@ -45,12 +45,12 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 class SealedWriter(io.BufferedWriter):
-    """A file writer that computes the checksum of all bytes; the file must be written in order."""
+    """A file writer that computes the checksum of all bytes. The file must be written sequentially."""
 
     crc = 0
 
     def write(self, data: Any) -> int:
-        """Write bytes and add them to the checksum; return their number."""
+        """Write bytes, add them to the checksum, and return their number."""
         data = memoryview(data)
         for start in range(0, len(data), _IO_BYTES):
             piece = data[start : start + _IO_BYTES]
@@ -61,9 +61,9 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def open_writer(target: Path) -> Iterator[Any]:
-    """Yield a writer; after the block, the checksum replaces UNKNOWN in the file, which then replaces `target`.
+    """Yield a writer. After the `with` block, insert the checksum, and replace `target` by the new file.
 
-    Raises: OSError: the file can't be written; an earlier `target` is unchanged.
+    Raises: OSError: the file can't be written; an existing `target` is unchanged.
     """
     with replacing(target) as temporary:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
@@ -74,7 +74,7 @@ def open_writer(target: Path) -> Iterator[Any]:
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether every byte is as it was when the file was sealed; False if the file can't be read."""
+    """Return whether the checksum of a file is valid; False if the file can't be read."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         head = _head(file)
         place = _checksum_place(head)
@@ -87,9 +87,9 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def _head(file: BinaryIO) -> bytes:
-    """Return the bytes before the arrays; the first 8 bytes are the length of the others.
+    """Return the bytes before the arrays. The first 8 bytes are the length of the rest.
 
-    A length beyond the file's end, as another kind of file may have, is not read.
+    Nothing is read if the length exceeds the file, as it may in files of another kind.
     """
     head = file.read(8)
     length = int.from_bytes(head, "little")
@@ -99,7 +99,7 @@ def _head(file: BinaryIO) -> bytes:
 
 
 def _checksum_place(head: bytes) -> int:
-    """Return the place of the checksum's first digit. Raises: ValueError: there is no checksum."""
+    """Return the offset of the checksum's first digit. Raises: ValueError: there is no checksum."""
     match = _CHECKSUM_FIELD.search(head)
     if match is None:
         raise ValueError("no checksum")

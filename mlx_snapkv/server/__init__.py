@@ -1,3 +1,3 @@
-"""A local server for agents and apps: the APIs they speak, on batches of compressed caches."""
+"""A local HTTP server with the APIs of OpenAI and Anthropic, which answers requests in batches of compressed caches."""
 
-BILLING = "x-anthropic-billing-header"  # Claude Code's, with a number drawn for each request
+BILLING = "x-anthropic-billing-header"  # a header line of Claude Code, with a different number in each request

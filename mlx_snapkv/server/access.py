@@ -1,4 +1,4 @@
-"""Access to the server: API keys, the Host and Origin headers, the size of a body, and error responses."""
+"""Access control: API keys, Host and Origin headers, the size of bodies, and error responses."""
 
 import re
 import secrets
@@ -20,11 +20,11 @@ from .formatter import ResponseFormatter
 from .log import log
 from .metrics import Metrics
 
-# The headers with the id of a request, for clients of OpenAI's APIs and of Anthropic's.
+# Response headers with the id of a request, for the clients of OpenAI and of Anthropic.
 REQUEST_ID_HEADERS = "x-request-id", "request-id"
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
-# Paths that need no key: for watchdogs, and for browsers, which send none.
+# Paths that require no key, for watchdogs and for browsers, which send none.
 PUBLIC = ("/health", "/")
 
 
@@ -35,12 +35,12 @@ class Settings:
     Attributes:
         host: address to listen on.
         port: port to listen on.
-        api_key: key that clients must send; None if they need none.
+        api_key: key that clients must send; None if none is required.
         origins: origins of web pages that may send requests (CORS).
-        hosts: other host names of this machine.
-        body_bytes: limit for the body of a request.
-        timeout: limit in seconds for a request; None is no limit.
-        volatile_headers: names of header lines to drop from system prompts.
+        hosts: additional host names of this machine.
+        body_bytes: maximum size of a request's body.
+        timeout: maximum seconds per request; None for no limit.
+        volatile_headers: names of header lines that are removed from system prompts.
 
     Raises: SnapKVError: the address is not local and there is no key, or a host or an origin is malformed.
     """
@@ -55,14 +55,14 @@ class Settings:
     volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
-        """Check key, origins and host names. Raises: SnapKVError: see the class."""
+        """Check the settings. Raises: SnapKVError: see the class."""
         if not self.api_key and not _is_local(self.host):
             raise SnapKVError(
                 f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "
                 "127.0.0.1"
             )
         for origin in self.origins:
-            # A page from a file has the origin "null".
+            # Pages from files have the origin "null".
             if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
@@ -76,9 +76,9 @@ class Settings:
                 )
 
     def drop_volatile_lines(self, body: Body) -> None:
-        """Drop the first lines `NAME: …` of a chat's system prompt, for the names in `volatile_headers`, in any case.
+        """Remove lines `NAME: …` at the start of a chat's system prompt, for the names in `volatile_headers`.
 
-        These lines change with every request, so the prefix cache would never match what follows them.
+        These lines differ in every request, so the prefix cache would never match the text after them. Case is ignored.
         """
         names = "|".join(map(re.escape, self.volatile_headers))
         if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
@@ -89,15 +89,14 @@ class Settings:
 
 
 class Gate:
-    """ASGI middleware that checks keys and hosts, and sends exceptions in the form of the API.
+    """ASGI middleware that checks keys and hosts, and formats exceptions for the client's API.
 
-    It gives each request an id, and counts and logs the responses.
-
-    Starlette's `TrustedHostMiddleware` is not used, because it sends plain text, which clients can't parse.
+    It gives each request an id, and counts and logs the responses. Starlette's `TrustedHostMiddleware` is not used,
+    because it responds in plain text, which clients can't parse.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
-        """Wrap an application; without a key, requests must name this machine or one of the settings' hosts."""
+        """Wrap an application. Without a key, requests must name this machine or one of the settings' hosts."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -105,12 +104,12 @@ class Gate:
         self._hosts = {*LOCAL, *(_host_name(host) for host in own_hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check an HTTP request, pass it to the application, and count the response by its status."""
+        """Check an HTTP request, pass it to the application, and count the response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope = _normalize(scope)
-        status = 0  # HTTP status; 0 until the response begins
+        status = 0  # HTTP status; 0 until the response starts
         since = time.monotonic()
         request_id = f"req_{secrets.token_hex(12)}"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
@@ -129,7 +128,7 @@ class Gate:
                 self._require_own_host(headers)
             elif scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
-            headers["content-type"] = "application/json"  # curl's -d says that the body is a form
+            headers["content-type"] = "application/json"  # curl's -d declares the body as a form
             encoding = headers.get("content-encoding", "")
             await self._app(
                 scope,
@@ -137,10 +136,10 @@ class Gate:
                 send_and_note_status,
             )
         except Exception as error:
-            if status:  # the response has begun, so the connection can only be closed
+            if status:  # the response has started, so the connection can only be closed
                 raise
             await error_response(scope, error)(scope, receive, send_and_note_status)
-        # Label with the route's path: every label stays in memory, and clients can invent paths.
+        # Use the route's path as the label. Every label stays in memory, and clients can invent paths.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path, str(status)).inc()
         if path.startswith("/v1/"):
@@ -148,9 +147,9 @@ class Gate:
             log.info("%s %s %d %.1f s %s", scope["method"], path, status, seconds, request_id)
 
     def _require_own_host(self, headers: Headers) -> None:
-        """Raise ApiError if the page of another website has sent the request.
+        """Check that a request does not come from the page of another website.
 
-        Such a page sends its own name as the host (after DNS rebinding), or its origin.
+        Such a page sends its own name as the host (after DNS rebinding), or its origin. Raises: ApiError.
         """
         host = headers.get("host", "")
         origin = headers.get("origin")
@@ -169,11 +168,11 @@ class Gate:
 
 
 def _normalize(scope: Scope) -> Scope:
-    """Return the scope with `/v1` once in its path and no slash at the end, whatever base URL the client uses.
+    """Return the scope with `/v1` once in its path and no slash at the end, for any base URL that a client uses.
 
-    A HEAD request becomes a GET request.
+    HEAD requests become GET requests.
     """
-    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients send a proxy the whole URL
+    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients send the whole URL to a proxy
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
     path = re.sub("^(/v1)+(?=/v1/)", "", path)
@@ -185,7 +184,7 @@ def _normalize(scope: Scope) -> Scope:
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """Return an error in Anthropic's form for its paths and clients, else in OpenAI's form."""
+    """Return an error response in Anthropic's format for its paths and clients, otherwise in OpenAI's."""
     api_error = as_api_error(error, scope["state"]["request_id"])
     if api_error.status_code in (404, 405):
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
@@ -194,12 +193,12 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Return whether a request is for Anthropic's API, or from its client."""
+    """Return whether a request uses Anthropic's API, or comes from its client."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def _require_key(headers: Headers, key: str) -> None:
-    """Raise ApiError unless the headers have the key."""
+    """Check that the headers contain the key. Raises: ApiError: they don't."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     sent = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not secrets.compare_digest(sent.encode(), key.encode()):
@@ -215,7 +214,7 @@ def _is_local(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a host in lower case, without its port; an IPv6 address without its brackets."""
+    """Return a host name in lower case, without the port, or the brackets of an IPv6 address."""
     host = host.lower()
     if host.startswith("["):
         return host[1 : host.find("]")]

@@ -1,4 +1,4 @@
-"""Limits on requests: which requests the server accepts, and when each may start."""
+"""Limit requests: decide which requests the server accepts, and when each may start."""
 
 import contextlib
 import threading
@@ -21,19 +21,21 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-DEFAULT_MAX_ANSWER = 1 << 20  # tokens of an answer, if the model's config has no trained length
+DEFAULT_MAX_ANSWER = (
+    1 << 20
+)  # maximum tokens of an answer if the model's configuration has no trained length
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's limits; None means no limit.
+    """The server's limits. None means no limit.
 
     Attributes:
         concurrency: number of requests that are answered together.
-        queue: number of requests that wait.
+        queue: number of waiting requests.
         context: number of tokens of a prompt.
-        kv_bytes: KV memory of all requests and the prefix cache; None for what this machine has beside the model,
-            `NO_KV_LIMIT` for no limit.
+        kv_bytes: KV memory of all requests and of the prefix cache; None for the memory that this machine has in
+            addition to the model, `NO_KV_LIMIT` for no limit.
     """
 
     concurrency: int = 8
@@ -43,18 +45,18 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits, and shrinks the prefix cache to make room for them.
+    """Enforces the limits, and shrinks the prefix cache to make room for requests.
 
     Args:
-        limits: the limits that the server's user has set.
+        limits: limits set by the user.
         model: the model that is served.
         options: keywords of the `CompressedBatchGenerator`.
-        prefixes: the prefix cache, which gives up memory for requests.
-        metrics: counts the open requests.
+        prefixes: the prefix cache.
+        metrics: counts open requests.
 
     Attributes:
-        bounds: the model's limits on an answer.
-        context: number of tokens of a prompt, by the limit or by the model's trained length; None if neither is known.
+        bounds: the model's limits for an answer.
+        context: maximum tokens of a prompt, by the limit or by the model's trained length; None if neither is known.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
-        """Compute the model's bounds and, with a memory limit, the sizes of its entries."""
+        """Determine the model's bounds and, if memory is limited, the sizes of its entries."""
         self._limits = limits
         self._prefixes = prefixes
         self._open_requests = metrics.open_requests
@@ -85,7 +87,7 @@ class Admission:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a place for a request during the block, from any thread. Raises: ApiError: too many requests wait."""
+        """Reserve a place for a request within the `with` block, from any thread. Raises: ApiError: none is free."""
         if not self._places.acquire(blocking=False):
             raise ApiError(
                 429,
@@ -100,16 +102,16 @@ class Admission:
             self._places.release()
 
     def require_short(self, n_prompt: int) -> None:
-        """Raise ApiError if a prompt of `n_prompt` tokens exceeds the limit."""
+        """Check the length of a prompt. Raises: ApiError: it exceeds the limit."""
         max_prompt = self._limits.context
         if max_prompt is not None and n_prompt > max_prompt:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def bounded(self, body: Body, request: CompletionRequest) -> CompletionRequest:
-        """Return the request, whose answer may be cut to what this machine has memory for; see `Memory`.
+        """Limit the answer of a request to the memory of this machine; see `Memory`.
 
-        A schema's JSON has to end within its limit, which stays.
+        Answers with a JSON schema keep their own limit, because the JSON has to be complete.
         """
         if self._memory is None or request.constraint is not None:
             return request
@@ -118,12 +120,12 @@ class Admission:
         return replace(request, max_tokens=n_answer)
 
     def _memory_of(self, body: Body) -> Memory:
-        """Return the memory of requests like this one, with the full cache or compressed."""
+        """Return the memory for requests of this kind: with the full cache, or compressed."""
         assert self._memory is not None
         return self._full_cache_memory if body.full_cache else self._memory
 
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """Return the memory that a request will take, or None if memory has no limit; log a warning on a long prompt.
+        """Return the memory that a request needs, or None if memory is unlimited. Log a warning for long prompts.
 
         Raises: NeverFits: the request needs more than the limit.
         """
@@ -140,11 +142,11 @@ class Admission:
         return self._memory_of(body).need(n_prompt, n_answer)
 
     def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
-        """Return whether a request fits beside the running requests; if so, shrink the prefix cache to make room.
+        """Return whether a request fits beside the running ones. If so, shrink the prefix cache to make room.
 
         Args:
-            request: the request that waits longest.
-            running: the requests that are being answered.
+            request: the request that has waited longest.
+            running: requests that are being answered.
             kv_bytes: bytes of the running requests' caches.
         """
         if len(running) >= self._limits.concurrency:
@@ -157,6 +159,6 @@ class Admission:
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:
-        """Shrink the prefix cache to what requests, whose caches take `kv_bytes`, leave of the limit."""
+        """Shrink the prefix cache to the memory that remains if requests take `kv_bytes`."""
         if self._memory is not None:
             self._prefixes.trim_to(n_bytes=self._memory.limit - kv_bytes)

@@ -1,4 +1,4 @@
-"""The errors that clients get, for all APIs."""
+"""Errors for clients, in all APIs."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_lim
 
 
 class ApiError(HTTPException):
-    """An HTTP status and a sentence.
+    """An error with an HTTP status and a sentence.
 
     Attributes:
-        kind: OpenAI's `type`, which follows from the status.
-        code: OpenAI's `code`; None if it is not set.
-        param: the field of the body that the error is about; None if it is about no single field.
+        kind: OpenAI's `type`, determined by the status.
+        code: OpenAI's `code`; None if unset.
+        param: the field of the body that caused the error; None if no single field did.
     """
 
     def __init__(
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
-        """Take the sentence as the error's `detail`; `headers` are added to the response."""
+        """Use the sentence as the error's `detail`. `headers` are added to the response."""
         super().__init__(status, sentence, headers)
         default_kind = "server_error" if status >= 500 else "invalid_request_error"
         self.kind = ERROR_TYPES.get(status, default_kind)
@@ -35,15 +35,16 @@ class ApiError(HTTPException):
 
 
 def prompt_too_long(why: str) -> ApiError:
-    """Return an error by whose code or first words agents know that they must shorten the conversation."""
+    """Return an error whose code and first words tell agents to shorten the conversation."""
     sentence = f"prompt is too long: {why}"
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
 
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """Convert an exception to the error that the client gets.
+    """Convert an exception to an error for the client.
 
-    The client's own mistake becomes a 4xx. Any other exception is logged under the request's id, which the client gets.
+    Mistakes of the client become a 4xx status. Any other exception is logged under the request's id, which is also sent
+    to the client.
 
     Args:
         error: the exception that ended the request.
@@ -53,7 +54,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         first, *_ = error.errors()
-        location_in_body = first["loc"][1:]  # FastAPI's location begins with "body"
+        location_in_body = first["loc"][1:]  # FastAPI's location starts with "body"
         return ApiError(400, describe_error(first | {"loc": location_in_body}, error.body))
     if isinstance(error, HTTPException):
         cause = error.__cause__
@@ -65,7 +66,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         return as_api_error(cause, request_id)
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client has disconnected")
-    if isinstance(error, RecursionError):  # only a client's body can be nested so deeply
+    if isinstance(error, RecursionError):  # caused by deeply nested bodies only
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, UnicodeError):
         return ApiError(400, "the body is not UTF-8")
@@ -78,8 +79,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 
 def _server_error(error: BaseException, request_id: str) -> ApiError:
-    """Log an exception under the request's id, and return an error that tells the client only this id."""
-    # An EntryFileError names the damaged file, so a traceback adds nothing.
+    """Log an exception under the request's id, and return an error that contains only this id."""
+    # An EntryFileError names the damaged file, so the log needs no traceback.
     if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", request_id, error)
     else:

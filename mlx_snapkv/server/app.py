@@ -1,4 +1,4 @@
-"""The FastAPI application, and running it with uvicorn."""
+"""The FastAPI application, and how uvicorn runs it."""
 
 import asyncio
 import contextlib
@@ -30,16 +30,17 @@ from .protocol import Protocol
 CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
 OnStart = Callable[[uvicorn.Server], None]
-GRACE = 5  # seconds for unfinished answers to end when the server stops, and then for the engine
+# Seconds for unfinished answers to end when the server stops, and then for the engine to end.
+GRACE = 5
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Return the application for an engine that is running."""
+    """Create the application for a running engine."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine = engine
     app.state.settings = settings
     app.state.changing_lines = ChangingLines()
-    app.state.created = int(time.time())  # when the model became available, in Unix seconds
+    app.state.created = int(time.time())  # start of the server, in Unix seconds
     for each in (openai, responses, anthropic, models, router):
         app.include_router(each)
     app.add_exception_handler(HTTPException, _raise)
@@ -51,7 +52,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # a public page may reach this machine, if its origin is allowed
+            allow_private_network=True,  # pages of allowed origins may reach this machine even if they are public
             expose_headers=REQUEST_ID_HEADERS,
         )
     return app
@@ -59,7 +60,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Return status 200 while the engine's thread is alive, else 503."""
+    """Return status 200 if the engine's thread is alive, otherwise 503."""
     if request.app.state.engine.is_alive:
         return JSONResponse({"status": "ok"}, 200)
     return JSONResponse({"status": "unavailable"}, 503)
@@ -73,7 +74,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """Return a chat page in one file; its Content-Security-Policy lets it connect to this server only."""
+    """Return the chat page. Its Content-Security-Policy allows connections to this server only."""
     html = CHAT_HTML.read_text(encoding="utf-8")
     allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
@@ -86,12 +87,12 @@ async def page() -> Response:
 
 
 async def _raise(request: Request, error: Exception) -> Response:
-    """Leave an error to `Gate`, which sends it in the form of the API, instead of FastAPI's own handler."""
+    """Raise the error, so that `Gate` formats it for the API, instead of FastAPI's handler."""
     raise error
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which stops the engine before the process ends."""
+    """uvicorn's server, which also stops the engine before the process ends."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
@@ -103,15 +104,15 @@ class _Server(uvicorn.Server):
         self._on_start(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Without waiting: open requests end with an error, and uvicorn waits until they have ended.
+        # Do not wait here: open requests end with an error, for which uvicorn waits.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM the process ends here; the engine must first tell the other ranks.
+        # After SIGTERM the process ends here, so the engine must tell the other ranks first.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """Return a socket bound to the server's address. Raises: SnapKVError: the address can't be bound."""
+    """Bind a socket to the server's address. Raises: SnapKVError: the address is not available."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,13 +128,13 @@ def bind_socket(settings: Settings) -> socket.socket:
 
 
 def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: OnStart) -> None:
-    """Serve until a signal comes, or until the server's `should_exit` is set.
+    """Serve until a signal arrives, or until `should_exit` of the server is set.
 
     Args:
         engine: answers the requests.
-        settings: the address, and who may send requests.
+        settings: address and access control.
         place: the listening socket.
-        on_start: called with the server once it accepts requests.
+        on_start: called with the server when it accepts requests.
     """
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -144,7 +145,7 @@ def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: On
         server_header=False,
     )
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after stopping
             _Server(config, engine, on_start).run(sockets=[place])
     finally:
         engine.stop()

@@ -1,4 +1,4 @@
-"""Decompressing the body of a request, and limiting its size."""
+"""Decompress the body of a request, and limit its size."""
 
 import zlib
 from typing import Any
@@ -7,16 +7,16 @@ from starlette.types import Message, Receive
 
 from .api_error import ApiError
 
-ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits` for each Content-Encoding
+ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # `wbits` of zlib for each Content-Encoding
 
 
 def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
     """Return an ASGI `receive` function that decompresses the body.
 
     Args:
-        receive: the server's function, which returns the body as it was sent.
-        limit: number of bytes that the decompressed body may have.
-        encoding: the request's `Content-Encoding` header.
+        receive: the server's ASGI function, which returns the body as it was sent.
+        limit: maximum bytes of the decompressed body.
+        encoding: `Content-Encoding` header of the request.
 
     Raises:
         ApiError: the encoding is unknown. The returned function raises it if the body is too large, or if it does not
@@ -30,7 +30,7 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
             415, f"the body has the encoding {encoding[:40]!r}: send it plain or as {encodings}"
         )
     decompressor = zlib.decompressobj(ZLIB_WBITS[names[0]]) if names else None
-    n_received = 0  # bytes, decompressed
+    n_received = 0  # decompressed bytes
 
     async def receive_limited() -> Message:
         nonlocal n_received
@@ -39,7 +39,7 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
         if decompressor is not None and message["type"] == "http.request":
             is_last = not message.get("more_body")
             try:
-                # One byte more than allowed is enough to see that the body is too large.
+                # One byte above the limit is enough to detect a body that is too large.
                 body = _decompress(decompressor, body, limit - n_received + 1, is_last)
             except zlib.error:
                 why = f"the body is not {names[0]}, as its Content-Encoding says"
@@ -55,12 +55,12 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
 
 
 def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -> bytes:
-    """Return at most `max_bytes` of the next part of a body, decompressed.
+    """Decompress the next part of a body, up to `max_bytes`.
 
     Args:
-        decompressor: zlib's object, which has taken the earlier parts.
+        decompressor: zlib's object, which has processed the earlier parts.
         data: the compressed part.
-        max_bytes: limit of the bytes to return.
+        max_bytes: maximum number of bytes to return.
         is_last: whether the body ends with this part.
 
     Raises: zlib.error: the data is malformed, or the body ends before its compressed data does.

@@ -1,4 +1,4 @@
-"""Converting the bodies of Anthropic's messages and OpenAI's responses to a chat completion's body."""
+"""Convert the bodies of Anthropic's messages and OpenAI's responses to the body of a chat completion."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..completions.validation import validate_body
 
 
 class OutputFormat(BodyModel):
-    """The format of the answer: like `ResponseFormat`, but the schema is a field of its own."""
+    """The format of an answer, like `ResponseFormat`, but with the schema in a separate field."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -24,28 +24,28 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """Return the format in the form of chat completions."""
+        """Convert to the format of chat completions."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.schema_}}
         return {"type": self.type}
 
 
 class OutputConfig(BodyModel):
-    """The format of the answer, and the reasoning effort."""
+    """The format of an answer, and the reasoning effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class ForeignTool(BodyModel):
-    """A tool that only the API's provider can run, such as a web search."""
+    """A tool that only the API's provider can run, such as web search."""
 
     type: str
     name: str | None = None
 
 
 def tag_by_type(*types: str | None) -> Discriminator:
-    """Return pydantic's discriminator that tags tools of these types "own", and all others "foreign"."""
+    """Return a discriminator for pydantic that tags tools of the given types "own", and others "foreign"."""
 
     def tag(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
@@ -55,7 +55,7 @@ def tag_by_type(*types: str | None) -> Discriminator:
 
 
 def unnest_function(tool: Any) -> Any:
-    """Return a tool with the fields of its `function`, in which chat completions nest them, at the top level."""
+    """Move the fields of a tool's `function`, where chat completions nest them, to the top level."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return {"type": "function", **function} if isinstance(function, dict) else tool
 
@@ -64,19 +64,19 @@ NoneAsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a tool in the form of chat completions, with its name, its description if any, and `parameters`."""
+    """Return a tool in the format of chat completions, with name, description (if any) and `parameters`."""
     about = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 
 
 def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: Any) -> ChatBody:
-    """Return a chat completion's body with these messages, tools and fields, and the unknown fields of `body`.
+    """Return the body of a chat completion with these messages, tools and fields, and the unknown fields of `body`.
 
     Args:
-        body: the body of another API; fields that this API does not have are passed on, except `n`.
+        body: body in another API. Fields that this API does not define are passed on, except `n`.
         messages: the messages, parsed.
-        tools: the tools in OpenAI's form; None or an empty list without tools.
-        **fields: fields of the chat completion; None leaves a field out.
+        tools: tools in OpenAI's format; None or an empty list for no tools.
+        **fields: fields of the chat completion; None omits a field.
 
     Raises: SnapKVError: the request can't be answered.
     """

@@ -1,4 +1,4 @@
-"""Decide which caches of a served request enter the prefix cache, and from which a request may continue."""
+"""Decide which caches of a request enter the prefix cache, and from which prefix a request may continue."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -15,39 +15,39 @@ from ..sparse.options import N_VOTERS
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest, Loaded
 
-MIN_CHECKPOINT = 128  # fewest prompt tokens whose caches are kept
-# Last prompt tokens in which a template may open the reasoning, as in mlx-lm's server.
+MIN_CHECKPOINT = 128  # minimum number of prompt tokens whose caches are kept
+# Number of last prompt tokens in which a template may open the reasoning, as in mlx-lm's server.
 MAX_THINK_START = 11
 
 
 class Checkpoints:
-    """Inserts the caches of requests into the prefix cache and fetches them, as the policy and the model allow.
+    """Stores caches in the prefix cache and fetches them, within the limits of the policy and the model.
 
-    A policy that evicts only after the prompt compresses a copy of the caches, so the prefix cache holds all entries of
-    the prompt. A policy that evicts during prefill leaves only compressed caches, after the answer.
+    A policy that evicts only after the prompt compresses a copy of the caches, so the prefix cache keeps all entries of
+    the prompt. A policy that evicts during prefill leaves only compressed caches, which are kept after the answer.
 
     Args:
         prefixes: the prefix cache.
-        loaded: the model that is served.
+        loaded: the served model.
         options: keywords of the `CompressedBatchGenerator`.
     """
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
-        """Find what the setting and the model's caches allow to be kept and continued."""
+        """Determine what the setting and the model's caches allow."""
         self._prefixes = prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
         self._setting = config.setting
         compress = config.compress
         sparse = config.sparse
-        # Entries that were read sparsely are not for requests that are answered from the full cache.
+        # Requests for the full cache must not use entries that were read sparsely.
         self._reads_sparsely = sparse is not None and sparse.reads_sparsely
         self._keeps_all_entries = not config.evicts_in_blocks
         counts_attention = compress is not None and compress.decode_policy.accumulates_attention
         can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not counts_attention
-        # Caches that can't be trimmed serve shorter prefixes only if copies are kept while the prompt is read.
+        # Caches that can't be trimmed serve shorter prefixes only by copies made while the prompt is read.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
-        # Each request reads these last tokens itself, so that all queries that vote are its own.
+        # Each request reads this many last tokens itself, so that all voting queries are its own.
         self._n_last = 1
         if sparse is not None:
             self._n_last = N_VOTERS
@@ -59,23 +59,23 @@ class Checkpoints:
 
         Args:
             prompt: token ids of the whole prompt.
-            full_cache: whether the request is answered from all entries, whatever the setting.
+            full_cache: whether the request is answered from the full cache, regardless of the setting.
         """
         if full_cache and self._reads_sparsely:
             return None, 0
-        # A prompt that fits the budget is answered without sparse attention, so its prefix must be exact as well.
+        # A prompt within the budget is answered without sparse attention, so its prefix must be exact, too.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
         return self._prefixes.fetch(prompt, self._n_last, exact=is_answered_exactly)
 
     def drop(self, path: Path) -> None:
-        """Stop using caches whose entries are in the damaged file `path`."""
+        """Drop caches whose entries are in the damaged file `path`."""
         self._prefixes.drop(path)
 
     def positions(self, body: Body, prompt: list[int]) -> list[int]:
-        """Return after how many tokens of a prompt copies of its caches are kept, in ascending order.
+        """Return the numbers of prompt tokens after which copies of the caches are kept, ascending.
 
-        These are the end of the system messages, less the tokens that each request reads itself, and the last token
-        before the reasoning that a template opens at the end of the prompt.
+        One is the end of the system messages, minus the tokens that each request reads itself. The other is the last
+        token before the reasoning, if the template opens it at the end of the prompt.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
@@ -89,29 +89,29 @@ class Checkpoints:
     def insert_checkpoint(
         self, request: EngineRequest, n: int, tokens: list[int], caches: list
     ) -> None:
-        """Keep the caches of a request that has read its prompt up to `n`, one of its checkpoints."""
+        """Keep the caches of a request that has reached checkpoint `n` of its prompt."""
         self._prefixes.insert(tokens, caches)
-        if n == request.checkpoints[-1]:  # kept instead of the caches of the whole prompt
+        if n == request.checkpoints[-1]:  # a checkpoint's caches replace those of the whole prompt
             request.kept_prefix = list(tokens), caches
 
     def keeps_cancelled(self, request: EngineRequest) -> bool:
-        """Return whether the caches of a request are kept if its client leaves while the prompt is read."""
+        """Return whether to keep the caches of a request whose client leaves while the prompt is read."""
         return self._keeps_all_entries and not (request.body.full_cache and self._reads_sparsely)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Keep the caches of a cancelled request, unless they have read very few tokens, or some that vote."""
+        """Keep the caches of a cancelled request, unless they have read very few tokens, or tokens that vote."""
         prompt = request.completion_request.prompt
         if MIN_CHECKPOINT <= len(tokens) <= len(prompt) - self._n_last:
             self._prefixes.insert(tokens, caches)
 
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Keep the caches of a request that has read its prompt, unless those of a checkpoint are kept."""
+        """Keep the caches of a prompt, unless a checkpoint's caches were kept."""
         if request.kept_prefix is None:
             request.kept_prefix = tokens, caches
             self._prefixes.insert(tokens, caches)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Keep the caches of an answered request, unless caches of its prompt are kept; write them to a file."""
+        """Keep the caches of an answered request, unless its prompt's caches were kept. Write them to a file."""
         if request.body.full_cache and (self._reads_sparsely or not self._keeps_all_entries):
             return
         self.insert_prompt(request, tokens, caches)
@@ -122,9 +122,9 @@ class Checkpoints:
                 files.write(kept_tokens, kept_caches)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
-        """Return the number of prompt tokens that do not depend on what follows the system messages.
+        """Return the number of prompt tokens up to the end of the system messages.
 
-        These are the tokens that the prompt shares with a chat that has the same system messages and an empty question.
+        These tokens are shared with a chat that has the same system messages and an empty question.
         """
         system = list(takewhile(lambda message: message.role == "system", body.messages))
         if not system:
@@ -134,7 +134,7 @@ class Checkpoints:
         return common_prefix([other_tokens, prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:
-        """Return the position at which a template opens the reasoning, or of the last token if it does not."""
+        """Return the position at which a template opens the reasoning; otherwise the position of the last token."""
         last = len(prompt) - 1
         if not self._tokenizer.has_thinking:
             return last

@@ -1,4 +1,4 @@
-"""The thread that answers requests: it reads their prompts, decodes them together, and survives their failures."""
+"""The engine: a thread that reads prompts, decodes requests together, and survives their failures."""
 
 import contextlib
 import os
@@ -26,16 +26,16 @@ from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-EXCHANGE_SECONDS = 0.1  # seconds between two exchanges of idle ranks
+EXCHANGE_SECONDS = 0.1  # seconds between two exchanges if all ranks are idle
 
 
 class News(NamedTuple):
-    """The decisions of rank 0, which it shares with the other ranks before each step.
+    """Decisions of rank 0, which it shares with the other ranks before each step.
 
     Attributes:
-        accepted: new requests that wait from now on.
+        accepted: new requests, which now wait.
         cancelled: numbers of cancelled requests.
-        starts_next: whether the first waiting request starts now.
+        starts_next: whether the first waiting request starts.
         ends: whether the engine stops.
     """
 
@@ -46,26 +46,26 @@ class News(NamedTuple):
 
 
 class Engine:
-    """Answers requests in a thread of its own, which owns the device.
+    """Answers requests in its own thread, which owns the device.
 
     A request that fails ends alone. If a step of the batch fails, all requests of the batch end, and the engine
     continues with a new batch.
 
-    On several Macs, rank 0 receives the requests. Before every step it shares with the other ranks what only it knows:
-    the new requests, which requests were cancelled, whether the next one may start, and whether to stop. If a step
-    fails on one rank, its process exits, since the other ranks wait for it inside the model; mlx.launch then ends them.
+    With several Macs, rank 0 receives the requests. Before every step it shares what only it knows: new requests,
+    cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, its
+    process exits, because the other ranks wait for it inside the model; mlx.launch then ends them.
 
     Args:
-        load: loads the model, in the engine's thread, since MLX binds arrays to the thread that makes them.
+        load: loads the model in the engine's thread, because MLX binds arrays to the thread that makes them.
         options: keywords of the `CompressedBatchGenerator`.
         prefixes: the prefix cache.
-        limits: limits of requests, of their number and of KV memory.
-        defaults: values of fields that a request leaves out.
+        limits: limits for requests and KV memory.
+        defaults: values for fields that a request omits.
         metrics: counts requests, tokens and memory.
-        open_files: returns the folder in which prefixes are also kept, or None.
+        open_files: returns the folder for prefixes on disk, or None.
 
     Attributes:
-        loaded: the model that is served.
+        loaded: the served model.
         kv_bytes: bytes of the running requests' caches after the last step.
     """
 
@@ -90,14 +90,14 @@ class Engine:
         self._defaults = defaults
         self._open_files = open_files
         self.loaded: Loaded
-        self._ready = Future[None]()  # done once the model is loaded, or has failed to load
+        self._ready = Future[None]()  # done when the model is loaded, or has failed to load
         self._new: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
-        # A Hugging Face tokenizer fails if its settings change while another thread uses it.
+        # Hugging Face tokenizers fail if their settings change while another thread uses them.
         self._tokenizing = threading.Lock()
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
-        self._cancelled: set[int] = set()  # numbers of requests, the same on all ranks
+        self._cancelled: set[int] = set()  # numbers of requests, equal on all ranks
         self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
@@ -108,31 +108,31 @@ class Engine:
             self.stop()
             raise
 
-    # These methods are called by other threads.
+    # Other threads call these methods.
 
     @property
     def max_requests(self) -> int:
-        """Return the number of requests that may be answered or wait at the same time."""
+        """Return the maximum number of requests that are answered or wait at the same time."""
         return self._limits.concurrency + self._limits.queue
 
     @property
     def context(self) -> int | None:
-        """Return the number of tokens that a prompt should have at most; None if it is not known."""
+        """Return the maximum number of tokens of a prompt; None if unknown."""
         return self._admission.context
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the engine can answer requests: its thread runs, and is not to stop."""
+        """Return whether the engine can answer requests: its thread is running and will not stop."""
         return not self._stopping and self._thread.is_alive()
 
     def require_alive(self) -> None:
-        """Raise ApiError if the server is shutting down."""
+        """Check that the server is not shutting down. Raises: ApiError."""
         if not self.is_alive:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     @contextlib.contextmanager
     def answering(self, request: EngineRequest) -> Iterator[None]:
-        """Hold a place for a request during the block; at its end, cancel the request.
+        """Reserve a place for a request within the `with` block. At its end, cancel the request.
 
         Raises: ApiError: too many requests wait, or the server is shutting down.
         """
@@ -144,7 +144,7 @@ class Engine:
                 request.cancelled = True
 
     def submit(self, request: EngineRequest) -> None:
-        """Tokenise a request, which may take seconds, in the caller's thread, and pass it to the engine's thread.
+        """Tokenise a request in the caller's thread, which may take seconds, and pass it to the engine's thread.
 
         Raises:
             SnapKVError: the chat template rejects the messages, or a token is not in the vocabulary.
@@ -160,24 +160,24 @@ class Engine:
         self._wake.set()
 
     def count(self, body: ChatBody) -> int:
-        """Return the number of tokens of a prompt."""
+        """Return the number of tokens in a prompt."""
         self.require_alive()
         return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
-        """Stop after the current step, and wait up to `seconds` for the thread to end; without limit if None."""
+        """Stop after the current step, and wait up to `seconds` (None: without limit) for the thread to end."""
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
 
     def join(self) -> None:
-        """Wait until the thread has ended, which on other ranks is when rank 0 stops."""
+        """Wait until the thread has ended. On other ranks, this is when rank 0 stops."""
         self._thread.join()
 
-    # These methods run in the engine's thread.
+    # The engine's thread calls these methods.
 
     def _run(self) -> None:
-        """Load the model, tell the thread that waits in `__init__`, and answer requests until `stop`."""
+        """Load the model, notify `__init__`, and answer requests until `stop`."""
         try:
             self.loaded = self._load()
             self._set_up()
@@ -193,7 +193,7 @@ class Engine:
         self.batch.generator.close()
 
     def _set_up(self) -> None:
-        """Make what depends on the model."""
+        """Create the objects that depend on the model."""
         self._checkpoints = Checkpoints(self.prefixes, self.loaded, self.options)
         self._admission = Admission(
             self._limits, self.loaded.model, self.options, self.prefixes, self.metrics
@@ -211,7 +211,7 @@ class Engine:
         self.prefixes.files = self._open_files(self.loaded)
 
     def _round(self) -> None:
-        """Wait until there is a request, start the requests that may start, and run a step of the batch."""
+        """Wait for a request, start requests that may start, and run a step of the batch."""
         if not (self.batch.running or self._waiting):
             self._wait()
         while (request := self._exchange_and_take_next()) is not None:
@@ -228,8 +228,7 @@ class Engine:
     def _wait(self) -> None:
         """Wait for a new request, or for `stop`.
 
-        On several Macs, wait a short time: a rank that waits for the others in a collective operation keeps a CPU core
-        busy.
+        With several Macs, wait only briefly, because a rank that waits in a collective operation keeps a CPU core busy.
         """
         if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
@@ -240,19 +239,19 @@ class Engine:
     def _exchange_and_take_next(self) -> EngineRequest | None:
         """Share rank 0's news with all ranks, and take the next request from the queue.
 
-        Returns: None if no request may start yet.
+        Returns: the request, or None if none may start yet.
         """
         news = from_first(self._collect_news)
         self._cancelled = news.cancelled
         self._ended = news.ends
-        if rank() != 0:  # rank 0 has done this before it knew whether the next request may start
+        if rank() != 0:  # rank 0 did this before it decided whether the next request may start
             for request in news.accepted:
                 self._prepare(request)
             self._waiting.extend(news.accepted)
         return self._waiting.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
-        """Accept new requests, note which are cancelled, and make room for the next one; only rank 0 does this."""
+        """Accept new requests, note cancelled ones, and make room for the next one. Only rank 0 does this."""
         accepted = list(self._accept_new())
         self._waiting.extend(accepted)
         unfinished = [*self.batch.running.values(), *self._waiting]
@@ -264,7 +263,7 @@ class Engine:
         )
 
     def _accept_new(self) -> Iterator[EngineRequest]:
-        """Yield submitted requests that can be answered; send an error to the clients of the others."""
+        """Yield submitted requests that can be answered, and send errors for the others."""
         while not self._new.empty():
             request = self._new.get()
             try:
@@ -279,7 +278,7 @@ class Engine:
                 yield request
 
     def _prepare(self, request: EngineRequest) -> None:
-        """Set the request's `completion_request`. Raises: SnapKVError: the answer's form can't be forced."""
+        """Set `completion_request` of a request. Raises: SnapKVError: its response format is not supported."""
         prepared = completion_request(
             request.body,
             self.loaded.tokenizer,
@@ -291,18 +290,18 @@ class Engine:
         request.completion_request = self._admission.bounded(request.body, prepared)
 
     def _admit_next(self) -> bool:
-        """Return whether the first waiting request may start, after making room for it in memory."""
+        """Return whether the first waiting request may start, and make room for it in memory."""
         if not self._waiting:
             return False
         request = self._waiting[0]
         if request.number in self._cancelled:
-            return True  # so that it leaves the queue
+            return True  # so that the request leaves the queue
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes
         return self._admission.admit(request, running, kv_bytes)
 
     def _pause(self, done: int, total: int) -> None:
-        """Interrupt a chunk that is being read if the server stops, whatever its progress.
+        """Interrupt a chunk that is being read if the server stops. Progress is ignored.
 
         Raises: ApiError: the server is shutting down.
         """
@@ -310,10 +309,10 @@ class Engine:
             self.require_alive()
 
     def _fail_all(self, error: Exception) -> None:
-        """End all running requests after a failed step, and make a new batch; on several Macs, end this process."""
+        """End all running requests after a failed step, and make a new batch. With several Macs, end this process."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
-            # The other ranks wait inside the model for this one. `_exit` flushes nothing, so this writes to stderr.
+            # The other ranks wait for this one inside the model. `_exit` flushes nothing, so write to stderr directly.
             os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)
         for request in self.batch.running.values():

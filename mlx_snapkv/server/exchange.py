@@ -1,4 +1,4 @@
-"""Answering an HTTP request: its checked bodies go to the engine, and the engine's events become the response."""
+"""Answer an HTTP request: pass its checked bodies to the engine, and turn the engine's events into a response."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from .api_error import ApiError, as_api_error
 from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
-KEEP_ALIVE_SECONDS = 5.0  # seconds without an event after which the client gets a keep-alive
-POLL_SECONDS = 0.5  # seconds between two checks whether client and engine are still there
+KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before a keep-alive is sent
+POLL_SECONDS = 0.5  # seconds between checks whether client and engine are still there
 
 
 async def respond(
@@ -26,13 +26,13 @@ async def respond(
     chats: Sequence[Body],
     new_formatter: Callable[[str], ResponseFormatter],
 ) -> Response:
-    """Return the response to a request, as JSON or, if the body has `stream`, as server-sent events.
+    """Return the response to a request: JSON or, if the body has `stream`, server-sent events.
 
     Args:
-        request: the HTTP request; its application's state has the engine.
+        request: the HTTP request; the state of its application has the engine.
         body: the client's body.
-        chats: a completion's body for each answer.
-        new_formatter: makes the formatter, given the name of the model.
+        chats: the body of a completion for each answer.
+        new_formatter: makes the formatter for a model's name.
 
     Raises: ApiError: a request failed before anything was sent.
     """
@@ -47,14 +47,16 @@ async def respond(
         state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    first_chunks: list[bytes] = []  # encoded here: text that can't be encoded is a client error
+    first_chunks: list[
+        bytes
+    ] = []  # encoded here, because text that can't be encoded is a mistake of the client
     n_accepted = 0
     async for index, event in events:
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
-        # Until a stream begins, an error can still have an HTTP status of its own. It begins once all requests have
-        # started, or all are accepted and some have to wait.
+        # Until the stream starts, an error can still have its own HTTP status. It starts when all requests have
+        # started, or when all are accepted and some have to wait.
         all_started = len(formatter.started) == len(chats)
         some_wait = event is None and n_accepted == len(chats)
         if body.stream and (all_started or some_wait):
@@ -67,7 +69,7 @@ async def respond(
 async def _events(
     request: Request, bodies: Sequence[Body]
 ) -> AsyncIterator[tuple[int, Event | None]]:
-    """Submit the bodies to the engine, and yield the index of an answer and its next event, until all are finished.
+    """Submit the bodies to the engine, and yield (index of an answer, event) until all answers are finished.
 
     The event is None if there was none for a while. Unfinished requests are cancelled at the end.
 
@@ -111,9 +113,9 @@ async def _events(
 
 
 async def _require_ongoing(request: Request, seconds: float) -> None:
-    """Raise an error if a request, received `seconds` ago, must not be answered any more.
+    """Check that a request that arrived `seconds` ago should still be answered.
 
-    Raises: ClientDisconnect: the client has left; ApiError: its time is over, or the server is shutting down.
+    Raises: ClientDisconnect: the client has left; ApiError: time is up, or the server is shutting down.
     """
     request.app.state.engine.require_alive()
     if await request.is_disconnected():
@@ -133,10 +135,10 @@ async def _stream(
     """Yield server-sent events until all answers are complete.
 
     Args:
-        first_chunks: events from before the stream began.
-        events: the engine's later events.
+        first_chunks: encoded events from before the stream started.
+        events: later events of the engine.
         formatter: formats the events of the answers' API.
-        request_id: the id of the HTTP request, which an error names.
+        request_id: id of the HTTP request, for error sentences.
     """
     yield b"".join(first_chunks)
     last_sent = time.monotonic()

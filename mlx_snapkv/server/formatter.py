@@ -1,4 +1,4 @@
-"""Formatting answers for an API: as one response body, or as server-sent events."""
+"""Format answers for an API, either as one response body or as server-sent events."""
 
 import json
 import uuid
@@ -13,7 +13,7 @@ from .requests import Event, Finished, PromptProgress, Started
 
 
 def server_sent_event(data: Any, name: str | None = None) -> str:
-    """Return one server-sent event with `data` as JSON."""
+    """Format `data` as JSON in a server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
@@ -22,27 +22,27 @@ class ResponseFormatter(ABC):
     """Formats the answers to one HTTP request from the engine's events.
 
     Attributes:
-        started: the `Started` events, by the index of their answer.
-        finished: the `Finished` events, by the index of their answer.
+        started: the `Started` events, by index of the answer.
+        finished: the `Finished` events, by index of the answer.
     """
 
     def __init__(self) -> None:
-        """Start before the first event of any answer."""
+        """Start without events."""
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
     def handle(self, index: int, event: Event | None) -> Iterator[str]:
-        """Note an event of an answer, and yield its server-sent events.
+        """Store an event of an answer, and yield its server-sent events.
 
         Args:
             index: number of the answer.
-            event: None if there was no event for a while.
+            event: the event; None if there was none for a while.
         """
         if isinstance(event, Started):
             self.started[index] = event
         elif isinstance(event, Finished):
             self.finished[index] = event
-        # The keep-alive events of some APIs may come only after the API's first event; a comment may always come.
+        # Some APIs forbid keep-alive events before the first event. A comment may be sent at any time.
         if event is None and not self.started:
             yield ": waiting\n\n"
         else:
@@ -50,30 +50,30 @@ class ResponseFormatter(ABC):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """Return the response's field about ignored parts of the request; empty without such parts."""
+        """Return the response's field about ignored fields of the request, or an empty dict."""
         sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property
     def n_generated(self) -> int:
-        """Return the number of tokens of all answers."""
+        """Return the total number of tokens of all answers."""
         return sum(end.answer.n_tokens for end in self.finished.values())
 
     @abstractmethod
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield the server-sent events for an engine's event; see `handle`."""
+        """Yield the server-sent events for an event of the engine; see `handle`."""
 
     @abstractmethod
     def end(self) -> Iterator[str]:
-        """Yield the last server-sent events, after all answers are complete."""
+        """Yield the last server-sent events, when all answers are complete."""
 
     @abstractmethod
     def response_body(self) -> dict[str, Any]:
-        """Return the response's body, after all answers are complete."""
+        """Return the response's body, when all answers are complete."""
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """Return the body of a failed request, in OpenAI's form."""
+        """Return the body of an error response in OpenAI's format."""
         return {
             "error": {
                 "message": error.detail,
@@ -93,10 +93,10 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """A part of an answer in Anthropic's messages and OpenAI's responses; it starts with the first letter.
+    """A part of an answer in Anthropic's messages and OpenAI's responses. It starts with the first visible character.
 
     Attributes:
-        call: the tool call, in OpenAI's form; None for other kinds.
+        call: the tool call in OpenAI's format; None for other kinds.
         text: reasoning, text, or the arguments of the call.
         index: number of the block in the answer; None while its text is only white space.
     """
@@ -109,7 +109,7 @@ class Block:
 
 
 class BlockFormatter(ResponseFormatter):
-    """Formats one answer as a list of blocks, and streams the start, the changes and the end of each block."""
+    """Formats one answer as a list of blocks, and streams the start, changes and end of each block."""
 
     def __init__(self) -> None:
         """Start without blocks."""
@@ -120,7 +120,7 @@ class BlockFormatter(ResponseFormatter):
     @property
     @abstractmethod
     def keep_alive(self) -> str:
-        """Return a server-sent event that only shows that the connection is alive."""
+        """Return a server-sent event that keeps the connection alive."""
 
     @abstractmethod
     def begin(self) -> Iterator[str]:
@@ -132,20 +132,20 @@ class BlockFormatter(ResponseFormatter):
 
     @abstractmethod
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield the server-sent events for `text`, which was added to a block."""
+        """Yield the server-sent events for `text` that was added to a block."""
 
     @abstractmethod
     def block_stop(self, block: Block) -> Iterator[str]:
         """Yield the server-sent events for a complete block."""
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield the server-sent events for an engine's event."""
+        """Yield the server-sent events for an event of the engine."""
         if isinstance(event, Started):
             yield from self.begin()
         elif event is None or isinstance(event, PromptProgress):
             yield self.keep_alive
         elif isinstance(event, Reply):
-            for call in event.calls:  # each is a block of its own, and comes complete
+            for call in event.calls:  # each call is a complete block
                 yield from self._close()
                 yield from self._add("call", call["function"]["arguments"], call)
                 yield from self._close()
@@ -157,7 +157,7 @@ class BlockFormatter(ResponseFormatter):
     def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
         """Add text to the open block, or to a new block if the open one is of another kind.
 
-        A block is sent from its first letter on, together with the white space before this letter.
+        A block is sent when it has a visible character, together with the white space before it.
         """
         if not text:
             return
@@ -179,7 +179,7 @@ class BlockFormatter(ResponseFormatter):
         yield from self.block_delta(block, text)
 
     def _close(self) -> Iterator[str]:
-        """Close the open block; one with only white space is dropped."""
+        """Close the open block. If it has only white space, drop it."""
         block = self._open
         self._open = None
         if block is not None and block.index is not None:

@@ -1,4 +1,4 @@
-"""`/v1/models`: the model that is served, in fields that OpenAI's and Anthropic's clients read."""
+"""`/v1/models`: the served model, with the fields that clients of OpenAI and Anthropic read."""
 
 from datetime import datetime, timezone
 from typing import Any
@@ -10,7 +10,7 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """List the model that is served, under each of its names."""
+    """List the served model, once for each of its names."""
     names = request.app.state.engine.loaded.names
     data = [_model(name, request) for name in names]
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -19,12 +19,12 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """Describe the model that is served; any name is accepted."""
+    """Describe the served model. Any name is accepted."""
     return _model(name, request)
 
 
 def _model(name: str, request: Request) -> dict[str, Any]:
-    """Return the fields of the model under a name; the context length is null if it is not known."""
+    """Return the fields of the model under a name. The context length is null if unknown."""
     created: int = request.app.state.created
     context = request.app.state.engine.context
     return {
@@ -38,7 +38,7 @@ def _model(name: str, request: Request) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": context,
-        # What other servers call it.
+        # used by other servers
         "context_length": context,
         "max_model_len": context,
     }

@@ -1,4 +1,4 @@
-"""A prefix: tokens that were read before, and the caches from which later prompts continue."""
+"""A prefix: tokens that were read before, and the caches from which later prompts can continue."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of the other mu
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that were read before, with their caches or the file of these caches.
+    """Tokens that were read before, with their caches or a file of these caches.
 
     Attributes:
         ids: token ids, `(n,)`, uint32.
         is_trimmable: whether the caches can be trimmed to any number of tokens.
-        caches: one cache per layer; empty while they are only in the file.
+        caches: one cache per layer; empty if they are only in the file.
         path: file of the caches; unused if they are only in memory.
     """
 
@@ -28,16 +28,16 @@ class Prefix:
     path: Path = Path()
 
     def n_shared(self, ids: np.ndarray) -> int:
-        """Return the number of tokens with which both the prefix and `ids` begin."""
+        """Return the number of first tokens that the prefix shares with `ids`."""
         n = min(len(ids), len(self.ids))
         is_same = ids[:n] == self.ids[:n]
-        # `argmin` finds the first False; the appended one is for the case that all `n` are the same.
+        # `argmin` returns the first False. The appended one covers the case that all `n` are equal.
         return int(np.argmin(np.append(is_same, False)))
 
     def n_usable(self, ids: np.ndarray) -> int:
-        """Return how many tokens of the prompt `ids` need not be read, because the caches can be trimmed to them.
+        """Return how many tokens of the prompt `ids` need not be read, because caches can be trimmed to them.
 
-        Caches that can't be trimmed serve only prompts that begin with all of the prefix.
+        Caches that can't be trimmed only serve prompts that start with the whole prefix.
         """
         n = self.n_shared(ids)
         return n if self.is_trimmable or n == len(self.ids) else 0
@@ -50,7 +50,7 @@ class Prefix:
 
 
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
-    """Return the number of tokens of the prompt `ids` that the best prefix serves, and this prefix.
+    """Return the prefix that serves the most tokens of the prompt `ids`, after the number of these tokens.
 
     Returns: `(0, None)` if no prefix fits.
     """

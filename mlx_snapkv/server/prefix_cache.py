@@ -1,4 +1,4 @@
-"""The caches of earlier prompts, from which later prompts that begin with the same tokens continue."""
+"""The prefix cache: caches of earlier prompts, from which prompts that start with the same tokens continue."""
 
 import copy
 import math
@@ -16,14 +16,14 @@ from .prefix_files import PrefixFiles
 
 
 class PrefixCache:
-    """Caches of prefixes in memory, the oldest first, and in the files of a folder.
+    """Caches of prefixes in memory, oldest first, and in the files of a folder.
 
-    Full caches serve every prompt that begins with the same tokens. A compressed cache serves only prompts that begin
-    with all of its tokens. If many prompts ask about the same document, the newest one stays when the limit is reached.
+    A full cache serves every prompt that starts with the same tokens. A compressed cache only serves prompts that start
+    with all of its tokens. If many prompts ask about one document, the newest stays when the limit is reached.
 
     Attributes:
-        max_bytes: limit for the caches, in memory and in temporary files. An array that two caches share counts twice.
-        files: prefixes in a folder; None if prefixes do not outlive the server.
+        max_bytes: limit for caches in memory and in temporary files. An array shared by two caches counts twice.
+        files: prefixes in a folder; None if prefixes are not kept on disk.
         nbytes: bytes of the caches in memory.
         file_nbytes: bytes of the caches in temporary files.
     """
@@ -32,7 +32,7 @@ class PrefixCache:
     nbytes = file_nbytes = 0
 
     def __init__(self, max_bytes: int):
-        """Start empty."""
+        """Start without prefixes."""
         self.max_bytes = max_bytes
         self._prefixes: list[Prefix] = []
 
@@ -43,12 +43,12 @@ class PrefixCache:
     def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
         """Return a copy of the caches that serve the most tokens of a prompt, and the number of these tokens.
 
-        Caches that were only in a file are also kept in memory from then on.
+        Caches that were only in a file are then kept in memory, too.
 
         Args:
-            tokens: the prompt.
+            tokens: token ids of the prompt.
             n_last: number of last tokens that the request must read itself.
-            exact: leave out entries that were computed with sparse attention.
+            exact: whether to omit entries that sparse attention computed.
 
         Returns: `(None, 0)` if no prefix fits.
         """
@@ -60,11 +60,11 @@ class PrefixCache:
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
-            if caches_in_file is None:  # the file can't be used, and `read` has dropped it
+            if caches_in_file is None:  # `read` has dropped the unusable file
                 return self.fetch(tokens, n_last, exact)
             caches = caches_in_file
             self._insert(prefix.ids, caches)
-        # Entries from this position on depend on what sparse attention has chosen.
+        # Later entries depend on what sparse attention has chosen.
         n_exact = first_sparse(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             if n_exact == 0 or not prefix.is_trimmable:
@@ -75,7 +75,7 @@ class PrefixCache:
         return copied, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
-        """Keep the caches that have read `tokens`; log a warning if they alone exceed the limit."""
+        """Keep caches that have read `tokens`. Log a warning if they alone exceed the limit."""
         if not tokens:
             return
         is_kept = self._insert(as_ids(tokens), caches)
@@ -86,7 +86,7 @@ class PrefixCache:
             log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
     def _insert(self, ids: np.ndarray, caches: list) -> bool:
-        """Keep caches, drop the caches that they can replace, and evict prefixes until all fit the limit.
+        """Keep caches, drop prefixes that they can replace, and evict others until all fit the limit.
 
         Returns: False if the caches alone exceed the limit; then nothing changes.
         """
@@ -101,7 +101,7 @@ class PrefixCache:
         return True
 
     def trim_to(self, *, n_sequences: float = math.inf, n_bytes: float = math.inf) -> None:
-        """Evict prefixes until these limits hold: first a prefix that another one covers, then the oldest."""
+        """Evict prefixes until these limits hold: first prefixes that another one covers, then the oldest."""
         while self._prefixes and (len(self) > n_sequences or self.nbytes > n_bytes):
             evicted = next(filter(self._is_covered, self._prefixes), self._prefixes[0])
             self._set_prefixes([p for p in self._prefixes if p is not evicted])
@@ -110,7 +110,7 @@ class PrefixCache:
         return any(other.covers(prefix) for other in self._prefixes if other is not prefix)
 
     def drop(self, path: Path) -> None:
-        """Stop using caches whose entries are in the damaged file `path`, in memory and in `files`."""
+        """Drop caches whose entries are in the damaged file `path`, in memory and in `files`."""
 
         def reads_path(prefix: Prefix) -> bool:
             return any(cache.store.reads(path) for cache in books(prefix.caches))
@@ -120,7 +120,7 @@ class PrefixCache:
             self.files.drop(path)
 
     def _set_prefixes(self, prefixes: list[Prefix]) -> None:
-        """Replace the list of prefixes, and count their bytes again."""
+        """Replace the list of prefixes, and update their bytes."""
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)

@@ -1,4 +1,4 @@
-"""Prefixes in the files of a folder, which outlive the server."""
+"""Prefixes in the files of a folder, which remain when the server ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .. import saved
 from ..errors import SnapKVError
 from ..saved import book, sealed
 from ..saved.files import fingerprint, notes_and_tokens
-from ..sparse.prompt_caches import saved_forms
+from ..sparse.prompt_caches import caches_to_save
 from .log import log
 from .prefix import Prefix, as_ids, longest_prefix
 
-NAME_DIGITS = 32  # hexadecimal digits of a file's name, without its suffix
+NAME_DIGITS = 32  # hexadecimal digits in the name of a file, without its suffix
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED = 3600  # seconds after the last write until an unfinished file is removed
+ABANDONED = 3600  # unfinished files are removed this many seconds after the last write
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -36,19 +36,19 @@ def _digest(text: str) -> str:
 
 
 class PrefixFiles:
-    """Prefixes in the files of a folder that only its owner can read.
+    """Prefixes in the files of a folder, which only its owner can read.
 
     The oldest files are removed when all files together exceed a limit.
 
     Args:
-        folder: created if it does not exist.
+        folder: the folder, which is created if it does not exist.
         max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
-        model: the model that is served.
-        setting: what entries depend on besides the model: tokenizer, policy, store. Only files with the same setting
-            and model are used.
+        model: the served model.
+        setting: everything except the model that entries depend on: tokenizer, policy, store. Files of other settings
+            or models are ignored.
 
     Attributes:
-        prefixes: the prefixes that requests can use, without their caches.
+        prefixes: the prefixes that requests can use, without caches.
 
     Raises: SnapKVError: the folder can't be created or read.
     """
@@ -74,7 +74,7 @@ class PrefixFiles:
         book.remove_unfinished(folder, time.time() - ABANDONED)
 
     def _prefix_in(self, path: Path) -> Prefix | None:
-        """Return the prefix in a file, without its caches; None if it is of another setting, or damaged."""
+        """Return the prefix in a file, without caches; None if it is damaged or has another setting."""
         try:
             notes, tokens = notes_and_tokens(sealed.metadata(path))
         except SnapKVError as error:
@@ -87,14 +87,14 @@ class PrefixFiles:
     def read(self, prefix: Prefix) -> list | None:
         """Return the caches in a prefix's file.
 
-        If they can't be used, log a warning, forget the prefix, and return None.
+        If the file can't be used, log a warning, drop the prefix, and return None.
         """
         path = prefix.path
         try:
             prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
             if prompt.tokens != prefix.ids.tolist() or prompt.notes.get("setting") != self._setting:
                 raise SnapKVError(f"{path} now holds another prompt")
-            os.utime(path)  # the least recently used files are removed first
+            os.utime(path)  # least recently used files are removed first
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.prefixes.remove(prefix)
@@ -102,7 +102,7 @@ class PrefixFiles:
         return prompt.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Stop using the prefix whose entries are in the damaged file `path`, one file of a book."""
+        """Drop the prefix whose entries are in the damaged file `path`, which may be one file of a book."""
         self.prefixes = [
             prefix
             for prefix in self.prefixes
@@ -110,11 +110,11 @@ class PrefixFiles:
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Write caches to a file, unless another file covers them, and remove the files that it covers.
+        """Write caches to a file, unless another file covers them. Remove files that the new one covers.
 
-        A failure is logged as a warning.
+        Failures are logged as warnings.
         """
-        caches = saved_forms(self._model, caches)
+        caches = caches_to_save(self._model, caches)
         name = _digest(json.dumps([tokens, self._setting]))
         path = self._folder / f"{name}.safetensors"
         new = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)
@@ -142,13 +142,13 @@ class PrefixFiles:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the oldest prefixes in the folder until the rest fits the limit; the newest one always stays."""
+        """Remove the oldest prefixes in the folder until the others fit the limit. The newest always stays."""
         files = []
         for path in self._folder.glob(FILE_PATTERN):
-            with contextlib.suppress(OSError):  # another server has just removed it
+            with contextlib.suppress(OSError):  # another server may have removed it
                 n_bytes = sum(part.stat().st_size for part in book.files_of(path))
                 files.append((path.stat().st_mtime_ns, path, n_bytes))
-        files.sort(reverse=True)  # the newest first
+        files.sort(reverse=True)  # newest first
         total_bytes = 0
         for number, (_, path, n_bytes) in enumerate(files):
             total_bytes += n_bytes
@@ -156,7 +156,7 @@ class PrefixFiles:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a prefix and its files; log a warning if they can't be removed."""
+        """Remove a prefix and its files. Log a warning if that fails."""
         self.prefixes = [prefix for prefix in self.prefixes if prefix.path != path]
         try:
             book.remove(path)
@@ -165,7 +165,7 @@ class PrefixFiles:
 
 
 def _restrict_to_owner(path: Path) -> None:
-    """Let only the owner read a saved prompt: its file, and the folder of its entries if there is one."""
+    """Make a saved prompt readable by its owner only, including the folder of its entries if there is one."""
     files = book.files_of(path)
     _, *entry_files = files
     if entry_files:

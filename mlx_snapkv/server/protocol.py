@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol: errors as JSON, and clients that shut down their sending side before the answer."""
+"""uvicorn's HTTP protocol, with errors as JSON, and support for clients that shut down their sending side early."""
 
 import asyncio
 import json
@@ -10,25 +10,25 @@ from .api_error import ApiError
 from .formatter import ResponseFormatter
 
 RESPONSE_START = b"HTTP/1.1 "  # the first bytes of every response
-PROBE_SECONDS = 0.25  # seconds between the first two probes; each later interval is twice as long
+PROBE_SECONDS = 0.25  # seconds between the first two probes; later intervals double
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol with two additions.
+    """uvicorn's HTTP protocol with two changes.
 
-    A request that is not valid HTTP gets an error in OpenAI's form. A client that shuts down its sending side after its
-    request gets its answer.
+    Invalid HTTP requests get an error in OpenAI's format. Clients that shut down their sending side after a request get
+    their answer.
     """
 
     def send_400_response(self, msg: str) -> None:
-        """Send the error and close the connection."""
+        """Send the error, and close the connection."""
         body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the connection stays open: the client's request is complete, and waits for its response."""
+        """Return whether the connection stays open, because a complete request waits for its response."""
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
@@ -42,28 +42,28 @@ class Protocol(H11Protocol):
 class ProbingTransport:
     """A transport that finds out whether a client has left, or has only shut down its sending side.
 
-    Both look alike until the server writes. So single bytes of the response's start are written before the response:
-    the second one fails if the client has left, and asyncio then closes the connection.
+    Both look the same until the server writes. So the response's first bytes are written one by one before the
+    response: the second write fails if the client has left, and asyncio then closes the connection.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
-        """Write the first byte at once."""
+        """Write the first byte."""
         self._transport = transport
         self._loop = loop
-        self._n_sent = 0  # bytes of RESPONSE_START
+        self._n_sent = 0  # number of bytes of RESPONSE_START
         self._seconds = PROBE_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write the response without the bytes that were sent before; the first data has the whole start."""
+        """Write the response without the bytes that were sent before. The first data contains the whole start."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])
         self._n_sent = 0
 
     def _probe(self) -> None:
-        """Write the next byte, and do so again after a while. The last byte is left to the response."""
+        """Write the next byte, and schedule another. The last byte is left to the response."""
         if self._n_sent + 1 == len(RESPONSE_START) or self._transport.is_closing():
             return
         self._transport.write(RESPONSE_START[self._n_sent : self._n_sent + 1])
@@ -72,5 +72,5 @@ class ProbingTransport:
         self._seconds *= 2
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the transport itself."""
+        """Return any other attribute of the wrapped transport."""
         return getattr(self._transport, name)

@@ -1,4 +1,4 @@
-"""The served model, the requests that the engine answers, and the events that it sends to their HTTP handlers."""
+"""The served model, requests for the engine, and events that the engine sends to HTTP handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .api_error import as_api_error
 
 
 class Loaded(NamedTuple):
-    """The model that is served; `names` are the names that clients see, first the one by which it was loaded."""
+    """The served model. Clients see the `names`, of which the first is the name by which it was loaded."""
 
     model: Any
     tokenizer: Any
@@ -37,11 +37,11 @@ class Accepted(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Event: the prompt is about to be read.
+    """Event: the prompt will now be read.
 
     Attributes:
         n_prompt: number of prompt tokens.
-        n_cached: number of these tokens that an earlier request has read.
+        n_cached: number of these tokens that an earlier request read.
         warnings: sentences about fields of the request that are ignored.
     """
 
@@ -58,7 +58,7 @@ class PromptProgress(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token as text and as bytes, and its log-probability."""
+    """A token as text and bytes, and its log-probability."""
 
     token: str
     logprob: float
@@ -66,14 +66,14 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Event: a token of the answer, and the likeliest tokens in its place, best first."""
+    """Event: a token of the answer, and the most likely tokens in its place, best first."""
 
     sampled: Logprob
     top: list[Logprob]
 
     @classmethod
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """Make the event of mlx-lm's response for one token, with the `n_top` likeliest tokens that are possible."""
+        """Make the event for a response of mlx-lm, with the `n_top` most likely tokens that are allowed."""
         logprobs = response.logprobs
         top_ids: list[int] = []
         if n_top:
@@ -89,7 +89,7 @@ class TokenLogprob(NamedTuple):
             )
 
         top = [logprob(token_id) for token_id in top_ids]
-        # A constraint gives the tokens that it forbids a log-probability of -inf.
+        # A constraint sets the log-probability of forbidden tokens to -inf.
         possible = [each for each in top if each.logprob > -math.inf]
         return cls(sampled=logprob(response.token), top=possible)
 
@@ -106,22 +106,22 @@ Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A request on its way through the engine.
+    """A request in the engine.
 
     Attributes:
-        put: sends an event to the HTTP handler that waits for the answer, from any thread; does nothing on ranks
-            other than 0.
-        http_id: the id of the HTTP request, which a server's error names.
+        put: sends an event to the HTTP handler that waits for the answer, from any thread; does nothing on ranks other
+            than 0.
+        http_id: id of the HTTP request, for error sentences.
         number: identifies the request on all ranks.
-        since: time at which it came, by `time.perf_counter`.
+        since: time of arrival, by `time.perf_counter`.
         cancelled: whether the client has left, or has its answer.
-        prompt: the body's prompt as tokens; None until it has been tokenised.
+        prompt: token ids of the prompt; None before it has been tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
-        need: memory that its caches will take; None without a limit.
-        checkpoints: numbers of prompt tokens after which copies of its caches are kept for other prompts.
+        need: memory that the request's caches will need; None without a limit.
+        checkpoints: numbers of prompt tokens after which copies of the caches are kept for other prompts.
         answer: None until the request starts.
-        report: what was compressed; None until the prompt has been read.
-        kept_prefix: tokens and caches of this request that the prefix cache keeps; None until then.
+        report: report of the compression; None before the prompt has been read.
+        kept_prefix: tokens and caches of this request in the prefix cache; None before.
     """
 
     body: Body
@@ -140,11 +140,11 @@ class EngineRequest:
     kept_prefix: tuple[list[int], list[Any]] | None = None
 
     def fail(self, error: Exception) -> None:
-        """Send the error that ended this request, in the form that the client gets."""
+        """Send the error that ended this request to the client."""
         self.put(as_api_error(error, self.http_id))
 
     def __reduce__(self) -> tuple:
-        """Pickle what another rank needs to prepare the same request."""
+        """Pickle the fields from which another rank prepares the same request."""
         names = ("body", "http_id", "seed", "number", "prompt", "checkpoints")
         fields = {name: getattr(self, name) for name in names}
         return partial(EngineRequest, **fields), ()

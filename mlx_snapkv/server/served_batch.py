@@ -1,4 +1,4 @@
-"""The batch of requests that are read and answered together."""
+"""The batch of requests that are answered together."""
 
 import time
 from collections.abc import Callable, Collection
@@ -19,18 +19,18 @@ from .requests import EngineRequest, Finished, Loaded, PromptProgress, Started, 
 
 
 class ServedBatch:
-    """A `CompressedBatchGenerator`, the requests that it answers, and the events and checkpoints of these requests.
+    """A `CompressedBatchGenerator` with the requests that it answers, their events, and their checkpoints.
 
     Args:
-        loaded: the model that is served.
+        loaded: the served model.
         options: keywords of the generator.
-        max_requests: number of requests that decode together at most.
-        checkpoints: put the caches of requests into the prefix cache.
-        metrics: counts tokens, and the time to the first token.
+        max_requests: maximum number of requests that decode together.
+        checkpoints: stores caches of requests in the prefix cache.
+        metrics: counts tokens, and measures the time to the first token.
         on_pause: see `CompressedBatchGenerator`.
 
     Attributes:
-        running: requests by the generator's number (`uid`).
+        running: requests by their number in the generator (`uid`).
         generator: the `CompressedBatchGenerator`.
     """
 
@@ -43,7 +43,7 @@ class ServedBatch:
         metrics: Metrics,
         on_pause: Callable[[int, int], None],
     ):
-        """Make the generator; there are no requests yet."""
+        """Create the generator."""
         self._loaded = loaded
         self._checkpoints = checkpoints
         self._metrics = metrics
@@ -64,13 +64,13 @@ class ServedBatch:
         self._checkpoints.insert_prompt(self.running[uid], tokens, caches)
 
     def start(self, request: EngineRequest) -> None:
-        """Add a request to the batch; an error in it goes to its client."""
+        """Add a request to the batch. If that fails, send the error to its client."""
         completion_request = request.completion_request
         prompt = completion_request.prompt
         sampler = completion_request.sampler
         full_cache = bool(request.body.full_cache)
         caches, n_cached = self._fetch_prefix(prompt, full_cache)
-        # The generator reports the end of each segment, where a checkpoint copies the caches.
+        # The generator reports the end of each segment, where checkpoints copy the caches.
         checkpoints = [n for n in request.checkpoints if n > n_cached]
         bounds = [n_cached, *checkpoints, len(prompt)]
         segments = [prompt[start:end] for start, end in pairwise(bounds)]
@@ -106,7 +106,7 @@ class ServedBatch:
         return caches, n_cached
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Remove the requests of these numbers, which were cancelled; keep what they have read for a retry."""
+        """Remove cancelled requests. What they have read may be kept for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
             request = self.running[uid]
@@ -153,7 +153,7 @@ class ServedBatch:
         request.put(PromptProgress(n_read, n_prompt))
 
     def _handle_token(self, response: Any) -> EngineRequest | None:
-        """Send a token, and the end of the answer if it is the last one; return the request if it must start again.
+        """Send a token and, after the last one, the end of the answer. Return the request if it must start again.
 
         Args:
             response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
@@ -178,14 +178,16 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
         """Send the end of an answer, keep its caches, and remove the request."""
-        if response.finish_reason is None:  # a stop text ended the answer, not mlx-lm
+        if (
+            response.finish_reason is None
+        ):  # a stop text has ended the answer, but mlx-lm would continue
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
         report = request.report
         if report is not None:
-            if not report.compressed:  # nothing has measured these caches
+            if not report.compressed:  # these caches have not been measured
                 report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
             n_prompt = len(request.completion_request.prompt)
             for warning in report.warnings:
@@ -197,7 +199,7 @@ class ServedBatch:
     def _handle_failure(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send an error to the client, or return the request to start again if only its cached prefix is damaged.
 
-        A damaged prefix is not used again. A request whose answer has begun does not start again.
+        A damaged prefix is not used again. A request whose answer has started does not start again.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

@@ -1,1 +1,1 @@
-"""Sparse attention: all entries stay, and chunks of the prompt and tokens of the answer read few of them."""
+"""Sparse attention: the cache keeps all entries, and each prompt chunk or answer token reads only a few of them."""

@@ -1,4 +1,4 @@
-"""The base of caches that compute the attention of their newest tokens themselves."""
+"""The base class of sparse caches, which compute the attention of their newest tokens themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..entries.queries import Captured
 
 
 class AttendingCache(LayerCache):
-    """A cache whose newest tokens choose the entries that they read, by their own queries.
+    """A cache that selects, by the queries of its newest tokens, which entries these tokens read.
 
     An attention module appends the tokens' entries by `update_and_fetch`. mlx-lm's attention function, patched by
     `models/patch.py`, then calls `attend`.
@@ -27,12 +27,12 @@ class AttendingCache(LayerCache):
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the keys and values that the newest tokens read, and the bias of the means that come first, if any.
+        """Return the keys and values that the newest tokens read, and a bias for the cluster means among them.
 
         Args:
-            captured: the queries of the newest tokens, whose entries are stored already.
-            keys: the keys that `update_and_fetch` has returned.
-            values: the values that `update_and_fetch` has returned.
+            captured: the queries of the newest tokens; the cache already holds the entries of these tokens.
+            keys: the keys that `update_and_fetch` returned.
+            values: the values that `update_and_fetch` returned.
         """
 
     def attend(
@@ -44,12 +44,12 @@ class AttendingCache(LayerCache):
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Return the attention of the newest tokens to the entries that their queries choose together.
+        """Compute the attention of the newest tokens to the entries that `choose` selects for them.
 
         Args:
             queries: queries of the newest tokens, `(B, n_heads, L, head_dim)`.
-            keys: the keys that `update_and_fetch` has returned.
-            values: the values that `update_and_fetch` has returned.
+            keys: the keys that `update_and_fetch` returned.
+            values: the values that `update_and_fetch` returned.
             scale: factor of the logits.
             mask: None or "causal", aligned with the newest token.
             sinks: `(n_heads,)` logits of attention sinks.
@@ -64,21 +64,21 @@ class AttendingCache(LayerCache):
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return mlx-lm's causal mask over the entries that the next `N` tokens read, and their own."""
+        """Return mlx-lm's causal mask for the next `N` tokens over the entries that they read."""
         return create_attention_mask(N, self.n_before_next, return_array, window_size)
 
     def is_trimmable(self) -> bool:
-        """Return False, so that mlx-lm never trims the cache; a turn restores it from a copy."""
+        """Return False: mlx-lm must not trim this cache. Conversations restore a copy instead."""
         return False
 
 
 def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
-    """Return an additive mask `(B, n_heads, L, n)` for `n` entries, of which the first `n_means` are cluster means.
+    """Return an additive mask `(B, n_heads, L, n)` for `n_means` cluster means followed by `n - n_means` entries.
 
     Args:
-        bias: added to the means' logits, `(B, n_heads, L, n_means)`.
-        n: number of entries, means included.
-        mask: mask of the entries after the means: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
+        bias: the bias of the means' logits, `(B, n_heads, L, n_means)`.
+        n: number of means and entries together.
+        mask: mask of the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
     """
     B, H, L, n_means = bias.shape
     if isinstance(mask, str):

@@ -1,4 +1,4 @@
-"""The cache of a sparse answer: every token chooses the entries that it reads."""
+"""The cache from which a sparse answer is decoded: each token chooses the entries that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.contract import keys_of
+from ..caches.contract import keys_property
 from ..entries.entries import Entries
 from ..entries.quantization import n_bytes
 from ..entries.queries import Captured
@@ -16,40 +16,40 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain
 from .token_ranking import Pair, TokenRanking
 
-# Newest entries that every token reads; when there are more, the older half is ranked with the prompt's entries.
+# Every token reads this many newest entries. Beyond that, the older half joins the entries that tokens choose among.
 MAX_RECENT = 512
 
 
 class SparseKVCache(AttendingCache):
-    """A layer's cache while an answer is decoded, whose tokens choose what they read.
+    """The cache of one layer while an answer is decoded with sparse attention.
 
     A token reads the sink, the entries that its own queries rank highest, the window, and the newest entries of the
     answer. It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
     """
 
     is_compressed = True
-    keys = keys_of(attrgetter("ranking.answer"))
+    keys = keys_property(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
-        """Take over a ranking of the prompt's entries; the answer may have begun."""
+        """Start from a ranking of the prompt's entries; part of the answer may have been decoded already."""
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = n_bytes(self.sample)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
-        """Copy the cache; the copy shares the prompt's entries."""
+        """Copy the cache. The copy shares the prompt's entries with the original."""
         other = copy.copy(self)
         other.ranking = copy.deepcopy(self.ranking, memo)
         return other
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        """Return the position of the next token, after prompt and answer."""
+        """Return the position of the next token, counted from the start of the prompt."""
         return self.ranking.n_prompt + self.ranking.answer.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens, and return them for `attend`."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens; return them unchanged for `attend`."""
         if self.ranking.n_read and self.ranking.n_newest > self._most_recent:
             self.ranking.choose_up_to(self.ranking.stop + MAX_RECENT // 2)
         self.ranking.answer.update_and_fetch(keys, values)
@@ -64,7 +64,7 @@ class SparseKVCache(AttendingCache):
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Return the attention of the newest tokens, by the GPU kernels if they can; see `AttendingCache.attend`."""
+        """Compute the attention by the GPU kernels if they can, and otherwise like `AttendingCache.attend`."""
         if why_plain(self.ranking, queries) is None:
             return attend_token(self.ranking, Captured(queries, scale, sinks), self.offset - 1)
         return super().attend(queries, keys, values, scale, mask, sinks)
@@ -72,15 +72,15 @@ class SparseKVCache(AttendingCache):
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the means, the entries chosen and the entries that every token reads, and the means' bias."""
+        """Return the cluster means, the chosen entries and the entries that every token reads, with the means' bias."""
         ranking = self.ranking
         if ranking.n_read == 0:
             return *ranking.read(None), None
-        places = ranking.choose(captured, self.offset - captured.heads.shape[2])
+        positions = ranking.choose(captured, self.offset - captured.queries.shape[2])
         bias = None
         if ranking.residual is not None:
-            bias = ranking.residual.bias(captured.heads, captured.scale, places)
-        return *ranking.read(places), bias
+            bias = ranking.residual.bias(captured.queries, captured.scale, positions)
+        return *ranking.read(positions), bias
 
     @property
     def answer(self) -> Pair:
@@ -89,11 +89,11 @@ class SparseKVCache(AttendingCache):
 
     @property
     def state(self) -> tuple:
-        """Return the buffers of the answer, which mlx-lm evaluates between two steps."""
+        """Return the answer's buffers, which mlx-lm evaluates after each step."""
         return self.ranking.answer.keys, self.ranking.answer.values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries that every token reads, without their positions."""
+        """Return the entries that every token reads. Their positions are not recorded."""
         return Entries(*self.ranking.read(None))
 
     @property
@@ -113,10 +113,10 @@ class SparseKVCache(AttendingCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes that a token reads, the index included."""
+        """Return the bytes of the index and of the entries that one token reads."""
         index = self.ranking.view.index
         return self._entry_nbytes * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
-        """Return False: the prompt has been read."""
+        """Return False, because the prompt has been read."""
         return False

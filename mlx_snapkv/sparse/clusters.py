@@ -1,8 +1,8 @@
-"""Clusters of a layer's entries by similar keys, each with a mean key and a mean value.
+"""Clusters of entries with similar keys. Each cluster has a mean key and a mean value.
 
-Every block of 8,192 entries is clustered by itself with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
-from evenly spaced keys. More rounds, smaller clusters or larger blocks bring an answer no nearer to the full cache's.
-The entries of an answer arrive 256 at a time and form one cluster.
+Each block of 8,192 entries is clustered separately by k-means (Lloyd, 1982, "Least squares quantization in PCM"),
+starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring an answer closer to the
+answer of the full cache. The entries of an answer arrive 256 at a time, and form one cluster.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import mlx.core as mx
 from ..entries.quantization import join, rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Entries per cluster, on average: smaller clusters cost a token more means to read, which leaves it fewer entries to
-# choose (measured by scripts/measure_rest.py).
+# Average number of entries per cluster. With smaller clusters a token reads more means, and therefore fewer entries
+# (measured by scripts/measure_rest.py).
 CLUSTER_SIZE = 256
-CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE  # clusters of a whole block
+CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE  # number of clusters in a whole block
 K_MEANS_ROUNDS = 2  # more rounds take longer and change no answer
 ONE = mx.array(1)
 
@@ -47,7 +47,7 @@ class Clusters(NamedTuple):
         return self.ids.shape[2]
 
     def whole_blocks(self) -> WholeBlocks | None:
-        """Return the clusters of whole blocks, which stay valid when entries are appended, or None."""
+        """Return the clusters of whole blocks, which later entries do not change; None if no block is complete."""
         if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
@@ -55,21 +55,21 @@ class Clusters(NamedTuple):
         return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
-        """Return these clusters and then the clusters of the entries that follow."""
+        """Append the clusters of the entries that come next."""
         return _joined([self, other])
 
-    def sizes(self, places: mx.array) -> mx.array:
-        """Count the entries at uint32 `places` `(B, n_kv_heads, k)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
-        return _sums(self.n, mx.take_along_axis(self.ids, places, axis=-1), ONE)
+    def sizes(self, positions: mx.array) -> mx.array:
+        """Count the entries at uint32 `positions` `(B, n_kv_heads, k)` by cluster: `(B, n_kv_heads, n_clusters)`."""
+        return _sums(self.n, mx.take_along_axis(self.ids, positions, axis=-1), ONE)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """Count the entries `[start, stop)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Count the entries `[start, stop)` in each cluster: int32 `(B, n_kv_heads, n_clusters)`."""
         sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
         mx.async_eval(sizes)
         return sizes
 
     def sizes_where(self, flags: mx.array) -> mx.array:
-        """Count the true flags `(B, n_kv_heads, m, n)` by cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
+        """Count the true flags `(B, n_kv_heads, m, n)` in each cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
         counts = []
         for i in range(flags.shape[2]):
             counts.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
@@ -79,7 +79,7 @@ class Clusters(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeBlocks:
-    """Clusters of a layer's first blocks as they are kept between turns: ids take one byte and start at 0 per block.
+    """Clusters of a layer's first whole blocks, stored between turns. Ids restart at 0 in each block and take one byte.
 
     Attributes:
         ids: uint8 `(B, n_kv_heads, n)`.
@@ -102,7 +102,7 @@ class WholeBlocks:
         return self.ids.shape[2]
 
     def of_first(self, n: int) -> WholeBlocks | None:
-        """Return the clusters of whole blocks among the first `n` entries; None without a whole block."""
+        """Return the clusters of the whole blocks among the first `n` entries; None if there is no whole block."""
         if n >= self.n_entries:
             return self
         if (n := n // BLOCK_SIZE) == 0:
@@ -113,14 +113,14 @@ class WholeBlocks:
         )
 
     def clusters(self) -> Clusters:
-        """Return them with ids that count through all blocks."""
+        """Convert to `Clusters`, whose ids continue from block to block."""
         first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
-        # A GPU kernel would copy a view for every token.
+        # GPU kernels would copy a non-contiguous view for every token.
         return Clusters(self.ids + first, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 
 def _joined(parts: list[Clusters]) -> Clusters:
-    """Return one `Clusters` of parts whose entries follow each other."""
+    """Concatenate the clusters of successive entries."""
     ids = []
     n = 0
     for part in parts:
@@ -133,7 +133,7 @@ def _joined(parts: list[Clusters]) -> Clusters:
 
 
 def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
-    """Sum int32 counts by their cluster ids `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
+    """Sum int32 counts by cluster id `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
     B, H, _ = ids.shape
     bins = ids + mx.arange(0, B * H * n, n).reshape(B, H, 1)
     counts = mx.broadcast_to(counts, bins.shape)
@@ -142,26 +142,26 @@ def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
 
 
 def clusters_of(entries: Any, start: int = 0) -> Clusters:
-    """Cluster the entries from `start` on, which are read a block at a time.
+    """Cluster the entries from position `start`, one block at a time.
 
     Args:
-        entries: have `read_keys(first, stop)` and `read_values(first, stop)`, which return
-            `(B, n_kv_heads, stop - first, head_dim)`.
+        entries: object with `read_keys(first, stop)` and `read_values(first, stop)`, which return `(B, n_kv_heads, stop
+            - first, head_dim)`.
         start: position of the first entry to cluster.
     """
     blocks = []
     for first, stop in spans(start, len(entries)):
         n = -(-(stop - first) // CLUSTER_SIZE)
         ids, keys = k_means(entries.read_keys(first, stop), n)
-        mx.eval(keys)  # before the values are read, perhaps from a file
+        mx.eval(keys)  # reading the values may read a file
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
-        mx.eval(values)  # so that only one block takes memory
+        mx.eval(values)  # limits memory to one block
         blocks.append(Clusters(ids, keys, values))
     return _joined(blocks)
 
 
 def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
-    """Put keys `(B, n_kv_heads, m, head_dim)` in `n` clusters.
+    """Assign keys `(B, n_kv_heads, m, head_dim)` to `n` clusters.
 
     Returns: uint16 cluster ids `(B, n_kv_heads, m)`, and mean keys `(B, n_kv_heads, n, head_dim)`.
     """
@@ -172,13 +172,13 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
-        mx.eval(ids)  # so that memory for one round is enough
+        mx.eval(ids)  # limits memory to one round
         means = mean_by_cluster(keys, ids, n)
     return ids, means
 
 
 def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
-    """Average entries `(B, n_kv_heads, m, head_dim)` by cluster: `(B, n_kv_heads, n, head_dim)`, 0 for empty clusters.
+    """Average the entries `(B, n_kv_heads, m, head_dim)` of each cluster: `(B, n_kv_heads, n, head_dim)`, 0 if empty.
 
     Sums are float32: a sum of a few hundred numbers may overflow float16.
     """
@@ -188,7 +188,7 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
 
 
 def _nearest(keys: mx.array, centres: mx.array) -> mx.array:
-    """Return each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
-    # The squared distance without the key's own square, which is the same for all centres.
+    """Return the index of the nearest centre of each key, uint16 `(B, n_kv_heads, m)`."""
+    # The squared norm of the key is omitted from the distance: it does not change which centre is nearest.
     distances = mx.square(centres).sum(axis=-1)[:, :, None] + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(mx.uint16)

@@ -1,4 +1,4 @@
-"""All entries of a layer, in memory or in files, from which an answer reads a few."""
+"""A view of all entries of a layer, in memory or in files."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..entries.spans import spans
-from .held_rows import MakeAside
+from .growing_rows import MakeSpill
 from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
-KEYS_QUANTISED_AT_ONCE = 4096  # limits the float32 copies of keys
-SAMPLED_PLACES = 16  # evenly spaced places of the text whose keys an index is made from
+KEYS_QUANTISED_AT_ONCE = 4096  # limits the memory of float32 copies of keys
+# Number of evenly spaced ranges of the text from which keys are sampled for an index.
+SAMPLED_PLACES = 16
 
 
 class FullView(Entries):
-    """All entries of a layer, which are read a block at a time.
+    """All entries of a layer, read one block at a time.
 
     Args:
-        views: parts of the entries in order of position.
-        layer: the model's `AttentionLayer` that the entries belong to.
+        views: views of successive entries, in order of position.
+        layer: the `AttentionLayer` of the model that the entries belong to.
 
     Attributes:
-        index: ranks the entries; None ranks them by their exact votes.
+        index: ranks the entries; if None, entries are ranked by their exact votes.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class FullView(Entries):
         views: Sequence[EntryView],
         layer: Any,
     ):
-        """Join the views without reading entries."""
+        """Join the views. No entry is read yet."""
         super().__init__(None, None, layer=layer)
         self._entries = JoinedView(views)
         self.index: KeyIndex | None = None
@@ -45,36 +46,36 @@ class FullView(Entries):
         return self._entries.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a view of these entries with a copy of their index, which `extend` extends by entries of `view`."""
+        """Return a view of these entries, to which `extend` adds the entries of `view`. The index is copied."""
         entries = JoinedView([self._entries])
-        entries.limit = len(self)  # the store may get more entries
+        entries.limit = len(self)  # the store may grow
         longer = FullView([entries, view], self.layer)
         longer._entries.limit = len(self)
         longer.index = copy.deepcopy(self.index)
         return longer
 
     def extend(self, n: int) -> None:
-        """Include the entries up to position `n`, and append their keys to the index."""
+        """Include the entries up to position `n`, and index their keys."""
         self._entries.limit = n
         if self.index is not None:
             self._completed(self.index)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory, or None."""
+        """Return the whole buffers of keys and values; None unless all entries are plain and in memory."""
         return self._entries.buffers
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values, plain, of the entries at uint32 `positions` `(B, n_kv_heads, n)`."""
+        """Return the unpacked keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
         keys, values = self._entries.gather(positions)
         return keys, values
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """Return a new index of all keys; None if the keys are too few for an index.
+        """Index all keys. Return None if there are too few keys for an index.
 
         Args:
-            queries: a sample of the queries that will search it, `(B, n_heads, n, head_dim)`, heads of all readers in
-                turn; None weighs all channels alike.
+            queries: sample of the queries that will search the index, `(B, n_heads, n, head_dim)`; with several
+                readers, the heads of one reader follow those of another. None gives all channels equal weight.
         """
         n = len(self)
         if not ranks_by_index(n):
@@ -83,20 +84,20 @@ class FullView(Entries):
         starts = range(0, n, math.ceil(n / SAMPLED_PLACES))
         sample = [self.read_keys(start, min(start + length, n)) for start in starts]
         keys = mx.concatenate(sample, axis=2)
-        heads = None if queries is None else self.layer.grouped(queries, keys.shape[1])
-        index = KeyIndex(keys, heads, self.aside)
+        heads = None if queries is None else self.layer.group_heads(queries, keys.shape[1])
+        index = KeyIndex(keys, heads, self.make_spill)
         index.n_sampled_from = n
         return self._completed(index)
 
     def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Append the missing keys to an index and return it; return a new index if the keys have outgrown it."""
+        """Index the keys that `index` lacks, or build a new index if the keys have outgrown it."""
         n = len(self)
         if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
             return self.make_index(queries)
         return self._completed(index)
 
     def _completed(self, index: KeyIndex) -> KeyIndex:
-        """Append the keys that the index lacks, and return it."""
+        """Append to `index` the keys that it lacks, and return it."""
         index.reserve(len(self))
         for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):
             index.append(self.read_keys(*span))
@@ -107,19 +108,19 @@ class FullView(Entries):
         return mx.depends(part, list(after)) if after else part
 
     def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the keys of some KV heads, `(B, n, T, head_dim)`, computed after `after`."""
-        keys = self.by_block(
+        """Return the keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
+        keys = self.map_blocks(
             lambda start, stop, earlier: self.read_keys(start, stop, earlier or after),
             spans(0, len(self)),
         )
         return keys[:, heads]
 
     @property
-    def waits(self) -> bool:  # type: ignore[override]
-        """Return whether reading a view allocates memory, so that each block must be used before the next."""
-        return self._entries.waits
+    def reads_allocate(self) -> bool:  # type: ignore[override]
+        """Return whether reads allocate memory. If they do, use each block before reading the next one."""
+        return self._entries.reads_allocate
 
     @property
-    def aside(self) -> MakeAside | None:
-        """Return the function that makes a file for rows beside the entries; None if the entries are in memory."""
-        return self._entries.aside
+    def make_spill(self) -> MakeSpill | None:
+        """Return the function that creates a spill file beside the entries; None if the entries are in memory."""
+        return self._entries.make_spill

@@ -1,14 +1,14 @@
-"""An index of keys: it ranks entries by their attention without reading the keys.
+"""An index of keys, which ranks entries by their attention without reading the keys.
 
-Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel is
-weighted by the size of the queries in it, so that the components explain the variance of the logits: half of
-`head_dim` components, in 4 bits each, 17/128 of the keys' bytes in bfloat16. A quarter of the components in 8 bits
-each takes as many bytes, and fails for models that look entries up by keys that vary in all directions.
+Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. We first scale each
+channel by the size of the queries in it, so that the components explain the variance of the logits. The index keeps
+half of `head_dim` components in 4 bits each, which is 17/128 of the bytes of bfloat16 keys. A quarter of the
+components in 8 bits would take as many bytes, but fails for models whose keys vary in all directions.
 
-The codes are the OCP's MXFP4 (Microscaling Formats v1.0, section 5.1): floats of 4 bits, 32 of which share a power of
-two. MLX multiplies by them as they are stored, in one operation. Sixteen even steps per component rank a little better
-(the best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), but
-need two float32 copies of all codes per token.
+The codes are MXFP4 (OCP Microscaling Formats v1.0, section 5.1): 4-bit floats, of which 32 share a power of two. MLX
+multiplies by these codes directly, in one operation. Integer codes with sixteen even steps rank slightly better (the
+best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), but need
+two float32 copies of all codes for every token.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ import mlx.core as mx
 from ..entries.quantization import Stored
 from ..entries.queries import Queries
 from ..entries.spans import spans
-from .held_rows import HeldRows, MakeAside
+from .growing_rows import GrowingRows, MakeSpill
 
-EXACT_ENTRIES = (
-    8192  # up to here a token ranks entries by exact attention, which costs more with every entry
-)
-MAX_SAMPLED_KEYS = 4096  # keys that the principal components are computed from
+EXACT_ENTRIES = 8192  # up to this number of entries, a token ranks them by exact attention
+MAX_SAMPLED_KEYS = 4096  # number of keys from which the principal components are computed
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
-MXFP4_GROUP = 32  # components per power of two
-LOGIT_BYTES = 64 << 20  # bytes of float32 logits computed at once
-LOGIT_DIVISOR_IN_FILES = 8  # an eighth of these where codes are in a file, to save memory
+MXFP4_GROUP = 32  # components that share a power of two
+LOGIT_BYTES = 64 << 20  # limit for the float32 logits of one step
+LOGIT_DIVISOR_IN_FILES = 8  # codes in a file get an eighth of `LOGIT_BYTES`, to save memory
 
 
 def ranks_by_index(n: int) -> bool:
-    """Return whether a token ranks `n` entries by an index of their keys."""
+    """Return whether a token ranks `n` entries by an index rather than by exact attention."""
     return n > EXACT_ENTRIES
 
 
@@ -44,23 +42,23 @@ class KeyIndex:
     """Codes of a layer's keys, in order of position.
 
     Args:
-        keys: a sample `(B, n_kv_heads, n, head_dim)` to compute the components from; they are not appended.
-        queries: a sample `(B, n_heads, m, head_dim)` to weight the channels, heads of a KV head together; None weights
-            all channels alike.
-        aside: makes the place for codes outside memory; see `HeldRows`.
+        keys: sample `(B, n_kv_heads, n, head_dim)` from which the components are computed. The sample is not indexed.
+        queries: sample `(B, n_heads, m, head_dim)` by which channels are weighted; the heads of a GQA group are
+            adjacent. None gives all channels equal weight.
+        make_spill: creates a file for codes that do not stay in memory; see `GrowingRows`.
 
     Attributes:
-        n_sampled_from: number of keys from which the sample was taken.
-        codes: MXFP4 codes of the keys' components, and their powers of two.
+        n_sampled_from: number of keys that the sample represents.
+        codes: MXFP4 codes of the keys' components, with their powers of two.
     """
 
     def __init__(
         self,
         keys: mx.array,
         queries: mx.array | None = None,
-        aside: MakeAside | None = None,
+        make_spill: MakeSpill | None = None,
     ):
-        """Compute the components from the sample, and start without codes."""
+        """Compute the components from the sample. No key is indexed yet."""
         B, H, self.n_sampled_from, D = keys.shape
         sample = keys.astype(mx.float32)
         size = _size(D)
@@ -68,21 +66,22 @@ class KeyIndex:
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
         vectors = _principal(centred, size)
-        # Keys are scaled so that the sample's components are at most 1, queries inversely: logits stay the same.
+        # Keys are scaled so that the sample's components are at most 1. Queries are scaled inversely, so logits do not
+        # change.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
         self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
         mx.async_eval(self._mean, self._of_keys, self._of_queries)
-        self.codes = HeldRows(no_codes(keys), aside=aside)
+        self.codes = GrowingRows(no_codes(keys), make_spill=make_spill)
 
     def __len__(self) -> int:
-        """Return the number of keys that have codes."""
+        """Return the number of indexed keys."""
         return len(self.codes)
 
     @property
     def projection(self) -> mx.array:
-        """Return the matrix from queries to the index's components, float32 `(B, n_kv_heads, head_dim, components)`."""
+        """Return the projection of queries to components, float32 `(B, n_kv_heads, head_dim, components)`."""
         return self._of_queries
 
     @property
@@ -91,19 +90,19 @@ class KeyIndex:
         return self.codes.nbytes
 
     def reserve(self, n: int) -> None:
-        """Make room for `n` keys, so that `append` copies no codes."""
+        """Allocate memory for `n` keys, so that `append` copies no codes."""
         self.codes.reserve(n)
 
     def append(self, keys: mx.array) -> None:
-        """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
+        """Index the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         centred = keys.astype(mx.float32) - self._mean
         self.codes.append(mx.quantize(centred @ self._of_keys, **MXFP4))
-        mx.eval(self.codes.in_memory)  # so that only one block takes memory
+        mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether `n` keys are at least twice as many as there were when the components were computed.
+        """Return whether `n` is at least twice the number of keys that the components represent.
 
-        Keys late in a text differ from early ones, if only by their rotation.
+        Late keys of a text differ from early ones, if only by their rotation, so the components stop fitting.
         """
         return n >= 2 * self.n_sampled_from
 
@@ -113,79 +112,75 @@ class KeyIndex:
 
     @property
     def state(self) -> list[mx.array]:
-        """Return the arrays that a saved index has besides its codes."""
+        """Return the arrays of a saved index, except its codes."""
         return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
-    def restored(cls, state: Any, keys: mx.array, aside: MakeAside) -> KeyIndex | None:
-        """Return a saved index without codes, which `fill` adds; None if it does not fit keys of this shape."""
+    def restored(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
+        """Recreate a saved index without codes, which `fill` adds; None if it does not fit the shape of `keys`."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
             index._mean, index._of_keys, index._of_queries = state
-            fits = index._mean.shape == (
-                B,
-                H,
-                1,
-                D,
-            ) and index._of_keys.shape == index._of_queries.shape == (B, H, D, _padded(D))
+            shapes = [x.shape for x in (index._mean, index._of_keys, index._of_queries)]
         except (AttributeError, TypeError, ValueError):
             return None
-        if not fits:
+        if shapes != [(B, H, 1, D), *[(B, H, D, _padded(D))] * 2]:
             return None
-        index.codes = HeldRows(no_codes(keys), aside=aside)
+        index.codes = GrowingRows(no_codes(keys), make_spill=make_spill)
         index.n_sampled_from = 0
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:
         """Append the codes of a saved index."""
-        for some in codes:
-            self.codes.append(some)
+        for block in codes:
+            self.codes.append(block)
         self.n_sampled_from = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
-        """Copy the codes; the copy shares the components, which never change."""
+        """Copy the codes. The copy shares the components, which never change."""
         other = copy.copy(self)
         other.codes = copy.deepcopy(self.codes, memo)
         return other
 
     def relevance(self, observed: Queries, n: int) -> mx.array:
-        """Score the first `n` keys by how near they come to a query's largest logit, in nats below it.
+        """Score the first `n` keys by how close they come to a query's largest logit.
 
-        The score is the maximum over queries and over the heads of a GQA group. It orders entries nearly as the
-        softmax does, without exponentials. Every query sees all of the keys.
+        The score of a key is its logit minus the query's largest logit, in nats; the maximum is taken over the queries
+        and over the heads of a GQA group. Scores order the entries almost as the softmax does, without exponentials.
+        Causality is ignored: every query sees all `n` keys.
 
         Returns: `(B, n_kv_heads, n)` float32, at most 0; 0 is best.
         """
-        queries = _scaled(observed.heads, observed.scale, self._mean.shape[1]) @ self._of_queries
-        parts = list(self._parts(self._block(observed.heads), n))
-        if 4 * math.prod(observed.heads.shape[:3]) * n <= self._logit_bytes:
+        queries = _scaled(observed.vectors, observed.scale, self._mean.shape[1]) @ self._of_queries
+        parts = list(self._parts(self._block(observed.vectors), n))
+        if 4 * math.prod(observed.vectors.shape[:3]) * n <= self._logit_bytes:
             logits: list[mx.array] = []
             for part in parts:
                 logits.append(self._logits(queries, *part, logits[-1:]))
             return _below(mx.concatenate(logits, axis=3))
-        # Logits that are too large to be kept are computed twice: for the largest, then for the distances to it.
+        # The logits do not fit in memory, so they are computed twice: for the maximum, then for the distances to it.
         tops: list[mx.array] = []
         for part in parts:
             tops.append(self._logits(queries, *part, tops[-1:]).max(axis=3, keepdims=True))
         top = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
         below: list[mx.array] = []
         for part in parts:
-            some = self._logits(queries, *part, below[-1:] or [top])
-            below.append((some - top).max(axis=2))
+            part_logits = self._logits(queries, *part, below[-1:] or [top])
+            below.append((part_logits - top).max(axis=2))
         return mx.concatenate(below, axis=-1)
 
     def _parts(self, block: int, n: int) -> Iterator[tuple[int, int]]:
-        """Yield spans `[start, stop)` of the first `n` keys, of at most `block` keys, whose codes are in one array."""
+        """Split the first `n` keys into spans of at most `block` keys whose codes are in one array."""
         for first, last in self.codes.spans(0, n):
             yield from spans(first, last, block)
 
     @property
     def _logit_bytes(self) -> int:
-        return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.waits else LOGIT_BYTES
+        return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.reads_allocate else LOGIT_BYTES
 
     def _block(self, heads: mx.array) -> int:
-        """Return how many keys' logits to compute at once, for queries `(B, n_heads, m, head_dim)`."""
+        """Return the number of keys whose logits are computed in one step, for queries `(B, n_heads, m, head_dim)`."""
         return max(MXFP4_GROUP, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
     def _logits(
@@ -194,31 +189,31 @@ class KeyIndex:
         """Return the logits of the keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
 
         Args:
-            queries: `(B, n_kv_heads, group * m, components)`, projected for the codes.
+            queries: queries projected to components, `(B, n_kv_heads, group * m, components)`.
             start: first key.
             stop: position after the last key.
-            after: arrays to compute first, so that fewer logits are in memory.
+            after: arrays that are evaluated first, so that only one step's logits are in memory.
         """
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
         logits = _logits(n, queries, *self.codes.read_at_least(start, stop))
-        if self.codes.waits:
+        if self.codes.reads_allocate:
             mx.eval(logits)
         return logits
 
 
 def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
-    """Return the root mean square of queries `(B, n_heads, m, head_dim)` by channel: `(B, n_kv_heads, 1, head_dim)`."""
+    """Return the root mean square by channel of queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
     B, _, _, D = queries.shape
     squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
     return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
 
 
 def _principal(centred: mx.array, n: int) -> mx.array:
-    """Return the largest `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
+    """Return the first `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
-    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # `eigh` would end the process
-    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # the smallest variance first
+    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # `eigh` would abort the process
+    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # smallest variance first
     return vectors[..., : -n - 1 : -1]
 
 
@@ -229,38 +224,38 @@ def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
 
 
 def _below(logits: mx.array) -> mx.array:
-    """Return the maximum over queries of `logit - the query's top logit`, of logits `(B, n_kv_heads, group * m, n)`."""
+    """Return the maximum over queries of `logit - the largest logit of the query`, shape `(B, n_kv_heads, n)`."""
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 
 def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.array:
-    """Return the logits of the first `n` keys of these codes: `(B, n_kv_heads, group * m, n)` float32."""
+    """Multiply queries by the first `n` codes: `(B, n_kv_heads, group * m, n)` float32 logits."""
     return mx.quantized_matmul(queries, codes, powers, transpose=True, **MXFP4)[..., :n]
 
 
 def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
-    """Return arrays of 0 codes and 0 powers of two, with the shapes and dtypes for these keys."""
+    """Return empty arrays of codes and powers of two for the shape of `keys`."""
     B, H, _, D = keys.shape
     return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
 
 
 def index_bytes(keys: mx.array) -> int:
-    """Return the bytes of an index of the keys `(B, n_kv_heads, n, head_dim)`, without free rows."""
+    """Return the bytes of an index of keys `(B, n_kv_heads, n, head_dim)`."""
     B, H, n, D = keys.shape
     return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
 
 
 def _size(head_dim: int) -> int:
-    """Return the number of components: half of the head's channels, in whole MXFP4 groups."""
+    """Return the number of components: half of `head_dim`, rounded up to whole MXFP4 groups."""
     return min(head_dim, -(-head_dim // (2 * MXFP4_GROUP)) * MXFP4_GROUP)
 
 
 def _padded(head_dim: int) -> int:
-    """Return the number of components, padded to whole MXFP4 groups."""
+    """Return the number of components that are stored, including padding to whole MXFP4 groups."""
     return -(-_size(head_dim) // MXFP4_GROUP) * MXFP4_GROUP
 
 
 def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """Return width and dtype of a key's codes (eight codes per uint32), and of its powers of two."""
+    """Return (width, dtype) of a key's codes, eight of which share a uint32, and of its powers of two."""
     width = _padded(head_dim)
     return (width // 8, mx.uint32), (width // MXFP4_GROUP, mx.uint8)

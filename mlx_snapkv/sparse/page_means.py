@@ -1,4 +1,4 @@
-"""Mean keys of pages: the chunks of a prompt choose the pages that they read by them."""
+"""Mean keys of pages, by which the chunks of a prompt choose the pages that they read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import mlx.core as mx
 from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
 from ..entries.spans import spans
 from .full_view import FullView
-from .held_rows import HeldRows
+from .growing_rows import GrowingRows
 from .options import PAGE_SIZE
 
 
 class PageMeans:
-    """Mean keys of a layer's first pages. Means of a long text go to a file if its entries are in files."""
+    """Mean keys of a layer's first pages. If the entries are in files, means of a long text move to a file, too."""
 
-    _means: HeldRows | None = None  # None before the first page
+    _means: GrowingRows | None = None  # None if there is no page yet
     _quantization: Quantization | None = None
 
     def __len__(self) -> int:
@@ -26,28 +26,28 @@ class PageMeans:
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
-        """Return the arrays in memory, which a cache's `state` includes."""
+        """Return the arrays in memory, which are part of a cache's `state`."""
         return () if self._means is None else self._means.in_memory
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in memory."""
+        """Return the bytes of means in memory."""
         return 0 if self._means is None else self._means.nbytes
 
     @property
     def file_nbytes(self) -> int:
         """Return the bytes of means in a file."""
-        return 0 if self._means is None else self._means.aside_nbytes
+        return 0 if self._means is None else self._means.spilled_nbytes
 
     def truncate(self, n: int) -> None:
-        """Drop the means of all but the first `n` pages."""
+        """Keep the means of the first `n` pages, and drop the others."""
         if self._means is not None:
             self._means.truncate(n)
 
     def parts(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
-        """Return functions that read the means of a part of these pages each, `(B, n_kv_heads, n, head_dim)` float32.
+        """Return functions that each read the mean keys of some of the `pages`.
 
-        Means that are missing are computed from the view.
+        Missing means are computed from the view first. Each function returns `(B, n_kv_heads, n, head_dim)` float32.
         """
         means = self._extended(view, pages.stop)
 
@@ -56,15 +56,15 @@ class PageMeans:
 
         return [partial(read, *span) for span in means.spans(pages.start, pages.stop)]
 
-    def _extended(self, view: FullView, stop: int) -> HeldRows:
-        """Return the means of at least the first `stop` pages."""
+    def _extended(self, view: FullView, stop: int) -> GrowingRows:
+        """Compute missing means of the first `stop` pages, and return all means."""
         if (done := len(self)) >= stop and self._means is not None:
             return self._means
-        new = view.by_block(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
+        new = view.map_blocks(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
         self._quantization = means_quantization(new.shape[3])
         packed = pack(new, self._quantization)
         if self._means is None:
-            self._means = HeldRows(rows(packed, 0, 0), PAGE_SIZE, view.aside)
+            self._means = GrowingRows(rows(packed, 0, 0), PAGE_SIZE, view.make_spill)
         self._means.append(packed)
         return self._means
 
@@ -76,13 +76,13 @@ def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) 
 def page_means(entries: mx.array) -> mx.array:
     """Average the entries `(B, n_kv_heads, n, head_dim)` of each page; `n` is a multiple of `PAGE_SIZE`.
 
-    Sums are float32: float16 may overflow.
+    Sums are float32, because float16 may overflow.
     """
     summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
     return summed.mean(axis=3).astype(entries.dtype)
 
 
 def means_quantization(head_dim: int) -> Quantization | None:
-    """Return how mean keys are packed: in 8 bits, half of bfloat16; None if MLX can't quantise keys of this size."""
+    """Return the 8-bit quantisation of mean keys; None if MLX can't quantise keys of this size."""
     group_sizes = groups_dividing([head_dim])
     return Quantization(8, group_sizes[-1]) if group_sizes else None

@@ -1,4 +1,4 @@
-"""Ranks pages by their mean keys for the chunks of a prompt."""
+"""Rank pages by their mean keys, to choose the pages that a chunk of a prompt reads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
 from .residual import grouped_logits
 
-# Queries of a chunk that rank the pages, evenly spaced. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.006,
-# 0.010 with 32 queries, and 0.008 with 128 queries.
+# Number of evenly spaced queries of a chunk that rank the pages. The KL after needles in 4,096 tokens (SmolLM2-135M)
+# was 0.006, 0.010 with 32 queries, and 0.008 with 128 queries.
 RANKING_QUERIES = 64
 
 
 class PageRanking:
-    """Chooses which entries a chunk reads: the sink, the pages that its queries rank highest, and the newest tokens.
+    """Selects the entries that a chunk reads: the sink, the pages that its queries rank highest, and the newest tokens.
 
     Args:
-        view: all entries of the layer.
-        means: mean keys of the pages, which grow with the view.
-        reach: how many entries a chunk reads; if there are no more, it reads all of them.
-        last: how many entries chunks from position `last_from` on read.
-        last_from: position of the prompt's last tokens, which read more.
-        chooses: says of a position whether a chunk from there on may choose; if not, it reads all entries.
+        view: view of all entries of the layer.
+        means: mean keys of the pages; missing means are added when a chunk needs them.
+        reach: number of entries that a chunk reads. If there are fewer, the chunk reads all.
+        last: number of entries that chunks from position `last_from` on read.
+        last_from: position at which the prompt's last tokens begin, which read more entries.
+        chooses: returns whether a chunk that starts at a position may choose; if not, the chunk reads all entries.
     """
 
     def __init__(
@@ -38,29 +38,29 @@ class PageRanking:
         last_from: float,
         chooses: Callable[[int], bool] = lambda start: True,
     ):
-        """Take over view and means; nothing is ranked yet."""
+        """Store the view, the means and the numbers of entries to read."""
         self._view = view
         self.means = means
         self._reach = reach
         self._last = last
         self._last_from = last_from
         self._chooses = chooses
-        self._first = reach.n_sink // PAGE_SIZE  # first page that may be chosen
+        self._first = reach.n_sink // PAGE_SIZE  # first page that a chunk may choose
 
     def reads_all(self, start: int) -> bool:
-        """Return whether a chunk from `start` on reads all entries before it."""
+        """Return whether a chunk that starts at `start` reads all earlier entries."""
         return self._pages(start)[1] == 0
 
     def n_read(self, start: int) -> int:
-        """Return how many entries before it a chunk from `start` on reads."""
+        """Return the number of earlier entries that a chunk starting at `start` reads."""
         stop, n = self._pages(start)
         return (self._first + n - stop) * PAGE_SIZE + start if n else start
 
     def read(self, captured: Captured, start: int) -> tuple[mx.array, mx.array]:
-        """Return keys and values that a chunk from `start` on reads, in order of position.
+        """Return the keys and values of the entries that a chunk reads, in order of position.
 
         Args:
-            captured: the chunk's queries, with the heads of a KV head together.
+            captured: the chunk's queries; the heads of a GQA group are adjacent.
             start: position of the chunk's first token.
         """
         stop, n = self._pages(start)
@@ -74,7 +74,7 @@ class PageRanking:
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def _pages(self, start: int) -> tuple[int, int]:
-        """Return `(stop, n)`: a chunk from `start` on chooses `n` of the pages before `stop`, 0 if it reads all."""
+        """Return `(stop, n)`: the chunk at `start` chooses `n` of the pages before `stop`, or reads all if `n` is 0."""
         reach = self._last if start >= self._last_from else self._reach
         stop = max(0, start - reach.n_window) // PAGE_SIZE
         n = reach.n_chosen // PAGE_SIZE
@@ -84,28 +84,28 @@ class PageRanking:
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
         """Return the `n` pages that get the largest share of any query's attention.
 
-        The attention is to the pages' mean keys, by sampled queries of all heads of a GQA group.
+        Sampled queries of all heads of a GQA group attend to the mean keys of the pages.
 
-        Returns: uint32 `(B, n_kv_heads, n)`, in no order.
+        Returns: uint32 `(B, n_kv_heads, n)`, unordered.
         """
-        heads = captured.heads
-        step = max(1, heads.shape[2] // RANKING_QUERIES)
-        queries = heads[:, :, ::-step].astype(mx.float32) * captured.scale
+        queries = captured.queries
+        step = max(1, queries.shape[2] // RANKING_QUERIES)
+        queries = queries[:, :, ::-step].astype(mx.float32) * captured.scale
         shares = _largest_shares(queries, self.means.parts(self._view, among))
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
         return best.astype(mx.uint32) + among.start
 
 
 def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) -> mx.array:
-    """Return the log of the largest attention share that any query gives each page: `(B, n_kv_heads, n_pages)`.
+    """Return the log of each page's largest attention share over all queries: `(B, n_kv_heads, n_pages)`.
 
     Args:
         queries: `(B, n_heads, n, head_dim)`, float32 and scaled.
-        parts: functions that read the mean keys of a part of the pages each, `(B, n_kv_heads, n, head_dim)` float32.
+        parts: functions that each return the mean keys of some pages, `(B, n_kv_heads, n, head_dim)` float32.
     """
     if len(parts) == 1:
         return _shares_in_one(queries, parts[0]())
-    # The logits of each part are computed twice, so that a longer text takes no more memory.
+    # Logits are computed twice, part by part, so that memory does not grow with the text.
     total = mx.array(-mx.inf)
     for part in parts:
         logits = grouped_logits(queries, part())
@@ -121,7 +121,7 @@ def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) 
 def _shares_in_one(queries: mx.array, means: mx.array) -> mx.array:
     """Compute `_largest_shares` if all means are in one array.
 
-    A few queries come at a time: the logits of all would take several times the memory of the means.
+    Queries are processed in groups, because the logits of all queries would take several times the memory of the means.
     """
     B, H, _, D = means.shape
     queries = queries.reshape(B, H, -1, D)

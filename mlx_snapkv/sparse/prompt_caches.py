@@ -1,4 +1,4 @@
-"""Make prompt caches whose entries are in a store, move entries to a store, and prepare caches to be saved."""
+"""Make prompt caches that keep their entries in a store, and convert caches between stores."""
 
 import os
 from typing import Any
@@ -22,7 +22,7 @@ from .stores import STORES, Store
 
 
 def require_store(store: str | None, folder: str | None = None) -> None:
-    """Check a store's name and folder. Raises: SnapKVError: no such store, or the folder is not writable."""
+    """Check the name of a store and its folder. Raises: SnapKVError: unknown store, or folder not writable."""
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         raise OptionError("store_dir", "a writable folder", folder)
     if store is not None and store not in STORES:
@@ -31,17 +31,17 @@ def require_store(store: str | None, folder: str | None = None) -> None:
 
 
 def in_files(store: str | None) -> bool:
-    """Return whether a store of this name keeps entries in files."""
+    """Return whether the store with this name keeps entries in files."""
     return store is not None and STORES[store].in_files
 
 
 def make_caches(model, store: str | None, folder: str | None = None) -> list:
-    """Return a model's empty caches; with a store its full-attention layers keep all entries there.
+    """Return empty caches for a model. With a store, the full-attention layers keep their entries in it.
 
     Args:
         model: an mlx-lm model.
-        store: name of the store; None for mlx-lm's own caches.
-        folder: folder of a store's temporary files; None is TMPDIR.
+        store: name of the store; None makes mlx-lm's own caches.
+        folder: folder for the store's temporary files; None is TMPDIR.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
@@ -51,21 +51,20 @@ def make_caches(model, store: str | None, folder: str | None = None) -> list:
     if store is None:
         return caches
     layers = attention_layers(model, caches)
-    kind = STORES[store]
     quantization = store_quantization(model, layers, store)
-    place: dict[str, Any] = {"folder": folder} if kind.in_files else {}
+    folder_option: dict[str, Any] = {"folder": folder} if in_files(store) else {}
     for layer in layers:
-        kept = kind(quantization, **place)
-        layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, kept))
+        layer_store = STORES[store](quantization, **folder_option)
+        layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, layer_store))
     return caches
 
 
 def store_quantization(
     model, layers: list[AttentionLayer], store: str | None
 ) -> Quantization | None:
-    """Return how a store packs entries, in groups of a size that divides the heads; None if it leaves them plain.
+    """Return the quantisation of a store's entries, with a group size that divides the heads; None if they stay plain.
 
-    Raises: SnapKVError: the model's entries can't be packed so.
+    Raises: SnapKVError: the store can't quantise this model's entries.
     """
     if store is None or (bits := STORES[store].bits) is None:
         return None
@@ -75,9 +74,9 @@ def store_quantization(
 
 
 def copied_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
-    """Return caches in a store that begin with a copy of a prompt cache's entries.
+    """Copy a prompt cache's entries to a store, and return the new caches.
 
-    Raises: SnapKVError: entries of the prompt cache were evicted, or the store can't keep this model's entries.
+    Raises: SnapKVError: the prompt cache is compressed, or the store can't keep this model's entries.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
@@ -91,7 +90,7 @@ def copied_to_store(model, prompt_cache: list, store: str, folder: str | None = 
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Move the entries of each full-attention layer into its empty cache of `into`, and put this cache into `caches`.
+    """Replace the caches of full-attention layers in `caches` by those of `into`, and move the entries there.
 
     Raises: SnapKVError: a layer's cache does not hold all entries.
     """
@@ -99,23 +98,23 @@ def move_entries(model, caches: list, *, into: list) -> None:
         layer.put(caches, _moved_into(layer.cache_in(into), layer.cache_in(caches)))
 
 
-def lasting_forms(model, caches: list, store: str | None) -> list:
-    """Return caches for a caller to continue with: mlx-lm's own, which have no index, unless entries are in files."""
-    stays = in_files(store) or book_store(caches) is not None
-    return caches if stays else saved_forms(model, caches)
+def caches_to_continue(model, caches: list, store: str | None) -> list:
+    """Return caches for a caller to continue from: mlx-lm's own, or `StoredKVCache` if entries are in files."""
+    are_in_files = in_files(store) or file_store_of(caches) is not None
+    return caches if are_in_files else caches_to_save(model, caches)
 
 
-def saved_forms(model, caches: list) -> list:
-    """Return caches to write to a file: mlx-lm's own kinds, or a `StoredKVCache` if entries are in files."""
+def caches_to_save(model, caches: list) -> list:
+    """Return caches that can be saved: mlx-lm's own kinds, or `StoredKVCache` if entries are in files."""
     forms = list(caches)
     if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
-            layer.put(forms, layer.entries_in(caches).saved_form())
+            layer.put(forms, layer.entries_in(caches).cache_to_save())
     return forms
 
 
-def plain_forms(model, caches: list) -> list:
-    """Return caches that mlx-lm can batch: `KVCache` in memory for each layer whose entries are stored or packed."""
+def caches_to_batch(model, caches: list) -> list:
+    """Return caches that mlx-lm can batch: stored and quantised entries are unpacked into a `KVCache`."""
     forms = list(caches)
     for layer in attention_layers(model, caches):
         cache = layer.entries_in(caches)
@@ -129,15 +128,15 @@ def plain_forms(model, caches: list) -> list:
 
 
 def _moved_into(empty: Any, cache: Any) -> Any:
-    """Move the entries of `cache` into `empty`, a cache of another kind, and return it.
+    """Move the entries of `cache` into the cache `empty`, and return the cache that now has them.
 
-    A cache that already is of this kind, or compressed, is returned as it is.
+    A cache that is compressed, or whose store is the right one already, is returned unchanged.
 
     Raises: SnapKVError: `cache` does not hold all entries.
     """
     wanted = layer_cache(empty)
     loaded = layer_cache(cache)
-    if loaded.is_compressed or _alike(wanted.store, loaded.store):
+    if loaded.is_compressed or _is_same_store(wanted.store, loaded.store):
         if wanted.store is not None and loaded.store is not None:
             loaded.store.folder = wanted.store.folder
         return cache
@@ -149,25 +148,23 @@ def _moved_into(empty: Any, cache: Any) -> Any:
         return empty
     if wanted.store is None:
         return full_cache(loaded.stored_entries().packed(None), loaded.sparse_from)
-    empty.fill(
-        loaded.stored_entries()
-    )  # packed entries stay packed: quantising twice would lose more
+    empty.fill(loaded.stored_entries())  # without dequantising: quantising twice would lose more
     empty.sparse_from = loaded.sparse_from
     return empty
 
 
-def _alike(a: Store | None, b: Store | None) -> bool:
-    """Return whether entries of one store need not be moved to the other."""
+def _is_same_store(a: Store | None, b: Store | None) -> bool:
+    """Return whether two stores have the same name and quantisation, so that no entry has to move."""
     if a is None or b is None:
         return False
     return a.name == b.name and a.quantization == b.quantization
 
 
-def book_store(caches: list) -> str | None:
-    """Return the name of the store in files that these caches' entries are in; None if they are not in files."""
+def file_store_of(caches: list) -> str | None:
+    """Return the name of the store if entries are in files, otherwise None."""
     return next((cache.store.name for cache in books(caches)), None)
 
 
 def books(prompt_cache: list) -> list:
-    """Return the caches whose entries are in files."""
+    """Return those caches whose entries are in files."""
     return [cache for cache in layer_caches(prompt_cache) if cache.in_files]

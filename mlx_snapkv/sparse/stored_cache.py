@@ -1,4 +1,4 @@
-"""The KV cache of all entries, which a store keeps between turns."""
+"""The KV cache of all entries, which keeps them in a store between turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..caches.adapter import full_cache
-from ..caches.contract import LayerCache, keys_of, loadable
+from ..caches.contract import LayerCache, keys_property, loadable
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes
 from ..entries.queries import Recorder
@@ -21,7 +21,7 @@ from .index import KeyIndex
 from .options import PAGE_SIZE
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
-from .stores.file import AsideFile
+from .stores.file import SpillFile
 
 _FILES_MISSING = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -31,26 +31,26 @@ _FILES_MISSING = (
 
 @loadable
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
-    """A layer's KV cache of all tokens, which also records the post-RoPE queries of the positions `[first, last)`.
+    """The KV cache of all entries of a layer, which also records post-RoPE queries of the positions `[first, last)`.
 
-    A plain store in memory has all entries. Any other store has the entries of earlier turns; every attention call
-    reads them again, so that only one layer's are in memory at a time.
+    The plain store in memory always holds all entries. Any other store holds the entries of earlier turns. Each call of
+    the attention reads them again, so that only one layer's entries are in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` writes only the first entry, for its shapes, and the index.
-    `saved.book` puts the files beside them, and sets the store of a loaded cache.
+    If entries are in files, mlx-lm's `save_prompt_cache` writes only the index and the first entry, which gives the
+    shapes. `saved.book` saves the files beside it, and sets the store when a cache is loaded.
 
     Args:
         first: first position whose query is recorded.
         last: position after the last recorded query.
-        capacity: entries to allocate at once, so that prefill never regrows the buffers.
+        capacity: number of entries to allocate at once, so that prefill never reallocates the buffers.
         layer: the layer of the model.
         store: keeps entries between turns; None is plain memory.
 
     Attributes:
         growing: the entries since the last `offload`; all entries if the store is plain memory.
         page_means: mean keys of the first pages, if entries are in files.
-        clusters: of the first entries, from the last turn.
-        index: of the first entries' keys, from the last turn; None if they are few.
+        clusters: clusters of the entries of earlier turns.
+        index: index of the keys of earlier turns; None if they were too few.
     """
 
     grows = converts_to_save = True
@@ -59,12 +59,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     clusters: WholeBlocks | None
     index: KeyIndex | None = None
     growing: KVCache
-    keys = keys_of(attrgetter("growing"))
+    keys = keys_property(attrgetter("growing"))
 
     def __init__(
         self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
     ):
-        """Start without entries, or continue with the entries of the store."""
+        """Start with the entries of the store, which may be empty."""
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
@@ -74,34 +74,34 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing.step = capacity
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Record the queries of `[first, last)` of a prompt of `capacity` tokens, and forget earlier queries."""
+        """Prepare for a prompt of `capacity` tokens: forget earlier queries, record those of `[first, last)`."""
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
     @property
     def _n_stored(self) -> int:
-        """Return the number of entries that only the store has."""
+        """Return the number of entries that are in the store and not in `growing`."""
         return 0 if self.growing is self.store.cache else self.store.n_entries
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        """Return the number of tokens read, in the store and since the last `offload`."""
+        """Return the number of tokens read."""
         return self._n_stored + self.growing.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return those of all entries."""
         if self._n_stored:
-            mx.eval(keys, values)  # evaluates the layer before, too, whose entries are then freed
+            mx.eval(keys, values)  # also evaluates the layer before, and frees its entries
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def add(self, keys: mx.array, values: mx.array) -> None:
-        """Append keys and values without returning the entries; move older ones to the store first."""
+        """Append keys and values. Entries that were in `growing` move to the store first."""
         self.offload()
         self.growing.update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values of all entries. Stored ones are computed one after the other, for less memory."""
+        """Return the keys and values of all entries. To save memory, stored keys are evaluated before stored values."""
         if self._n_stored == 0:
             return self.growing.keys_and_values()
         keys, values = self.store.entries()
@@ -112,7 +112,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return keys, values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return all entries, with all recorded queries as voters, whatever `n_queries`."""
+        """Return all entries, with all recorded queries as voters. `n_queries` is ignored."""
         keys, values = self.keys_and_values()
         voters = None
         if self.n_queries:
@@ -120,35 +120,35 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
-        """Move all entries to the store, and return them as they are stored."""
+        """Move all entries to the store, and return them without unpacking them."""
         self.offload()
         return self.store.all_entries()
 
-    def saved_form(self) -> Any:
-        """Return the cache itself if entries are in files; otherwise mlx-lm's cache with all entries."""
+    def cache_to_save(self) -> Any:
+        """Return this cache if entries are in files; otherwise mlx-lm's cache with all entries."""
         self.offload()
         return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
 
     def extend(self, keys: mx.array, values: mx.array) -> None:
-        """Append keys and values of tokens that read only some of the entries."""
+        """Append keys and values of tokens that have read only some of the entries."""
         if self.sparse_from is None:
             self.sparse_from = self.offset
         self.growing.step = KVCache.step
         self.growing.update_and_fetch(keys, values)
 
     def offload(self) -> None:
-        """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
+        """Move the entries to the store. Raises: SnapKVError: the disk is full; the entries then stay in memory."""
         if self.growing is not self.store.cache and self.growing.offset:
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
 
     def views(self) -> list[Store]:
-        """Return the views of the entries, in order of position."""
+        """Return the stores that hold entries, in order of position."""
         stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
         return [store for store in stores if store.n_entries]
 
     def fill(self, entries: Entries) -> None:
-        """Put entries into an empty cache."""
+        """Add entries to this cache, which must be empty."""
         if self.growing is self.store.cache:
             self.growing.keys, self.growing.values = entries.plain()
             self.growing.offset = len(entries)
@@ -156,7 +156,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.store.append(entries)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that drops later entries and restores the index, any number of times."""
+        """Return a function that restores entries and index to their present state. It may be called repeatedly."""
         trim = super().restorer()
         n_stored = self._n_stored
         growing = copy.copy(self.growing)
@@ -164,9 +164,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
         def restore() -> None:
             was_offloaded = self._n_stored > n_stored
-            self.index = index  # a turn may have replaced it
+            self.index = index  # a turn may have replaced the index
             trim()
-            if was_offloaded:  # entries that were not packed yet must not be packed twice
+            if was_offloaded:  # entries that were not quantised before must not be quantised twice
                 self.store.truncate(n_stored)
                 self.growing = copy.copy(growing)
 
@@ -181,15 +181,15 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return self.offset
 
     def empty(self) -> bool:
-        """Return whether no token has been read."""
+        """Return whether the cache has no entries."""
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
-        """Return True: entries are only appended."""
+        """Return True, because entries are only appended."""
         return True
 
     def trim(self, n: int) -> int:
-        """Drop up to `n` newest tokens with their codes and means, and return how many were dropped."""
+        """Drop the `n` newest tokens, or all if there are fewer, and return the number dropped."""
         n = min(self.offset, n)
         left = n - self.growing.trim(n)
         if left:
@@ -210,13 +210,13 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of all entries, unpacked, wherever they are."""
+        """Return the bytes of all entries, counted as if they were unpacked."""
         return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
         """Return the bytes of entries, codes and page means in files."""
-        codes = 0 if self.index is None else self.index.codes.aside_nbytes
+        codes = 0 if self.index is None else self.index.codes.spilled_nbytes
         return self.store.file_nbytes + codes + self.page_means.file_nbytes
 
     @property
@@ -236,20 +236,20 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def sample(self) -> tuple:
-        """Return the first entry if entries are in files; otherwise the entries since the last `offload`."""
+        """Return the first entry if entries are in files, otherwise the entries in `growing`."""
         return self.store.first_entry or self.growing.keys_and_values()
 
     def validate(self) -> str | None:
-        """Return None: sizes and checksums of files are compared when they are opened and read."""
+        """Return None: files are checked when they are opened and read."""
         return None
 
     @property
     def state(self) -> tuple:
-        """Return the arrays of a running request; between requests with entries in files, those of a saved file."""
+        """Return the arrays of a running request, or what is saved if entries are in files and none is running."""
         first = None if self.growing.offset else self.store.first_entry
         if first is not None:
             return *first, None if self.index is None else self.index.state
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
+        # mlx-lm's prefill loop evaluates the state, and the queries must be evaluated with it.
         return self.growing.keys, self.growing.values, self._queries, self.moments.sums
 
     @state.setter
@@ -257,4 +257,4 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         keys, values, index = v
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=(keys, values))
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
-        self.index = None if index is None else KeyIndex.restored(index, keys, AsideFile)
+        self.index = None if index is None else KeyIndex.restored(index, keys, SpillFile)

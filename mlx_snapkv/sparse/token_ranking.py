@@ -1,4 +1,4 @@
-"""Chooses the entries that a token of an answer reads, by an index or by exact votes."""
+"""Choose the entries that a token of an answer reads, by an index or by exact votes."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from ..entries.quota import Quota
 from .clusters import Clusters, WholeBlocks, clusters_of
 from .full_view import FullView
 from .residual import WEIGHING_QUERIES, Example, Residual, best_factors, distances
-from .selection import best_places
+from .selection import best_positions
 from .stores import MemoryStore
 
 Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim)`
 
 
 class TokenRanking:
-    """Chooses the entries between sink and window that a token reads, by the rank that its own queries give them.
+    """Selects the entries that each token of an answer reads, by the scores that the token's own queries give them.
 
     Entries are numbered by their position in prompt and answer:
 
-        [0 : n_first)      the sink, read by every token
-        [n_first : stop)   chosen from; unread entries are seen as means
-        [stop : n)         the window and the answer's newest entries, read by every token
+        [0 : n_first)      the sink, which every token reads
+        [n_first : stop)   entries that a token chooses among; the residual represents the others
+        [stop : n)         the window and the newest entries of the answer, which every token reads
 
     Args:
         prompt: all entries of the prompt; without an index they are ranked by their exact votes.
-        quota: how many entries a token reads: sink and window always, the others by its queries.
+        quota: how many entries a token reads, including sink and window.
 
     Attributes:
-        view: entries of the prompt, and older entries of the answer that tokens choose from.
+        view: the prompt's entries, and the older entries of the answer that tokens choose among.
         answer: all entries of the answer.
-        residual: the weighed means of unread entries; None before `weigh_residual`, or if nothing can be weighed.
+        residual: cluster means of unread entries; None before `weigh_residual`, or if every token reads all entries.
         n_prompt: number of the prompt's entries.
-        n_first: entries of the sink.
-        stop: position of the first entry after the sink that every token reads.
+        n_first: number of entries in the sink.
+        stop: position after the last entry that tokens choose among.
     """
 
     residual: Residual | None = None
 
     def __init__(self, prompt: FullView, quota: Quota):
-        """Place sink and window, and start with an empty answer."""
+        """Place sink and window in the prompt. The answer is still empty."""
         self.n_prompt = n = len(prompt)
         self._prompt = prompt
-        self._heads = prompt.blocks().shape[:2]  # B and n_kv_heads
+        self._heads = prompt.key_reader().shape[:2]  # B and n_kv_heads
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
         self.n_first = min(quota.n_sink, n)
@@ -58,7 +58,7 @@ class TokenRanking:
         self._set_always_read()
 
     def __deepcopy__(self, memo: dict) -> TokenRanking:
-        """Copy the ranking; the copy shares the prompt's entries."""
+        """Copy the ranking. The copy shares the prompt's entries."""
         other = copy.copy(self)
         other.answer = copy.deepcopy(self.answer, memo)
         other.view = self._prompt.followed_by(MemoryStore(cache=other.answer))
@@ -68,19 +68,19 @@ class TokenRanking:
 
     @property
     def prompt_buffers(self) -> Pair | None:
-        """Return the whole buffers of the prompt's entries; None if they are quantised or in files. See `EntryView`."""
+        """Return the buffers of the prompt's entries; None if entries are quantised or in files (see `EntryView`)."""
         return self._prompt.buffers
 
     @property
     def answer_buffers(self) -> Pair:
-        """Return the whole buffers of the answer's entries, which are at least one."""
+        """Return the buffers of the answer's entries, of which there must be at least one."""
         keys: Any = self.answer.keys
         values: Any = self.answer.values
         return keys, values
 
     @property
     def n_window(self) -> int:
-        """Return the number of the prompt's last entries that every token reads."""
+        """Return the number of entries in the window: the prompt's last entries, which every token reads."""
         return max(0, self.n_prompt - self.stop)
 
     @property
@@ -90,7 +90,7 @@ class TokenRanking:
 
     @property
     def n_newest(self) -> int:
-        """Return the number of entries after those chosen from, which every token reads."""
+        """Return the number of entries in the window and after it, which every token reads."""
         return self.n_prompt + self.answer.offset - self.stop
 
     @property
@@ -99,7 +99,7 @@ class TokenRanking:
         return 0 if self.residual is None else self.residual.clusters.n
 
     def choose(self, captured: Captured, start: int) -> mx.array:
-        """Choose for the queries of the tokens from position `start` on, all together.
+        """Choose entries for the queries of all tokens from position `start` on, together.
 
         Returns: positions, uint32 `(B, n_kv_heads, n_read)`.
         """
@@ -107,18 +107,19 @@ class TokenRanking:
         queries = Queries(heads, range(start, start + heads.shape[2]), scale, sinks)
         return self._best(queries, self.stop)
 
-    def read(self, places: mx.array | None) -> Pair:
-        """Return the keys and values that a token reads: means, entries at `places`, and the entries of every token.
+    def read(self, positions: mx.array | None) -> Pair:
+        """Return the keys and values that a token reads: cluster means, chosen entries, and the entries of every token.
 
         Args:
-            places: uint32 `(B, n_kv_heads, n)`; None reads the last group alone.
+            positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`; None returns only the entries that
+                every token reads.
         """
         parts: list[Pair] = []
         always = mx.broadcast_to(self._always_read, (*self._heads, self._always_read.size))
-        if places is not None:
+        if positions is not None:
             if self.residual is not None:
                 parts.append((self.residual.clusters.keys, self.residual.clusters.values))
-            always = mx.concatenate([places, always], axis=-1)
+            always = mx.concatenate([positions, always], axis=-1)
         if always.size:
             parts.append(self.view.gather(always))
         if self.answer.offset:
@@ -127,9 +128,9 @@ class TokenRanking:
         return join(*parts)
 
     def choose_up_to(self, stop: int) -> None:
-        """Let later tokens choose among the entries up to position `stop`, which every token has read until now.
+        """Move `stop` to a later position: tokens choose among the entries before it, instead of reading them all.
 
-        Entries of the answer get codes in the index, and a cluster of their own.
+        Entries of the answer are indexed, and form a new cluster.
         """
         n_before = len(self.view)
         has_new_entries = stop > n_before
@@ -146,53 +147,53 @@ class TokenRanking:
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
-        """Note the positions in the prompt that every token reads: of the sink and the window."""
+        """Compute the positions of sink and window, which every token reads."""
         window = range(min(self.stop, self.n_prompt), self.n_prompt)
         self._always_read = mx.array([*range(self.n_first), *window], mx.uint32)
 
     def _best(self, queries: Queries, stop: int) -> mx.array:
-        """Return the positions between sink and `stop` with the best scores, uint32 `(B, n_kv_heads, n)`."""
+        """Return the highest-scoring positions between the sink and `stop`, uint32 `(B, n_kv_heads, n)`."""
         if self.view.index is not None:
             scores = self.view.index.relevance(queries, stop)
         else:
-            scores = -1 / attention_votes(self.view.blocks(), queries)
-        return best_places(scores[..., self.n_first : stop], self._n_chosen, self.n_first)
+            scores = -1 / attention_votes(self.view.key_reader(), queries)
+        return best_positions(scores[..., self.n_first : stop], self._n_chosen, self.n_first)
 
     def _choosable(self, clusters: Clusters) -> mx.array:
         """Count the entries of each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
         return clusters.sizes_between(self.n_first, self.stop)
 
     def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
-        """Cluster all entries and find each head's mass and temperature for the prompt's last queries.
+        """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
-        Does nothing if a token reads all entries.
+        If tokens read all entries, nothing is done.
 
         Args:
-            queries: the prompt's last queries, which see all entries before them.
-            earlier: clusters of the first entries, if an earlier turn has made them.
+            queries: the prompt's last queries.
+            earlier: clusters of the first entries, if an earlier turn made them.
         """
         if self.n_read in (0, self.stop - self.n_first):
             return
         clusters = self._clusters(earlier)
         queries = queries.latest(WEIGHING_QUERIES)
         read = []
-        for i in range(len(queries.places)):
+        for i in range(len(queries.indices)):
             read.append(self._would_read(queries.between(i, i + 1)))
-            mx.async_eval(read)  # so that the scores of one query take memory
-        start = queries.places.start
+            mx.async_eval(read)  # limits memory to the scores of one query
+        start = queries.indices.start
         example = Example(
-            queries.heads * queries.scale,
+            queries.vectors * queries.scale,
             mx.concatenate(read, axis=2),
             range(self.n_first, max(self.n_first, start - self.n_window)),
             start,
             queries.sinks,
         )
-        # All queries together, because reading the entries may mean reading files.
+        # All queries are processed together, because reading the entries may mean reading files.
         factors = best_factors(distances(self.view, clusters, example))
         self.residual = Residual(clusters, self._choosable(clusters), *factors)
 
     def _clusters(self, earlier: WholeBlocks | None) -> Clusters:
-        """Return the clusters of all entries: those of an earlier turn, and new ones of the entries after them."""
+        """Return the clusters of all entries: `earlier`, followed by new clusters of the other entries."""
         if earlier is None:
             return clusters_of(self.view)
         clusters = earlier.clusters()
@@ -201,14 +202,14 @@ class TokenRanking:
         return clusters.followed_by(clusters_of(self.view, earlier.n_entries))
 
     def _would_read(self, query: Queries) -> mx.array:
-        """Return which entries a token of the prompt would read if the answer began with it.
+        """Return which entries a token of the prompt would read in an answer: bool `(B, n_kv_heads, 1, n)`.
 
         Args:
             query: the token's queries, and its position.
 
         Returns: bool `(B, n_kv_heads, 1, n)`.
         """
-        position = query.places.start
+        position = query.indices.start
         positions = mx.arange(len(self.view))
         stop = max(self.n_first, position - self.n_window)
         read = (positions < self.n_first) | ((positions >= stop) & (positions <= position))

@@ -16,11 +16,11 @@ from request_helpers import is_quantised
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError, Sparse
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.adapter import layer_cache
-from mlx_snapkv.caches.layers import attention_layers, file_bytes, held_tokens, kv_bytes, members
+from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members, n_tokens_read
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
-from mlx_snapkv.sparse.prompt_caches import make_caches, saved_forms
+from mlx_snapkv.sparse.prompt_caches import caches_to_save, make_caches
 
 SPARSE = Sparse(budget=64, when="always")
 KEYDIFF = "keydiff:budget=64,block=32"
@@ -70,7 +70,7 @@ def test_without_a_policy_a_conversation_is_a_plain_chat(demo_model, haystack):
     # The cache has read exactly the tokens that the template makes of the chat.
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert whole[: len(conversation.read)] == conversation.read
-    assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
+    assert n_tokens_read(model, conversation.prompt_cache) == len(conversation.read)
     quantised = begun((model, tokenizer), haystack, **BITS, quantized_kv_start=0)
     assert is_answered(quantised, facts[0])
     assert any(isinstance(c, QuantizedKVCache) for c in quantised.prompt_cache)
@@ -147,7 +147,7 @@ def test_a_policy_forgets_and_holds_exactly_the_budget_after_every_turn(demo_mod
         right.append(is_answered(conversation, fact))
         caches = [c for c in conversation.prompt_cache if isinstance(c, SnapKVCache)]
         assert caches and all(c.keys.shape[2] == 64 for c in caches)
-        assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
+        assert n_tokens_read(model, conversation.prompt_cache) == len(conversation.read)
     assert right[0] and sum(right) < 4
 
 
@@ -237,7 +237,7 @@ def test_a_sliding_window_interrupted_in_a_step_is_restored(demo_llama, haystack
     with interrupted_between_layers(demo_llama[0], monkeypatch):
         next(answer)
     assert mine.report.compressed and mine.messages[-1]["content"] == said
-    assert mine.read == before and held_tokens(demo_llama[0], mine.prompt_cache) == len(before)
+    assert mine.read == before and n_tokens_read(demo_llama[0], mine.prompt_cache) == len(before)
     ask(mine, haystack[1][2].question)
     mine.undo(), mine.undo()
     assert mine.messages == plain.messages
@@ -300,7 +300,7 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
     caches = make_caches(model, "memory")
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-    forms = list(members(saved_forms(model, caches)))
+    forms = list(members(caches_to_save(model, caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
     for form, cache in zip(forms, members(caches)):
         if form is not cache:

@@ -70,7 +70,15 @@ def test_a_policy_applies_only_to_a_saved_conversation_without_one(
     conversation.attach("another text")
     conversation.save(path)
     loaded = Conversation.load(path, *demo_llama, policy=policy, max_tokens=12)
-    for name in ("messages", "said", "attached", "pending_tokens", "read", "system", "n_unknown"):
+    for name in (
+        "messages",
+        "user_inputs",
+        "attached",
+        "pending_tokens",
+        "read",
+        "system",
+        "n_unknown",
+    ):
         assert getattr(loaded, name) == getattr(conversation, name)
     assert is_answered(loaded, haystack[1][1]) and loaded.report.entries == 64
     loaded.save(path)

@@ -26,7 +26,7 @@ def make_cache(policy=None, budget=12, n_sink=0, n_window=2, block=6, **keywords
 def test_entries_never_exceed_the_budget_and_a_block(updates, budget, n_window, expected):
     n_window = min(n_window, budget)
     cache = make_cache(budget=budget, n_window=n_window)
-    cache.expected = expected
+    cache.expected_size = expected
     fed = 0
     for L in updates:
         mask = cache.make_mask(L, return_array=True)

@@ -111,5 +111,5 @@ def test_random_eviction_is_a_uniform_sample_that_earlier_evictions_do_not_chang
     assert abs(np.mean(best) - 2000) < 100 and abs(np.mean(best < 1000) - 0.25) < 0.05
     # Entries that an eviction has left keep their scores.
     some = mx.broadcast_to(mx.arange(0, 4000, 3, dtype=mx.uint32), (1, 4, 1334))
-    left = Entries(keys[:, :, ::3], keys[:, :, ::3], given_positions=some)
+    left = Entries(keys[:, :, ::3], keys[:, :, ::3], explicit_positions=some)
     assert mx.array_equal(RandomEviction().score(left), scores[..., ::3])

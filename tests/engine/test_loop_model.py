@@ -78,7 +78,7 @@ def test_progress_callbacks_do_not_change_results(tokens, policy):
 
 
 def test_a_slow_chunk_reports_its_progress(tokens, monkeypatch):
-    monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
+    monkeypatch.setattr(loop_model, "PROGRESS_INTERVAL", 0)
     monkeypatch.setattr(loop_model, "FAST", 0)
     told = []
     model = make_llama(num_hidden_layers=4)

@@ -12,7 +12,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import prefill
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.planning import request_plan
-from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
@@ -103,8 +103,8 @@ def test_index_and_means_outside_memory_give_the_same_answer(monkeypatch):
     exact_up_to(monkeypatch, 64)
     model, made, held = make_llama(head_dim=32), [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
-        monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
-        monkeypatch.setattr(held_rows, "ENTRIES_MOVED", block)
+        monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident)
+        monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", block)
         cache, found = make_prompt_cache(model), []
         for n in (CHUNK_SIZE + 350, 80, 1):
             found += steps(model, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)

@@ -12,14 +12,14 @@ from request_helpers import plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.caches.layers import attention_layers, held_tokens
+from mlx_snapkv.caches.layers import attention_layers, n_tokens_read
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import pace, serving
-from mlx_snapkv.engine.pace import CLOSE, DROPPED, FIRST_GAP, GROWTH, MEASURED, Pace
+from mlx_snapkv.engine.pace import FIRST_GAP, N_MEASURED, N_SKIPPED, RETRY_GROWTH, RETRY_RATIO, Pace
 from mlx_snapkv.sparse import cache as cache_module
 from mlx_snapkv.sparse.options import FIRST_TOKENS
 
-TRIAL = DROPPED + MEASURED
+TRIAL = N_SKIPPED + N_MEASURED
 
 
 def switches(seconds, n_tokens, n_prompt=10_000, setup_in_tokens=0):
@@ -62,7 +62,7 @@ def test_the_first_tokens_after_a_switch_do_not_count():
         if reads_all:
             return 1.0
         k = next(since)
-        return 50.0 if k < DROPPED or k == DROPPED + 2 else 0.5
+        return 50.0 if k < N_SKIPPED or k == N_SKIPPED + 2 else 0.5
 
     assert switches(seconds, 1000) == [FIRST_TOKENS]
 
@@ -87,8 +87,8 @@ def test_the_winner_may_change_as_the_text_grows():
     found = switches(seconds, 3000, n_prompt)
     assert found[:2] == [FIRST_TOKENS, FIRST_TOKENS + TRIAL]
     third = found[2]
-    assert abs(third - (GROWTH - 1) * n_prompt - FIRST_TOKENS) < 3 * TRIAL
-    assert CLOSE * (n_prompt + FIRST_TOKENS) / 1000 < 1.4  # so the growth caused the trial
+    assert abs(third - (RETRY_GROWTH - 1) * n_prompt - FIRST_TOKENS) < 3 * TRIAL
+    assert RETRY_RATIO * (n_prompt + FIRST_TOKENS) / 1000 < 1.4  # so the growth caused the trial
 
 
 # Requests with an invented clock.
@@ -168,7 +168,7 @@ def test_an_answer_continues_with_all_entries_if_that_is_faster(
     if tries > 1:  # older tokens of the answer can be chosen, too
         monkeypatch.setattr(cache_module, "MAX_RECENT", 8)
         monkeypatch.setattr(pace, "FIRST_GAP", 8)
-        monkeypatch.setattr(pace, "CLOSE", 3)
+        monkeypatch.setattr(pace, "RETRY_RATIO", 3)
     model, reports = make(), []
     full = plain(model, tokens, 80)
     forced = itertools.chain([token for token, _ in full], itertools.repeat(0))
@@ -196,4 +196,4 @@ def test_turns_continue_from_the_tokens_that_were_read(times, demo_model, clock)
     talk.attach(text)
     for fact in facts:
         assert fact.value in "".join(x.text for x in talk.send(fact.question))
-        assert len(talk.read) == held_tokens(model, talk.prompt_cache)
+        assert len(talk.read) == n_tokens_read(model, talk.prompt_cache)

@@ -12,7 +12,7 @@ from tiny_models import make_llama
 from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.engine.serving import served
+from mlx_snapkv.engine.serving import serve
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.sparse.prompt_caches import make_caches
 
@@ -98,7 +98,7 @@ def test_the_kv_memory_counts_every_array_in_memory(wide, tokens, options, few, 
         found.append((report, stays, sum(cache.index_nbytes for cache in caches)))
 
     start = functools.partial(mlx_generate.generate_step, tokens, max_tokens=2)
-    list(served(start, wide, 200, 2, config, compressed, {"prompt_cache": caches}))
+    list(serve(start, wide, 200, 2, config, compressed, {"prompt_cache": caches}))
     ((report, stays, index),) = found
     chooses = report.read_per_token is not None
     assert chooses == (config.sparse is not None)

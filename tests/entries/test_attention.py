@@ -34,14 +34,17 @@ def test_votes_and_weights_equal_the_float64_reference(shape, sinks, blocks, mon
 
 @pytest.mark.parametrize("kind", ["held", "blocks"])
 @pytest.mark.parametrize("way", [
-    {}, {"sinks": SINKS}, {"cap": 0.7}, {"places": range(290, 310)},
+    {}, {"sinks": SINKS}, {"cap": 0.7}, {"indices": range(290, 310)},
 ], ids=["plain", "sinks", "capped", "past the last entry"])  # fmt: skip
 def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monkeypatch):
     """One pass over the keys also gives the votes of all queries."""
     entries = make_entries(T=300, n=20)
     every = entries.observed = dataclasses.replace(entries.observed, **way)
     alone = every.latest(7)
-    assert mx.array_equal(alone.heads, every.heads[:, :, 13:]) and alone.places == every.places[13:]
+    assert (
+        mx.array_equal(alone.vectors, every.vectors[:, :, 13:])
+        and alone.indices == every.indices[13:]
+    )
     whole = [attention_votes(entries.keys, observed) for observed in (every, alone)]
     mx.eval(whole)
     in_blocks(monkeypatch, 1, one_pass=1 << 30 if kind == "held" else 0)

@@ -38,7 +38,7 @@ def entries_of(keys, queries, bits=None):
 
 def in_float32(entries):
     """Return the entries and their queries in float32."""
-    queries = dataclasses.replace(entries.observed, heads=entries.queries.astype(mx.float32))
+    queries = dataclasses.replace(entries.observed, vectors=entries.queries.astype(mx.float32))
     return Entries(*(x.astype(mx.float32) for x in entries.plain()), queries)
 
 
@@ -46,7 +46,7 @@ def by_index(entries):
     """Return the relevance by which a sparse token's index ranks the entries."""
     index = KeyIndex(entries.keys, entries.queries)
     index.append(entries.keys)
-    return index.relevance(dataclasses.replace(entries.observed, places=range(T, T + N)), T)
+    return index.relevance(dataclasses.replace(entries.observed, indices=range(T, T + N)), T)
 
 
 def overlap(scores, others):

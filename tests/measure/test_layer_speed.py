@@ -5,7 +5,7 @@ from model_configs import make_model
 from speed_helpers import WINS_LATER, remember
 
 from mlx_snapkv import SnapKVError, Sparse
-from mlx_snapkv.caches.layers import attention_layers, choosing_layers
+from mlx_snapkv.caches.layers import attention_layers, sparse_layers
 from mlx_snapkv.measure import layer_speed as module
 from mlx_snapkv.measure.layer_speed import layer_speed, sparse_pays
 from mlx_snapkv.planning.break_even import BreakEven
@@ -25,7 +25,7 @@ def test_every_layer_counts(name, monkeypatch):
     monkeypatch.setattr(module, "_seconds", lambda attend: 1.0 if attend().ndim == 4 else 0.0)
     model = make_model(name)
     found = layer_speed(model, Sparse())
-    n = len(choosing_layers(attention_layers(model, make_caches(model, "memory"))))
+    n = len(sparse_layers(attention_layers(model, make_caches(model, "memory"))))
     assert set(found.lines) == {DECODE_ALL, DECODE_FEW}
     assert all(line.most(x) == pytest.approx(n) for line in found.lines.values() for x in LENGTHS)
 

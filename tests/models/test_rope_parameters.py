@@ -7,7 +7,7 @@ import pytest
 from model_configs import config
 
 from mlx_snapkv import SnapKVError, models
-from mlx_snapkv.models.rope_parameters import taken_over
+from mlx_snapkv.models.rope_parameters import unread_parameters
 
 BASE, OTHER = {"rope_theta": 12_345.0, "rope_type": "default"}, {"rope_theta": 500.0}
 LINEAR = {"rope_theta": 12_345.0, "rope_type": "linear", "factor": 4.0}
@@ -48,7 +48,7 @@ def ropes(config):
 
 
 def read(config):
-    return {**config, **taken_over(config).changes}
+    return {**config, **unread_parameters(config).changes}
 
 
 def assert_same_rope(found, wanted):
@@ -63,9 +63,9 @@ def test_every_family_gets_its_rope_from_rope_parameters_or_is_refused(name):
         assert read(new) == new
     elif name in BASELESS:
         with pytest.raises(SnapKVError, match=f"{name!r} does not read that and has no rope_theta"):
-            taken_over(new)
+            unread_parameters(new)
     elif name in UNBUILT:
-        found = taken_over(changed(name, rope_parameters=LINEAR)).values
+        found = unread_parameters(changed(name, rope_parameters=LINEAR)).values
         assert found == {"rope_theta": 12_345.0, "rope_scaling": SCALING}
     else:
         base = {"rotary_emb_base" if name == "gpt_neox" else "rope_theta": 12_345.0}
@@ -73,7 +73,7 @@ def test_every_family_gets_its_rope_from_rope_parameters_or_is_refused(name):
         scaled = changed(name, rope_parameters=LINEAR)
         if name in UNSCALED:
             with pytest.raises(SnapKVError, match=f"{name!r} .* has no rope_scaling,.* linear"):
-                taken_over(scaled)
+                unread_parameters(scaled)
         else:
             assert_same_rope(read(scaled), changed(name, **base, rope_scaling=SCALING))
 
@@ -97,10 +97,10 @@ def test_a_partial_rotary_factor_sets_the_familys_own_field(name, field, value):
 
 def test_a_partial_rotary_factor_without_a_field_is_refused():
     with pytest.raises(SnapKVError, match=r"'glm' .* has no partial_rotary_factor"):
-        taken_over(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 0.5}))
+        unread_parameters(changed("glm", rope_parameters=BASE | {"partial_rotary_factor": 0.5}))
     for name, factor in (("glm", 1.0), ("recurrent_gemma", 0.5)):
         rope = BASE | {"partial_rotary_factor": factor}
-        found = taken_over({"model_type": name, "rope_parameters": rope})
+        found = unread_parameters({"model_type": name, "rope_parameters": rope})
         assert found.values == {"rope_theta": 12_345.0}
 
 
@@ -128,20 +128,20 @@ def test_values_for_each_layer_type_set_the_familys_own_fields(name, full, slidi
 def test_values_for_each_layer_type_without_fields_are_refused(name, full, sliding):
     both = {"full_attention": full, "sliding_attention": sliding}
     with pytest.raises(SnapKVError, match=f"{name!r} .* one RoPE for full_attention and sliding"):
-        taken_over(changed(name, rope_parameters=both))
+        unread_parameters(changed(name, rope_parameters=both))
 
 
 def test_fields_that_a_configuration_has_are_not_changed():
     for values in ({"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_scaling": SCALING}):
         new = changed("llama", rope_parameters=LINEAR, **values)
         assert read(new) == {"rope_scaling": read(new)["rope_scaling"], **new}
-    assert taken_over(config("llama")).changes == {}
+    assert unread_parameters(config("llama")).changes == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral4"])
 def test_the_text_model_of_a_wrapper_decides(kind):
     text = {"model_type": kind, "rope_parameters": BASE}
-    found = taken_over({"model_type": "mistral3", "text_config": text})
+    found = unread_parameters({"model_type": "mistral3", "text_config": text})
     assert found.values == ({"rope_theta": 12_345.0} if kind == "llama" else {})
     with pytest.raises(SnapKVError, match="must be an object, got 7"):
-        taken_over({"model_type": "llama", "rope_parameters": 7})
+        unread_parameters({"model_type": "llama", "rope_parameters": 7})

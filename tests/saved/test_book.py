@@ -12,7 +12,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.saved import book
-from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import Sparse
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
@@ -60,8 +60,8 @@ def test_a_loaded_book_answers_as_the_saved_caches(path, tokens, make):
 def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     """The index has its own files. Loading reads only the codes that stay in memory."""
     exact_up_to(monkeypatch, 50)
-    monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident)
-    monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 32)
+    monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident)
+    monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 32)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
     options = {"sparse": SPARSE, "store": "file"}
@@ -71,7 +71,7 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     loaded = saved.load(path, model).prompt_cache
     monkeypatch.delattr(FullView, "make_index")
     assert [len(c.index) for c in loaded] == [len(said)] * len(loaded)
-    assert [c.index.codes.waits for c in loaded] == [resident < len(said)] * len(loaded)
+    assert [c.index.codes.reads_allocate for c in loaded] == [resident < len(said)] * len(loaded)
     assert_same(asked(model, loaded), asked(model, caches))
     *_, file = beside(path, "*.entries/*.codes")
     file.write_bytes(bytes(file.stat().st_size))

@@ -208,7 +208,7 @@ def test_no_chunk_is_read_after_the_server_has_stopped(monkeypatch):
         mx.eval(arrays)
 
     monkeypatch.setattr(loop_model, "mx", SimpleNamespace(eval=evaluate))
-    monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
+    monkeypatch.setattr(loop_model, "PROGRESS_INTERVAL", 0)
     with serving() as served, concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, TEXT, {"prompt": "The key of" * 50})
         wait_until(lambda: evaluated)

@@ -95,9 +95,9 @@ def test_places_are_counted_by_cluster():
     for own, several, ids in zip(counts, *heads, strict=True):
         wanted = [np.bincount(ids[some], minlength=found.n) for some in several]
         assert np.array_equal(own, wanted)
-    places = mx.argsort(normal(2, H, 1500, seed=7), axis=-1)[..., :90]
-    some = mx.put_along_axis(mx.zeros((2, H, 1500), mx.bool_), places, mx.array(True), axis=-1)
-    assert mx.array_equal(found.sizes(places), found.sizes_where(some[:, :, None])[:, :, 0])
+    positions = mx.argsort(normal(2, H, 1500, seed=7), axis=-1)[..., :90]
+    some = mx.put_along_axis(mx.zeros((2, H, 1500), mx.bool_), positions, mx.array(True), axis=-1)
+    assert mx.array_equal(found.sizes(positions), found.sizes_where(some[:, :, None])[:, :, 0])
     between = mx.broadcast_to((mx.arange(1500) >= 7) & (mx.arange(1500) < 1003), some.shape)
     wanted = found.sizes_where(between[:, :, None])[:, :, 0]
     assert mx.array_equal(found.sizes_between(7, 1003), wanted)

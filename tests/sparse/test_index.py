@@ -8,9 +8,9 @@ import pytest
 from entry_helpers import normal
 
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.index import KeyIndex, index_bytes
-from mlx_snapkv.sparse.stores.file import AsideFile
+from mlx_snapkv.sparse.stores.file import SpillFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
 KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
@@ -37,8 +37,8 @@ def lacking(logits):
     return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
 
 
-def indexed(keys, queries=None, portions=(250, 1, 349), aside=None) -> KeyIndex:
-    index, start = KeyIndex(keys, queries, aside), 0
+def indexed(keys, queries=None, portions=(250, 1, 349), make_spill=None) -> KeyIndex:
+    index, start = KeyIndex(keys, queries, make_spill), 0
     for n in portions:
         index.append(keys[:, :, start : start + n])
         start += n
@@ -74,8 +74,8 @@ def test_heads_may_have_any_size(head_dim):
 @pytest.fixture
 def few_in_memory(monkeypatch):
     """Keep the codes of the first 256 keys, and of up to 128 of the last, in memory."""
-    monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", 256)
-    monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 128)
+    monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", 256)
+    monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 128)
 
 
 @pytest.mark.parametrize("logit_bytes", [0, 1 << 20])
@@ -84,8 +84,8 @@ def test_codes_in_a_file_rank_like_codes_in_memory(
 ):
     """All logits are held, or they are computed twice."""
     keys, queries = low_rank
-    index, wanted = indexed(keys, queries, aside=AsideFile), indexed(keys, queries)
-    assert index.nbytes < 0.8 * wanted.nbytes and index.codes.waits
+    index, wanted = indexed(keys, queries, make_spill=SpillFile), indexed(keys, queries)
+    assert index.nbytes < 0.8 * wanted.nbytes and index.codes.reads_allocate
     monkeypatch.setattr("mlx_snapkv.sparse.index.LOGIT_BYTES", logit_bytes)
     for n in (1, 250, 300, T):
         found = [x.relevance(asking(queries), n) for x in (index, wanted)]
@@ -95,13 +95,13 @@ def test_codes_in_a_file_rank_like_codes_in_memory(
 def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     keys, queries = low_rank
     index = indexed(keys, queries)
-    found = KeyIndex.restored(index.state, keys[:, :, :1], AsideFile)
+    found = KeyIndex.restored(index.state, keys[:, :, :1], SpillFile)
     found.fill([index.codes.between(0, T)])
     assert len(found) == found.n_sampled_from == T and found.nbytes < 0.8 * index.nbytes
     wanted = index.relevance(asking(queries), T)
     assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
-    assert KeyIndex.restored(index.state[:2], keys[:, :, :1], AsideFile) is None
-    assert KeyIndex.restored(index.state, keys[:, :1, :1], AsideFile) is None
+    assert KeyIndex.restored(index.state[:2], keys[:, :, :1], SpillFile) is None
+    assert KeyIndex.restored(index.state, keys[:, :1, :1], SpillFile) is None
 
 
 def test_blocks_of_keys_rank_like_all_keys_at_once(low_rank, monkeypatch):

@@ -23,7 +23,7 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
-from mlx_snapkv.sparse import held_rows
+from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import (
     CHUNK_SIZE,
@@ -112,17 +112,17 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
 ):
     """Entries may be in memory or in files, and so may the means of all but a few pages."""
     if resident is not None:
-        monkeypatch.setattr(held_rows, "ENTRIES_IN_MEMORY", resident * PAGE_SIZE)
-        monkeypatch.setattr(held_rows, "ENTRIES_MOVED", 2 * PAGE_SIZE)
+        monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident * PAGE_SIZE)
+        monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 2 * PAGE_SIZE)
     model = make()
     caches, (view, *_) = sparse_caches(model, REACH, store)
     gathered, gather = [], view.gather
-    view.gather = lambda places: gathered.append(np.array(places)) or gather(places)
+    view.gather = lambda positions: gathered.append(np.array(positions)) or gather(positions)
     read_by(model, caches, START, N)
-    (places,) = gathered  # the first chunk has no earlier entries
+    (positions,) = gathered  # the first chunk has no earlier entries
     wanted = chosen_pages(*entries_and_queries(model))
     assert len({tuple(sorted(pages)) for pages in wanted}) > 1
-    for found, pages in zip(places[0], wanted, strict=True):
+    for found, pages in zip(positions[0], wanted, strict=True):
         in_pages = {p * PAGE_SIZE + i for p in {0, *pages} for i in range(PAGE_SIZE)}
         window = range((START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE, START)
         assert found.tolist() == sorted({*in_pages, *window})
@@ -184,9 +184,9 @@ def test_attention_over_the_chosen_entries_equals_numpys():
     assert n <= REACH.most
     assert np.allclose(queries, all_queries[0, :, START:], atol=1e-4)
     for head, pages in enumerate(chosen_pages(all_keys, all_queries, scale)):
-        places = np.arange(N)
-        is_read = np.isin(places // PAGE_SIZE, [0, *pages]) | (
-            places >= (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE
+        positions = np.arange(N)
+        is_read = np.isin(positions // PAGE_SIZE, [0, *pages]) | (
+            positions >= (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE
         )
         assert np.allclose(keys[head], all_keys[0, head, is_read], atol=1e-5)
     visible = np.arange(n + CHUNK_SIZE) <= n + np.arange(CHUNK_SIZE)[:, None]

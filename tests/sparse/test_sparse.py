@@ -106,13 +106,13 @@ def test_tokens_that_choose_all_entries_equal_the_full_cache(index, few_recent):
 def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries(few_recent, monkeypatch):
     """NumPy computes the votes over prompt and answer. In one layer, keys depend on no other token."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
-    caches, places, gather = choosing(model, LITTLE), [], FullView.gather
+    caches, positions, gather = choosing(model, LITTLE), [], FullView.gather
     (cache,) = caches
     said(model, caches, TOKENS[N:-1])
     monkeypatch.setattr(
         FullView,
         "gather",
-        lambda self, where: places.append(np.array(where)) or gather(self, where),
+        lambda self, where: positions.append(np.array(where)) or gather(self, where),
     )
     n_recent = cache.ranking.n_newest
     said(model, caches, TOKENS[-1:])
@@ -129,8 +129,8 @@ def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries(few_re
     stop, n_chosen = n - 1 - n_recent, LITTLE.entries - LITTLE.n_sink - LITTLE.n_window
     votes = reference.votes(asked.queries, keys[:, :, :stop], [n - 1], scale)[0]
     wanted = [{*(2 + np.argsort(-of_head[2:])[:n_chosen])} for of_head in votes]
-    assert [{*head[:n_chosen]} for head in places[0][0]] == wanted
-    assert any(place >= N for places in wanted for place in places)
+    assert [{*head[:n_chosen]} for head in positions[0][0]] == wanted
+    assert any(place >= N for positions in wanted for place in positions)
 
 
 def test_copies_are_independent(index, few_recent):

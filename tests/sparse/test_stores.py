@@ -23,7 +23,7 @@ from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.stores import STORES, MemoryStore
-from mlx_snapkv.sparse.stores.file import AsideFile, FileStore, Layout, SavedFile
+from mlx_snapkv.sparse.stores.file import FileStore, Layout, SavedFile, SpillFile
 
 PIECE = 7  # entries
 HOW = Quantization(4, 64)
@@ -55,9 +55,9 @@ def assert_holds(store, rows):
     for a, b in ((0, n), (0, 1), (n - 1, n), (n // 3, n - n // 3)):
         if a < b:
             assert_bits_equal(store.entries(a, b), [x[:, :, a:b] for x in rows])
-    places = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
-    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
-    assert_bits_equal(store.gather(places), wanted)
+    positions = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
+    wanted = [mx.take_along_axis(x, positions[..., None], axis=2) for x in rows]
+    assert_bits_equal(store.gather(positions), wanted)
     assert store.all_entries().quantization == how
     assert_bits_equal(store.all_entries().plain(), rows)
 
@@ -118,11 +118,11 @@ def test_votes_over_several_stores(kind, how, monkeypatch):
     parts = [[x[:, :, :300] for x in every], [x[:, :, 300:] for x in every]]
     stores = [holding(store, part) for store, part in zip((kind(how), MemoryStore()), parts)]
     keys = mx.concatenate([store.entries()[0] for store in stores], axis=2)
-    queries, places = mx.random.normal((2, 6, 3, 64)), range(T - 2, T + 1)
-    view, asked = FullView(stores, layer=None), Queries(queries, places, 0.125)
-    for found, n in zip(latest_votes(view.blocks(), asked, [2, 3]), (2, 3)):
+    queries, positions = mx.random.normal((2, 6, 3, 64)), range(T - 2, T + 1)
+    view, asked = FullView(stores, layer=None), Queries(queries, positions, 0.125)
+    for found, n in zip(latest_votes(view.key_reader(), asked, [2, 3]), (2, 3)):
         assert "keys" not in vars(view)  # the keys are never all in memory
-        wanted = reference.votes(queries[:, :, -n:], keys, places[-n:], 0.125)
+        wanted = reference.votes(queries[:, :, -n:], keys, positions[-n:], 0.125)
         np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
 
 
@@ -262,15 +262,15 @@ def test_a_disk_without_room_for_offloaded_rows_is_one_sentence():
         full_disk(1000),
         pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another store"),
     ):
-        AsideFile().put(mx.zeros((1, 2, 300, 64)))
+        SpillFile().put(mx.zeros((1, 2, 300, 64)))
 
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
 def test_offloaded_rows_that_can_not_be_read_are_one_sentence(damage):
     pair = rows_of(20)
-    aside = AsideFile()
-    reads = [aside.put(tuple(pair)) for _ in range(2)]
-    mend = damage(aside._file._file.fileno())
+    spill = SpillFile()
+    reads = [spill.put(tuple(pair)) for _ in range(2)]
+    mend = damage(spill._file._file.fileno())
     for read in reads:
         with pytest.raises(SnapKVError, match="entries kept in a file can't be read"):
             read()

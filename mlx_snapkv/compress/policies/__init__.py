@@ -1,4 +1,4 @@
-"""The eviction policies, one file each."""
+"""The eviction policies, one per file."""
 
 import importlib
 import pkgutil
@@ -6,7 +6,7 @@ import pkgutil
 from ...errors import Option, SnapKVError, UnknownOptionError, suggestion
 from ..policy import POLICIES, Policy
 
-# Lists of the policies follow the order of these imports.
+# Lists of policies are in the order of these imports.
 # isort: off
 from .snapkv import SnapKV as SnapKV
 from .keydiff import KeyDiff as KeyDiff
@@ -21,13 +21,13 @@ from .random_eviction import RandomEviction as RandomEviction
 
 # isort: on
 
-# Any other file here defines a policy, too; these follow in the order of their names.
+# Policies in other files follow in alphabetical order.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 
 
 def policy_named(text: str) -> Policy:
-    """Return the policy of a string such as `"keydiff:budget=8192"`. Raises: SnapKVError: it can't be read."""
+    """Parse a policy from a string such as `"keydiff:budget=8192"`. Raises: SnapKVError: the string is invalid."""
     name, _, options = (part.strip() for part in text.partition(":"))
     if name == "sparse":
         raise SnapKVError(

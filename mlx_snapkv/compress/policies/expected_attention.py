@@ -1,4 +1,4 @@
-"""Expected Attention: keep the entries that future queries will attend to if they resemble the queries so far."""
+"""Expected Attention: keep the entries that future queries are expected to attend to."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
-FUTURE = 512  # positions after the prompt over which the rotation is averaged
+FUTURE = 512  # number of positions after the prompt over which the rotation is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Score entries by the attention that a normally distributed query would give, times the norm of the value.
+    """Score each entry by the expected attention of a normally distributed query, times the norm of its value.
 
-    Its mean and covariance are those of the pre-RoPE queries of all tokens read except the first `n_sink`, rotated by
-    the mean rotation of the next 512 positions. (If the prompt has no more tokens, those of its last token are used.)
-    The expected weight of a key then has a closed form. Weights are a softmax over the keys after the sink, averaged
-    over the query heads of a GQA group.
+    Mean and covariance of the query are those of the pre-RoPE queries of all tokens except the first `n_sink`, rotated
+    by the mean rotation of the next 512 positions. (If the prompt has at most `n_sink` tokens, only its last query is
+    used.) The expected weight of a key then has a closed form. Weights are normalised by a softmax over the keys after
+    the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
-        n_sink: number of first entries, which are always kept; their queries are left out of the statistics.
+        n_sink: number of first entries, which are always kept; the statistics exclude their queries.
     """
 
     name = "expected_attention"
@@ -34,14 +34,14 @@ class ExpectedAttention(Policy):
 
     @property
     def query_statistics(self) -> int:  # type: ignore[override]
-        """Return the first position whose query counts in the statistics."""
+        """Return the first position whose query enters the statistics."""
         return self.n_sink
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the logarithms of the scores, `(B, n_kv_heads, T)` float32, with the sink's above all others.
+        """Return log scores `(B, n_kv_heads, T)` float32. The entries of the sink get the highest.
 
-        Logarithms, because many weights are too small for float32. For a key `k` and queries of mean `m` and
-        covariance `C` the expected weight before the softmax is `exp(k . m + k . C k / 2)`.
+        Scores are logarithms, because many weights are too small for float32. For a key `k` and queries with mean `m`
+        and covariance `C`, the expected weight before the softmax is `exp(k . m + k . C k / 2)`.
         """
         first_key = entries.read_keys(0, 1)
         if len(entries) <= self.n_sink:
@@ -59,7 +59,7 @@ class ExpectedAttention(Policy):
             return mx.concatenate([logits, sizes], axis=-1)
 
         size = block_size(4 * B * H * width)
-        columns = entries.by_block(logits_and_sizes, spans(self.n_sink, len(entries), size))
+        columns = entries.map_blocks(logits_and_sizes, spans(self.n_sink, len(entries), size))
         logits, sizes = columns[..., :-1], columns[..., -1]
         log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)
         log_mean = mx.logsumexp(log_weights, axis=-1) - math.log(log_weights.shape[-1])
@@ -69,15 +69,15 @@ class ExpectedAttention(Policy):
         return mx.concatenate([sink, scores], axis=-1)
 
     def _future_queries(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the mean and half the covariance of the rotated and scaled future queries.
+        """Return the mean and half of the covariance of future queries, rotated and scaled.
 
         Args:
             entries: the layer's entries, with the statistics of its queries.
-            keys: `(B, n_kv_heads, n, head_dim)`, of any `n`: only the shape is used.
+            keys: `(B, n_kv_heads, n, head_dim)`; only the shape is used, and any `n` will do.
 
         Returns:
-            The mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, `(B, n_kv_heads, head_dim,
-            group * head_dim)`: one matrix beside the other for the query heads of a GQA group.
+            The mean, `(B, n_kv_heads, head_dim, group)`, and half of the covariance, `(B, n_kv_heads, head_dim,
+            group * head_dim)`, with the matrices of a GQA group's query heads side by side.
         """
         B, H, _, D = keys.shape
         layer = entries.layer
@@ -85,7 +85,7 @@ class ExpectedAttention(Policy):
         rotation = layer.mean_rotation(D, statistics.stop, FUTURE)
         mean = statistics.scale * (statistics.mean @ rotation.T)
         half_covariance = statistics.scale**2 / 2 * (rotation @ statistics.covariance @ rotation.T)
-        means_by_kv_head = layer.grouped(mean, H).reshape(B, H, -1, D)
-        matrices_by_kv_head = layer.grouped(half_covariance, H).reshape(B, H, -1, D, D)
+        means_by_kv_head = layer.group_heads(mean, H).reshape(B, H, -1, D)
+        matrices_by_kv_head = layer.group_heads(half_covariance, H).reshape(B, H, -1, D, D)
         side_by_side = matrices_by_kv_head.transpose(0, 1, 3, 2, 4).flatten(3)
         return means_by_kv_head.swapaxes(2, 3), side_by_side

@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the entries that have received most attention so far."""
+"""H2O: keep the heavy hitters, which are the entries that have received the most attention."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from ..policy import Policy
 class H2O(Policy):
     """Keep the entries that have received the most attention from all queries since they were stored (section 4.1).
 
-    Half of the budget goes to recent entries, as in the paper (algorithm 1). Votes are averaged over the query heads of
-    a GQA group and summed block by block; an evicted entry's votes are lost.
+    As in the paper (algorithm 1), half of the budget goes to recent entries. Attention is averaged over the query heads
+    of a GQA group and accumulated from block to block. The count of an evicted entry is lost.
     """
 
     name = "h2o"
@@ -25,9 +25,9 @@ class H2O(Policy):
     n_window: int | str = "50%"
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the attention that each entry received, `(B, n_kv_heads, T)` float32.
+        """Return the attention that each entry has received, `(B, n_kv_heads, T)` float32.
 
-        Raises: SnapKVError: it was not recorded.
+        Raises: SnapKVError: the attention was not counted.
         """
         if entries.received is None:
             raise SnapKVError("h2o needs the attention of all queries: use mlx_snapkv.prefill")

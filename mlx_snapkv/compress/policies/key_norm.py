@@ -1,4 +1,4 @@
-"""Key norm: keep the entries with the smallest keys."""
+"""Key norm: keep the entries whose keys have the smallest norm."""
 
 from dataclasses import dataclass
 
@@ -17,5 +17,5 @@ class KeyNorm(Policy):
     paper = "Devoto et al. 2024, arXiv:2406.11430"
 
     def score(self, entries: Entries) -> mx.array:
-        """Return minus the squared norm, which ranks as the norm does, `(B, n_kv_heads, T)` float32."""
-        return entries.of_keys(lambda keys: -(keys * keys).sum(axis=-1))
+        """Return the negative squared norm, which gives the order of the norm, `(B, n_kv_heads, T)` float32."""
+        return entries.map_keys(lambda keys: -(keys * keys).sum(axis=-1))

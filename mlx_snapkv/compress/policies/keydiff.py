@@ -1,4 +1,4 @@
-"""KeyDiff: keep the entries whose keys differ most from the others; no attention is needed."""
+"""KeyDiff: keep the entries whose keys differ most from the others, without computing attention."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ...entries.entries import Entries
 from ...hyperparameters import choice, entry_count
 from ..policy import Policy
 
-TINY = 1e-12  # added to squared norms, so that normalising a key of zeros gives zeros
+TINY = 1e-12  # added to squared norms, so that a zero key stays zero when it is normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +16,13 @@ class KeyDiff(Policy):
     """Keep the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
-        anchor: what keys are compared with: "mean" (of the normalised keys, equation 8), "median" (of each
-            coordinate), or "pairwise", the mean similarity to every key (equation 7), computed in blocks.
-        similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are with their
-            mean or median (section 4.3).
+        anchor: what keys are compared with: the "mean" of the normalised keys (equation 8), the "median" of each
+            coordinate, or "pairwise", which averages the similarity to all keys (equation 7), block by block.
+        similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys themselves (section 4.3).
 
-    It differs from the paper: by default the first entries stay, and half of the budget is a recent window. Without
-    sinks, Gemma 3's predictions moved three times as far; with a window of 10%, SmolLM2's moved twice as far
-    (docs/quality.md).
+    Differences from the paper: by default the first entries are kept, and half of the budget is a recent window.
+    Without the sink, Gemma 3's predictions moved three times as far from those of the full cache; with a window of 10%,
+    SmolLM2's moved twice as far (docs/quality.md).
     """
 
     name = "keydiff"
@@ -36,23 +35,23 @@ class KeyDiff(Policy):
     similarity: str = choice("cosine", "dot", "euclidean")
 
     def score(self, entries: Entries) -> mx.array:
-        """Return minus the similarity, `(B, n_kv_heads, T)` float32.
+        """Return the negative similarity, `(B, n_kv_heads, T)` float32.
 
-        The work grows with T, or with T squared for anchor="pairwise".
+        The cost is linear in T, or quadratic for anchor="pairwise".
         """
         if self.anchor == "pairwise":
-            return -entries.of_keys(lambda part: self._mean_similarity(part, entries))
+            return -entries.map_keys(lambda part: self._mean_similarity(part, entries))
         if self.anchor == "median":
             anchor = self._median(entries.keys)
         else:
-            sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
+            sums = entries.map_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
             anchor = sums.sum(axis=2, keepdims=True) / len(entries)
-        return -entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
+        return -entries.map_keys(lambda part: self._similarity(part, anchor)[..., 0])
 
     def _median(self, keys: mx.array) -> mx.array:
         """Return the median of each coordinate, `(B, n_kv_heads, 1, head_dim)` float32.
 
-        One head at a time, because a median sorts a copy.
+        Heads are processed one by one, because a median sorts a copy of the keys.
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
@@ -62,15 +61,15 @@ class KeyDiff(Policy):
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
-        """Return the keys as the anchor averages them: normalised for similarity="cosine"."""
+        """Normalise keys for similarity="cosine", as the anchor requires."""
         if self.similarity != "cosine":
             return keys
         return keys * mx.rsqrt(_squared_norm(keys) + TINY)
 
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:
-        """Return how similar each key is to each of `others`, `(B, n_kv_heads, n, m)`.
+        """Return the similarity of each key to each of `others`, `(B, n_kv_heads, n, m)`.
 
-        For similarity="euclidean" this is minus the distance.
+        For similarity="euclidean" this is the negative distance.
 
         Args:
             keys: `(B, n_kv_heads, n, head_dim)` float32.
@@ -87,15 +86,15 @@ class KeyDiff(Policy):
         return -mx.sqrt(mx.maximum(squares + other_squares - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
-        """Return the mean similarity of `n` keys to the keys of all entries, `(B, n_kv_heads, n)`."""
+        """Average the similarity of `n` keys to all keys: `(B, n_kv_heads, n)`."""
 
         def sum_over_block(others: mx.array) -> mx.array:
             return self._similarity(keys, others).sum(axis=-1)[:, :, None]
 
-        sums = entries.of_keys(sum_over_block, width=keys.shape[2])  # (B, n_kv_heads, n_blocks, n)
+        sums = entries.map_keys(sum_over_block, width=keys.shape[2])  # (B, n_kv_heads, n_blocks, n)
         return sums.sum(axis=2) / len(entries)
 
 
 def _squared_norm(keys: mx.array) -> mx.array:
-    """Return squared L2 norms, `(..., 1)`, of keys `(..., head_dim)`."""
+    """Return the squared L2 norms `(..., 1)` of keys `(..., head_dim)`."""
     return (keys * keys).sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Random entries: the control that every other policy has to beat."""
+"""Random eviction: the baseline that every other policy has to beat."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEviction(Policy):
-    """Keep a uniformly random set of the prompt's entries, per KV head.
+    """Keep a uniformly random set of entries, per KV head.
 
-    An entry's score is a hash of its position, head and `seed`, and does not change from block to block. So under
-    either schedule the entries left at the end are a uniform sample of the whole prompt.
+    The score of an entry is a hash of its position, its head and `seed`. It does not change from block to block, so
+    with either schedule the remaining entries are a uniform sample of the whole prompt.
 
     Attributes:
         seed: seed of the hash.
@@ -27,12 +27,12 @@ class RandomEviction(Policy):
     seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return a hash for each entry, `(B, n_kv_heads, T)` float32: whole numbers below 2**24, which are exact."""
+        """Return a hash of each entry, `(B, n_kv_heads, T)` float32: integers below 2**24, which are exact."""
         n_heads = entries.keys.shape[1]
         heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
         x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
         x += mx.array(self.seed, mx.uint32)
-        # Wellons' hash lowbias32, in which every bit of the input changes every bit of the result.
+        # Wellons' hash lowbias32: every bit of the input affects every bit of the result.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
         return (x >> 8).astype(mx.float32)

@@ -1,4 +1,4 @@
-"""ScissorHands: entries that mattered often to the last queries will matter to the next."""
+"""ScissorHands: keep the entries that were important to many of the last queries."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,19 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class ScissorHands(Policy):
-    """Score entries by how many of the last queries give them at least the average weight.
+    """Score entries by the number of last queries that give them at least the average weight.
 
-    The average is 1/t for a query that sees t entries. How far a weight exceeds it does not matter. For comparison,
-    H2O sums the weights of all queries, SnapKV sums those of the last queries, and TOVA uses the very last query.
+    The average is 1/t for a query that sees t entries. It does not matter how far a weight exceeds the average. By
+    contrast, H2O sums the weights of all queries, SnapKV sums those of the last queries, and TOVA uses only the very
+    last query.
 
     Attributes:
-        obs_window: number of last queries whose weights are counted (the paper's history window).
+        obs_window: number of last queries that are counted (the paper's history window).
         n_window: number of most recent entries, which are always kept (the paper's recent window), or a share of the
             budget.
 
-    It differs from the paper: all layers may have the same budget, and counts are averaged over the query heads of a
-    GQA group.
+    Differences from the paper: all layers have equal budgets by default, and counts are averaged over the query heads
+    of a GQA group.
     """
 
     name = "scissorhands"
@@ -33,5 +34,5 @@ class ScissorHands(Policy):
     n_window: int | str = 10
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the number of queries, 0 to `obs_window`, for each entry: `(B, n_kv_heads, T)` float32."""
+        """Return the number of such queries for each entry, 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
         return entries.above_average

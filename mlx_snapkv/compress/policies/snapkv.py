@@ -1,4 +1,4 @@
-"""SnapKV: the queries at the end of the prompt vote for the entries that the answer needs."""
+"""SnapKV: the last queries of a prompt vote for the entries that the answer will need."""
 
 import math
 from dataclasses import dataclass
@@ -11,41 +11,40 @@ from ...hyperparameters import amount, choice, count, entry_count, smallest_budg
 from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
-LATEST = (32, 64)  # numbers of last queries that pool="forward" contrasts with the queries before
+LATEST = (32, 64)  # numbers of last queries that pool="forward" compares with the earlier queries
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Keep a sink, the `top_k` entries with the most votes and a recent window, by default chosen once, after prefill.
+    """Keep a sink, a recent window and the `top_k` entries with the most votes, by default chosen once, after prefill.
 
     Attributes:
-        top_k: entries kept per KV head by their votes.
+        top_k: number of entries per KV head that are kept for their votes.
         n_sink: number of first entries, which are always kept.
         n_window: number of most recent entries, which are always kept, or a share of the budget ("25%").
-        budget: all entries kept, instead of `top_k`: a number, or a share of the prompt ("25%"). By default the
-            smallest budget that holds `top_k` voted entries.
+        budget: number of all entries kept, or a share of the prompt ("25%"), instead of `top_k`. By default it is the
+            smallest budget that leaves `top_k` entries to the votes.
         obs_window: number of prompt queries that vote (the paper's L_obs).
-        pool_kernel: width of the pooling over the votes, about the length of the values to be found; 1 turns pooling
-            off (section 4.1).
+        pool_kernel: width of the pooling over votes, about the length of the values to be found; 1 disables pooling
+            (section 4.1).
         pool: "avg" and "max" pool over the neighbours on both sides, as in the paper; the width must then be odd.
             "forward" takes the maximum of an entry's own votes, which plain text needs, and of two contrasts, which
-            exact values need. A contrast is how much more the prompt's last 32 or 64 queries vote than the queries
-            before them, averaged over the entry and the `pool_kernel - 1` entries before it. A model that looks a value
-            up attends to the words before the value and reads on from there. Entries that all queries attend to, such
-            as line breaks, have no contrast.
-        lookahead: number of answer tokens that are decoded on all entries before the compression and whose queries
-            also vote.
+            exact values need. A contrast is the difference between the votes of the last 32 or 64 queries of the prompt
+            and those of the earlier queries, averaged over the entry and the `pool_kernel - 1` entries before it. A
+            model that looks a value up attends to the words before the value and continues from there. Entries that all
+            queries attend to, such as line breaks, have no contrast.
+        lookahead: number of answer tokens that are decoded from all entries before the compression; their queries vote,
+            too.
         min_ctx: shorter prompts are not compressed.
         prefill_chunk: maximum number of tokens per prefill chunk; None follows `prefill_step_size`.
-        on_full: what happens when the recent window is full. "grow", as in the paper, keeps all of the answer's
-            entries in addition to the budget. "slide" evicts the window's oldest entry, so that the cache's shape stays
-            the same from the first decoded token to the last; it changes the answer more (docs/quality.md).
+        on_full: what happens when the recent window is full. "grow", as in the paper, keeps all entries of the answer
+            in addition to the budget. "slide" evicts the oldest entry of the window, so that the shape of the cache
+            stays constant during decoding; this changes the answer more (docs/quality.md).
         schedule, block: see `Policy`; papers compare with SnapKV under "block".
 
-    It differs from the paper in three ways: it always keeps a sink and a recent window (the paper keeps its
-    observation window), it has pool="forward", and it pools over the middle only, so that votes for entries that are
-    kept anyway don't leak out.
-    The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
+    Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window);
+    pool="forward" is new; and pooling covers the middle only, so that votes for entries that are kept anyway do not
+    leak out. The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
     name = "snapkv"
@@ -66,13 +65,13 @@ class SnapKV(Policy):
     schedule: str = "once"  # type: ignore[misc]
 
     def __post_init__(self):
-        """Check options that depend on each other, and compute `budget` from `top_k` or the reverse."""
+        """Check options that depend on each other, and compute `budget` from `top_k` or vice versa."""
         self._check_options()
         is_allowed = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", is_allowed, f"odd with pool={self.pool}")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
-        # `budget` and `top_k` say the same, unless `budget` depends on the prompt.
+        # `budget` and `top_k` determine each other, unless `budget` depends on the prompt.
         if self.budget is None:
             fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", fewest is not None, "less than all of the budget")
@@ -82,11 +81,11 @@ class SnapKV(Policy):
         super().__post_init__()
 
     def _take_budget(self) -> None:
-        """Set `top_k` to the number of voted entries in `budget`.
+        """Set `top_k` to the number of entries that `budget` leaves to the votes.
 
-        A budget that is a share of the prompt leaves `top_k` at its default, unused.
+        If the budget is a share of the prompt, `top_k` keeps its default and is not used.
 
-        Raises: SnapKVError: a `top_k` was given that contradicts the budget.
+        Raises: SnapKVError: `top_k` was given and contradicts the budget.
         """
         default = type(self).top_k
         n_voted = default
@@ -99,7 +98,7 @@ class SnapKV(Policy):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
-        """Return the option that the policy's string leaves out, because the other of the two implies it."""
+        """Return the one of `top_k` and `budget` that the other implies, which the policy's string omits."""
         if not isinstance(self.budget, int):
             return None
         fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
@@ -108,7 +107,7 @@ class SnapKV(Policy):
     def score(self, entries: Entries) -> mx.array:
         """Return votes `(B, n_kv_heads, T)` float32, pooled except for sink and window.
 
-        With pool="forward" votes are means over the queries, otherwise sums.
+        With pool="forward" votes are averaged over the queries, otherwise they are summed.
         """
         n_window = entries.n_window
         if n_window is None:
@@ -129,16 +128,15 @@ class SnapKV(Policy):
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
-    """Return the mean votes, `(B, n_kv_heads, T)` float32, and the contrasts, `(n, B, n_kv_heads, T)`.
+    """Return mean votes, `(B, n_kv_heads, T)` float32, and contrasts, `(n, B, n_kv_heads, T)`.
 
-    The mean gives half of its weight to all queries and half to the last 32. A contrast is how much more the last
-    queries vote than the queries before them, `max(0, mean of the last - mean of the others)`: one for the prompt's
-    last 32 queries, one for its last 64, lookahead queries added to both. If there are too few queries for a contrast,
-    the mean takes its place.
+    Half of the mean's weight is on all queries, the other half on the last 32. A contrast is `max(0, mean of the last
+    queries - mean of the earlier ones)`: there is one for the prompt's last 32 queries and one for its last 64, with
+    lookahead queries added to both. With too few queries for a contrast, the mean replaces it.
     """
-    places = entries.voters.places
-    n_queries = len(places)
-    n_lookahead = max(0, places.stop - len(entries))  # their tokens are not among the entries
+    indices = entries.voters.indices
+    n_queries = len(indices)
+    n_lookahead = max(0, indices.stop - len(entries))  # lookahead tokens are not among the entries
     counts = [count + n_lookahead for count in LATEST if count + n_lookahead < n_queries]
     if not counts:
         mean = entries.votes / n_queries
@@ -154,7 +152,7 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Return `(..., T)` votes pooled over `kernel` entries; `pool="forward"` averages an entry and those before it.
+    """Pool votes `(..., T)` over `kernel` entries. `pool="forward"` averages an entry and the entries before it.
 
     At the ends, averages count missing neighbours as zeros, and "max" ignores them.
     """
@@ -165,5 +163,5 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
     padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     strides = [math.prod(padded.shape[axis + 1 :]) for axis in range(padded.ndim)]
-    windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])  # nothing is copied
+    windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])  # a view
     return windows.max(axis=-1) if pool == "max" else windows.sum(axis=-1) / kernel

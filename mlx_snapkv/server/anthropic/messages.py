@@ -29,7 +29,7 @@ from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Kind of a block: the block's field, the type of its deltas, and their field.
+# Kind of a block: its field, the type of its deltas, and their field.
 BLOCKS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
@@ -49,7 +49,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 def _anthropic_tool(value: Any) -> Any:
-    """Return a tool in Anthropic's form; OpenAI's form has the schema in `parameters`."""
+    """Convert a tool to Anthropic's format. OpenAI's format has the schema in `parameters`."""
     tool = unnest_function(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}
@@ -57,7 +57,7 @@ def _anthropic_tool(value: Any) -> Any:
 
 
 class Tool(BodyModel):
-    """A tool that the client runs, with the JSON schema of its arguments."""
+    """A tool that the client runs, with a JSON schema for its arguments."""
 
     name: Name
     description: str | None = None
@@ -72,7 +72,7 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Return a tool choice in Anthropic's form."""
+    """Convert a tool choice to Anthropic's format."""
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, dict) and value.get("type") == "required":
@@ -83,7 +83,7 @@ def _anthropic_choice(value: Any) -> Any:
 
 
 class ToolChoice(BodyModel):
-    """The client's decision whether an answer may or must call tools, or one tool by `name`."""
+    """Whether an answer may call tools, must call one, or must call the tool `name`."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: Annotated[Name | None, required_for("tool")] = Field(None, validate_default=True)
@@ -91,14 +91,14 @@ class ToolChoice(BodyModel):
 
     @property
     def chat_form(self) -> Any:
-        """Return the choice in the form of chat completions."""
+        """Convert the choice to the format of chat completions."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 def _system_messages(value: Any) -> list[Message]:
-    """Return a system message for each part of the system prompt."""
+    """Return one system message for each part of the system prompt."""
     return [
         Message("system", part.text, notes=(part.note,) if part.note else ())
         for part in text_parts(value, "user")
@@ -106,7 +106,7 @@ def _system_messages(value: Any) -> list[Message]:
 
 
 class CountedMessages(BodyModel):
-    """The body of `/v1/messages/count_tokens`; unknown fields are passed to the chat completion."""
+    """The body of `/v1/messages/count_tokens`. Unknown fields are passed on to the chat completion."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -120,7 +120,7 @@ class CountedMessages(BodyModel):
     output_format: OutputFormat | None = None
 
     def chat(self, **sampling: Any) -> ChatBody:
-        """Convert to a chat completion's body. Raises: SnapKVError: the request can't be answered."""
+        """Convert to the body of a chat completion. Raises: SnapKVError: the request can't be answered."""
         output_format = self.output_format or (self.output_config and self.output_config.format)
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
@@ -153,7 +153,7 @@ class MessagesBody(CountedMessages):
 
 @router.post("/v1/messages")
 async def create(request: Request, body: MessagesBody) -> Response:
-    """Answer a conversation's last message."""
+    """Answer the last message of a conversation."""
     sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
     chat = body.chat(**sampling, stop=body.stop_sequences)
     return await respond(request, body, [chat], MessageFormatter)
@@ -161,7 +161,7 @@ async def create(request: Request, body: MessagesBody) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
-    """Return the number of tokens of a prompt, without reading it."""
+    """Count the tokens of a prompt, without reading it."""
     state = request.app.state
     chat = body.chat()
     state.settings.drop_volatile_lines(chat)
@@ -169,10 +169,10 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
 
 
 class MessageFormatter(BlockFormatter):
-    """Formats a message; `model` is the name of the model in the response."""
+    """Formats a message. `model` is the model's name in the response."""
 
     def __init__(self, model: str):
-        """Begin a message with an id of its own."""
+        """Start a message with its own id."""
         super().__init__()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": model}
@@ -183,19 +183,19 @@ class MessageFormatter(BlockFormatter):
         return _event("ping")
 
     def begin(self) -> Iterator[str]:
-        """Yield "message_start", without content, and a first "ping"."""
+        """Yield "message_start", without content, and a "ping"."""
         pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         message = {**self._head, "content": [], **pending, **self.warnings}
         yield _event("message_start", message=message)
         yield self.keep_alive
 
     def end(self) -> Iterator[str]:
-        """Yield the reason for the end, the counts of tokens, and "message_stop"."""
+        """Yield the stop reason, the token counts, and "message_stop"."""
         yield _event("message_delta", delta=self._stop_fields(), usage=self._usage())
         yield _event("message_stop")
 
     def response_body(self) -> dict[str, Any]:
-        """Return the message with all blocks; the arguments of calls are objects, not JSON text."""
+        """Return the message with all blocks. Arguments of calls are objects, not JSON text."""
         content = []
         for block in self.blocks:
             field, _, _ = BLOCKS[block.kind]
@@ -206,13 +206,13 @@ class MessageFormatter(BlockFormatter):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """Return the body of a failed request, in Anthropic's form."""
+        """Return the body of an error response in Anthropic's format."""
         default_kind = "invalid_request_error" if error.status_code < 500 else "api_error"
         kind = ERROR_TYPES.get(error.status_code, default_kind)
         return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
     def stream_error(self, error: ApiError) -> str:
-        """Return an "error" event, after which nothing is sent."""
+        """Return an "error" event, which ends the stream."""
         return server_sent_event(self.error(error), "error")
 
     def block_start(self, block: Block) -> Iterator[str]:
@@ -220,7 +220,7 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield "content_block_delta", with a text or a piece of a call's JSON."""
+        """Yield "content_block_delta", with text or part of a call's JSON."""
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
@@ -229,9 +229,9 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_stop", index=block.index)
 
     def _stop_fields(self) -> dict[str, Any]:
-        """Return why the answer ended, and the stop text that ended it, or None."""
+        """Return the stop reason, and the stop text that ended the answer (or None)."""
         answer = self.finished[0].answer
-        # After a call, clients must run it, even if a stop text has ended the answer.
+        # Clients must run a call, even if a stop text ended the answer after it.
         if answer.stopped_by is not None and answer.finish_reason != "tool_calls":
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
         return {
@@ -240,7 +240,7 @@ class MessageFormatter(BlockFormatter):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage; Anthropic does not count cached tokens in `input_tokens`."""
+        """Return the usage. Anthropic's `input_tokens` exclude cached tokens."""
         started = self.started[0]
         return {
             "input_tokens": started.n_prompt - started.n_cached,
@@ -255,7 +255,7 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def _empty_block(block: Block) -> dict[str, Any]:
-    """Return a block without its content."""
+    """Return a block without content."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

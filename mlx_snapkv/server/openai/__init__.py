@@ -1,1 +1,1 @@
-"""OpenAI's completions, chat completions and responses."""
+"""OpenAI's APIs: completions, chat completions and responses."""

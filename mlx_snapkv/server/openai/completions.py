@@ -24,11 +24,11 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond(request: Request, body: Body) -> Response:
-    """Answer each of the body's prompts `n` times; each answer has a body and a seed of its own."""
+    """Answer each prompt of a body `n` times, with a separate body and seed for each answer."""
     n_answers = body.n or 1
     prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
     bodies = [each for each in prompts for _ in range(n_answers)]
-    if body.seed is not None:  # the answers to one prompt would be the same with the same seed
+    if body.seed is not None:  # all answers to a prompt would be the same with one seed
         bodies = [
             each.model_copy(update={"seed": body.seed + number})
             for number, each in enumerate(bodies)
@@ -46,7 +46,7 @@ async def _respond(request: Request, body: Body) -> Response:
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatBody) -> Response:
-    """Answer a chat's last message."""
+    """Answer the last message of a chat."""
     return await _respond(request, body)
 
 
@@ -60,12 +60,12 @@ class CompletionFormatter(ResponseFormatter):
     """Formats chat completions and text completions.
 
     Args:
-        model: name of the model in the response.
+        model: the model's name in the response.
         is_chat: whether these are chat completions.
-        with_usage: whether a stream ends with a chunk that has the usage.
-        store: where sparse attention keeps the entries; None without it.
-        n_answers: number of answers to each prompt.
-        uses_functions: whether the client uses `functions`, the field before there were tools.
+        with_usage: whether a stream ends with the usage.
+        store: store that keeps the entries of sparse attention; None without it.
+        n_answers: number of answers per prompt.
+        uses_functions: whether the client uses `functions`, the predecessor of `tools`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CompletionFormatter(ResponseFormatter):
         n_answers: int,
         uses_functions: bool,
     ):
-        """Begin a completion with an id of its own, which all of its chunks have."""
+        """Start a completion with an id, which all of its chunks share."""
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
@@ -86,7 +86,7 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # For each answer, by its index: the tokens' log-probabilities, and the number of tokens and calls sent.
+        # Log-probabilities of the tokens, and the numbers of tokens and calls sent, by index of the answer.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
@@ -111,14 +111,14 @@ class CompletionFormatter(ResponseFormatter):
                 yield self._chunk(index, part, event.answer.finish_reason, **self.warnings)
 
     def end(self) -> Iterator[str]:
-        """Yield the chunk with the usage, if the client asked for it, and "[DONE]"."""
+        """Yield the usage, if requested, and "[DONE]"."""
         if self._with_usage:
             last = {"object": self._chunk_kind, "choices": [], **self._summary()}
             yield server_sent_event({**self._head, **last})
         yield DONE
 
     def response_body(self) -> dict[str, Any]:
-        """Return the completion, with all answers as its `choices`."""
+        """Return the completion with all answers as `choices`."""
         choices = [
             choice(end.answer, index, self._logprobs(index, 0))
             for index, end in sorted(self.finished.items())
@@ -126,21 +126,21 @@ class CompletionFormatter(ResponseFormatter):
         return {**self._head, "choices": choices, **self._summary()}
 
     def stream_error(self, error: ApiError) -> str:
-        """Return the error as an event, and then "[DONE]"."""
+        """Return the error as an event, followed by "[DONE]"."""
         return server_sent_event(self.error(error)) + DONE
 
     def _chunk(
         self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
     ) -> str:
-        """Return a streamed part of an answer as an event; `more` are fields beside `choices`."""
+        """Return a part of an answer as a streamed event."""
         choices = [{"index": index, **part, "finish_reason": reason}]
         chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **more}
         return server_sent_event(chunk)
 
     def _part(self, index: int, reply: Reply) -> dict[str, Any]:
-        """Return a part of an answer, with the log-probabilities of the tokens since the last part.
+        """Return a part of an answer, with the log-probabilities of tokens that were not sent before.
 
-        Its calls and tokens are counted as sent. Calls are numbered through all parts of the answer.
+        Its calls and tokens count as sent. Calls are numbered through the whole answer.
         """
         logprobs = self._logprobs(index, self._n_sent_tokens[index])
         self._n_sent_tokens[index] = len(self._tokens[index])
@@ -153,9 +153,9 @@ class CompletionFormatter(ResponseFormatter):
         return {"delta": fields, "logprobs": logprobs}
 
     def _logprobs(self, index: int, first: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens from the number `first` on; None without tokens.
+        """Return the log-probabilities of an answer's tokens from index `first` on; None without tokens.
 
-        They have the form of chats or of texts.
+        The format differs between chats and texts.
         """
         tokens = self._tokens[index][first:]
         if not tokens:
@@ -175,9 +175,9 @@ class CompletionFormatter(ResponseFormatter):
         }
 
     def _summary(self) -> dict[str, Any]:
-        """Return the usage of all answers, each prompt counted once, and the report on the first answer's cache."""
+        """Return the usage of all answers, counting each prompt once, and the report of the first answer's cache."""
         report = self.finished[0].report
-        # The answers to a prompt follow each other, so the first of each has a multiple of `n_answers` as its index.
+        # Answers to a prompt are consecutive, so the first one has a multiple of `n_answers` as its index.
         first_started = [
             started for index, started in self.started.items() if index % self._n_answers == 0
         ]

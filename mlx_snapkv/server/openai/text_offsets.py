@@ -1,15 +1,15 @@
-"""Where tokens begin in the text of an answer."""
+"""Find where tokens start in the text of an answer."""
 
 import codecs
 
 
 class TextOffsets:
-    """Finds the place in an answer's text at which each token begins.
+    """Finds the character of an answer's text at which each token starts.
 
-    A character may be split over several tokens. It counts for the token that ends it.
+    A character may be split over several tokens. It belongs to the token that completes it.
 
     Attributes:
-        starts: for each token, the number of characters before it.
+        starts: number of characters before each token.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
   // Attend to one split of a token's items, for the GROUP query heads of a KV head. One threadgroup per split and KV
   // head. Keys and values are read in place, once for all query heads.
   //
-  // The items: means of unread entries | chosen places | the sink [0, sink_stop) | the window and the newest entries
+  // The items: means of unread entries | chosen positions | the sink [0, sink_stop) | the window and the newest entries
   // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later ones of `own_keys` and
   // `own_values`.
   //
@@ -12,7 +12,7 @@
   //   mean_keys, mean_values (n_kv_heads, n_means, D)
   //   unread                 (n_kv_heads, n_means) uint32, how many entries a mean stands for
   //   log_mass, temperature  (n_heads) float32
-  //   places                 (n_kv_heads, n_places) uint32
+  //   positions              (n_kv_heads, n_chosen) uint32
   // Outputs, float32:
   //   partial  (n_heads, n_splits, D), sums of weighted values
   //   top      (n_heads, n_splits), the largest logit
@@ -28,12 +28,12 @@
   const uint simd = simdgroup_index_in_threadgroup, team = tid / TEAM, member = tid % TEAM;
   const uint part = tid / COLUMNS, column = 4 * (tid % COLUMNS);
   const uint split = threadgroup_position_in_grid.x, kv_head = threadgroup_position_in_grid.y;
-  const uint n_means = params[0], n_places = params[1], sink_stop = params[2], window_start = params[3];
+  const uint n_means = params[0], n_chosen = params[1], sink_stop = params[2], window_start = params[3];
   const uint n = params[4], n_prompt = params[5], row_stride = params[7], own_row_stride = params[9];
   const uint n_splits = params[11];
   const ulong head_start = ulong(kv_head) * params[6], own_start = ulong(kv_head) * params[8];
   const ulong means_start = ulong(kv_head) * n_means * D;
-  const uint n_items = n_means + n_places + sink_stop + (n - window_start);
+  const uint n_items = n_means + n_chosen + sink_stop + (n - window_start);
   const uint first = split * params[10], stop = min(n_items, first + params[10]);
   const float scale = as_type<float>(params[12]);
 
@@ -49,8 +49,8 @@
   for (uint block = first; block < stop; block += ATTEND_BLOCK) {
     for (uint i = tid; i < ATTEND_BLOCK; i += THREADS) {
       const uint item = min(block + i, stop - 1), at = item - n_means;  // `at` is used for entries only
-      place[i] = item < n_means ? item : at < n_places ? places[kv_head * n_places + at]
-          : at < n_places + sink_stop ? at - n_places : window_start + (at - n_places - sink_stop);
+      place[i] = item < n_means ? item : at < n_chosen ? positions[kv_head * n_chosen + at]
+          : at < n_chosen + sink_stop ? at - n_chosen : window_start + (at - n_chosen - sink_stop);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 

@@ -1,15 +1,15 @@
-"""Choose and attend for one token of one request in four GPU kernels: score, select, attend, merge.
+"""Launch the four GPU kernels of a sparse token: score, select, attend and merge.
 
-The bodies of the kernels are Metal and CUDA alike; `metal.h` and `cuda.h` are their headers. All lengths and counts are
-in the array `params`, so that no kernel is compiled again when a text grows:
+The bodies of the kernels compile as Metal and as CUDA; `metal.h` and `cuda.h` are their headers. All lengths and
+counts are in the array `params`, so that kernels are not recompiled when a text grows:
 
     0 means             4 entries                    8 stride of a head of own_keys  12 scale, as the bits of a float
-    1 chosen places     5 entries of the prompt      9 stride of a row of own_keys   13 capacity of codes
+    1 chosen entries    5 entries of the prompt      9 stride of a row of own_keys   13 capacity of codes
     2 end of the sink   6 stride of a head of keys  10 items of a split              14 capacity of cluster ids
     3 window's start    7 stride of a row of keys   11 splits                        15 groups of score, see `choose`
 
-A call launches its kernels and nothing else. Arguments are whole buffers, as the caches hold them, with their free
-rows: MLX would copy a view of a part.
+Each call launches its kernels and no other operation. Arguments are the whole buffers of the caches, including unused
+rows, because MLX would copy a slice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import mlx.core as mx
 import numpy as np
 
 THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
-SCORE_BLOCK = 1024  # entries that `score` takes together
-ATTEND_BLOCK = 128  # items that `attend` takes together
-SCORE_GROUPS = 128  # threadgroups of `score`, each of which projects the queries again
-MAX_SPLITS = 128  # splits of a token's items
-MAX_MEANS = 4096  # counters that `select` has in threadgroup memory
-N_PARAMS = 16  # fewer than 8 numbers would be in Metal's constant memory
+SCORE_BLOCK = 1024  # entries in a block of `score`
+ATTEND_BLOCK = 128  # items in a block of `attend`; an item is an entry or a mean
+SCORE_GROUPS = 128  # threadgroups of `score`; each one projects the queries again
+MAX_SPLITS = 128  # maximum number of parts into which a token's items are split
+MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
+N_PARAMS = 16  # an array of fewer than 8 numbers would be in Metal's constant memory
 NO_SINK = -1e30
 
 INPUTS = {
@@ -37,13 +37,13 @@ INPUTS = {
     "select": ["block_maxima", "offsets", "ids", "choosable", "params"],
     "attend": [
         "queries", "keys", "values", "own_keys", "own_values", "mean_keys", "mean_values", "unread", "log_mass",
-        "temperature", "places", "params",
+        "temperature", "positions", "params",
     ],
     "merge": ["partial", "top", "total", "sinks", "params"],
 }  # fmt: skip
 OUTPUTS: dict[str, dict[str, mx.Dtype | None]] = {
     "score": {"block_maxima": mx.float32, "offsets": mx.float16},
-    "select": {"places": mx.uint32, "unread": mx.uint32, "ranks": mx.uint16},
+    "select": {"positions": mx.uint32, "unread": mx.uint32, "ranks": mx.uint16},
     "attend": {"partial": mx.float32, "top": mx.float32, "total": mx.float32},
     "merge": {"output": None},  # None: the dtype of the queries
 }
@@ -52,7 +52,7 @@ Buffer = tuple[mx.array, mx.array]  # keys and values `(1, n_kv_heads, capacity,
 
 
 class Means(NamedTuple):
-    """Means of clusters, and how a token weighs them.
+    """Cluster means, and the factors by which a token weighs them.
 
     Attributes:
         keys: mean keys `(1, n_kv_heads, n_means, head_dim)`, in the queries' dtype.
@@ -87,17 +87,17 @@ def choose(
     A score is `KeyIndex.relevance` in half precision. Ties go to lower positions.
 
     Args:
-        queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
+        queries: `(1, n_heads, 1, head_dim)`; the heads of a GQA group are adjacent.
         scale: factor of the logits.
-        projection: from queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
+        projection: projection of queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
         codes: the index's codes, uint32 `(1, n_kv_heads, capacity, K / 8)`.
         powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
-        k: number of entries to choose, at least 1, at most `stop - first`.
+        k: number of entries to choose, from 1 to `stop - first`.
         first: end of the sink.
         stop: start of the window.
         ids: the cluster of each entry, uint16 `(1, n_kv_heads, n)`; None without means.
-        choosable: entries of each of at most `MAX_MEANS` clusters in `[first, stop)`, int32
-            `(1, n_kv_heads, n_means)`; None without means.
+        choosable: number of entries of each cluster in `[first, stop)`, int32 `(1, n_kv_heads, n_means)`, for at most
+            `MAX_MEANS` clusters; None without means.
 
     Returns: positions, uint32 `(1, n_kv_heads, k)`, ascending; and the clusters' unread entries, uint32
         `(1, n_kv_heads, n_means)`, or None without means.
@@ -110,7 +110,7 @@ def choose(
     clusters = (_absent(mx.uint16), _absent(mx.int32)) if choosable is None else (ids, choosable)
     params = params_of(
         n_means=n_means,
-        n_places=k,
+        n_chosen=k,
         first=first,
         stop=stop,
         scale=scale,
@@ -122,11 +122,11 @@ def choose(
         "score", shape, [queries, projection, codes, powers, params], (n_groups, H),
         [(shape.n_heads, n_blocks), (shape.n_heads, stop)],
     )  # fmt: skip
-    places, unread, _ = run(
+    positions, unread, _ = run(
         "select", shape, [*scores, *clusters, params], (H, 1),
         [(1, H, k), (1, H, max(1, n_means)), (H, stop)],
     )  # fmt: skip
-    return places, None if choosable is None else unread
+    return positions, None if choosable is None else unread
 
 
 def attend(
@@ -139,35 +139,34 @@ def attend(
     n: int,
     first: int,
     stop: int,
-    places: mx.array | None = None,
+    positions: mx.array | None = None,
     means: Means | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to the means, the entries at `places`, the sink `[0, first)`, and the newest entries `[stop, n)`.
+    """Attend to the means, the chosen entries, the sink `[0, first)`, and the newest entries `[stop, n)`.
 
     Args:
-        queries: `(1, n_heads, 1, head_dim)`, with the heads of a KV head together.
-        prompt: whole buffers whose first `n_prompt` rows are the first entries, in the queries' dtype.
-        answer: whole buffers whose rows are the entries from position `n_prompt` on; not read if `n == n_prompt`.
+        queries: `(1, n_heads, 1, head_dim)`; the heads of a GQA group are adjacent.
+        prompt: buffers whose first `n_prompt` rows are the prompt's entries, in the queries' dtype.
+        answer: buffers of the entries from position `n_prompt` on; ignored if `n == n_prompt`.
         scale: factor of the logits.
         n_prompt: number of entries in `prompt`.
-        n: number of entries.
+        n: number of entries in prompt and answer.
         first: end of the sink.
         stop: start of the window.
-        places: positions of chosen entries, uint32 `(1, n_kv_heads, k)`; None for no chosen entries.
-        means: None to hide unread entries.
+        positions: positions of the chosen entries, uint32 `(1, n_kv_heads, k)`; None if no entry was chosen.
+        means: cluster means; None ignores unread entries.
         sinks: `(n_heads,)` logits of attention sinks.
 
     Returns: `(1, n_heads, 1, head_dim)` in the queries' dtype.
     """
     shape = Shape.of(queries, prompt[0])
     n_means = 0 if means is None else means.keys.shape[2]
-    n_places = 0 if places is None else places.shape[2]
-    n_items = n_means + n_places + first + n - stop
-    items_per_split, n_splits = _splits(n_items)
+    n_chosen = 0 if positions is None else positions.shape[2]
+    items_per_split, n_splits = _splits(n_means + n_chosen + first + n - stop)
     params = params_of(
         n_means=n_means,
-        n_places=n_places,
+        n_chosen=n_chosen,
         first=first,
         stop=stop,
         n=n,
@@ -176,27 +175,19 @@ def attend(
         splits=(items_per_split, n_splits),
         scale=scale,
     )
+    entries = [*prompt, *answer, *(means or _no_means(queries.dtype))]
+    chosen = _absent(mx.uint32) if positions is None else positions
+    per_split = shape.n_heads, n_splits
     parts = run(
-        "attend",
-        shape,
-        [
-            queries,
-            *prompt,
-            *answer,
-            *(_no_means(queries.dtype) if means is None else means),
-            _absent(mx.uint32) if places is None else places,
-            params,
-        ],
-        (n_splits, shape.n_kv_heads),
-        [(shape.n_heads, n_splits, shape.head_dim), *[(shape.n_heads, n_splits)] * 2],
-    )
-    logits_of_sinks = _no_sinks(shape.n_heads) if sinks is None else sinks
-    inputs = [*parts, logits_of_sinks, params]
-    return run("merge", shape, inputs, (shape.n_heads, 1), [queries.shape])[0]
+        "attend", shape, [queries, *entries, chosen, params], (n_splits, shape.n_kv_heads),
+        [(*per_split, shape.head_dim), per_split, per_split],
+    )  # fmt: skip
+    sinks = _no_sinks(shape.n_heads) if sinks is None else sinks
+    return run("merge", shape, [*parts, sinks, params], (shape.n_heads, 1), [queries.shape])[0]
 
 
 class Shape(NamedTuple):
-    """The shape and dtype of queries, and the number of KV heads."""
+    """The shape and dtype of the queries, and the number of KV heads."""
 
     n_heads: int
     n_kv_heads: int
@@ -205,7 +196,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, queries: mx.array, entries: mx.array) -> Shape:
-        """Return the shape of queries `(1, n_heads, 1, head_dim)` that read entries `(1, n_kv_heads, ...)`."""
+        """Return the shape for queries `(1, n_heads, 1, head_dim)` and entries `(1, n_kv_heads, ...)`."""
         return cls(queries.shape[1], entries.shape[1], queries.shape[3], queries.dtype)
 
 
@@ -216,20 +207,20 @@ def run(
     groups: tuple[int, int],
     output_shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
-    """Return the outputs of a kernel; `groups` is the grid of threadgroups."""
+    """Run a kernel on a grid of `groups` threadgroups, and return its outputs."""
     launch = kernel(name, shape.head_dim, shape.n_heads // shape.n_kv_heads, shape.dtype)
     return launch(
         inputs=list(inputs),
         output_shapes=output_shapes,
         output_dtypes=[dtype or shape.dtype for dtype in OUTPUTS[name].values()],
-        grid=(groups[0] * THREADS[name], groups[1], 1),  # MLX counts threads
+        grid=(groups[0] * THREADS[name], groups[1], 1),  # MLX counts threads, not threadgroups
         threadgroup=(THREADS[name], 1, 1),
     )
 
 
 @lru_cache(None)
 def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
-    """Build a kernel for a head size, a number of query heads per KV head, and a dtype of queries and entries."""
+    """Build a kernel for a head size, a GQA group size, and a dtype of queries and entries."""
     on_cuda = mx.cuda.is_available()
     make: Any = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
     built = make(
@@ -238,7 +229,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         output_names=list(OUTPUTS[name]),
         source=_read(f"{name}.metal"),
         header=header(name) + _read("cuda.h" if on_cuda else "metal.h"),
-        ensure_row_contiguous=True,  # a view would be read wrongly, so MLX copies it; buffers are not copied
+        ensure_row_contiguous=True,  # MLX copies a view that is not contiguous; whole buffers are not copied
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
 
@@ -249,7 +240,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
 
 
 def header(name: str) -> str:
-    """Return the definitions of the constants in a kernel's body."""
+    """Return `#define` lines for the constants that a kernel uses."""
     constants = {
         "THREADS": THREADS[name],
         "SCORE_BLOCK": SCORE_BLOCK,
@@ -267,7 +258,7 @@ def _read(name: str) -> str:
 def params_of(
     *,
     n_means: int,
-    n_places: int,
+    n_chosen: int,
     first: int,
     stop: int,
     scale: float,
@@ -279,38 +270,38 @@ def params_of(
     id_capacity: int = 0,
     n_score_groups: int = 0,
 ) -> mx.array:
-    """Return the array `params`, which the layers of a token share."""
-    items = n_means, n_places, first, stop, n, n_prompt
+    """Return the array `params`, which all layers of a token share."""
+    items = n_means, n_chosen, first, stop, n, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
     index = code_capacity, id_capacity, n_score_groups
     return mx.array(np.array([*items, *strides, *splits, scale_bits, *index], np.uint32))
 
 
 def _splits(n_items: int) -> tuple[int, int]:
-    """Return the number of items of a split, a multiple of `ATTEND_BLOCK`, and the number of splits."""
+    """Return the number of items per split, a multiple of `ATTEND_BLOCK`, and the number of splits."""
     n_blocks = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
     return ATTEND_BLOCK * n_blocks, math.ceil(n_items / (ATTEND_BLOCK * n_blocks))
 
 
 def _strides(buffer: mx.array) -> tuple[int, int]:
-    """Return the strides of a head and of a row, in numbers, of a contiguous buffer."""
+    """Return the strides of a head and of a row of a contiguous buffer, in elements."""
     _, _, capacity, head_dim = buffer.shape
     return capacity * head_dim, head_dim
 
 
 @lru_cache(None)
 def _absent(dtype: mx.Dtype) -> mx.array:
-    """Return an array for an argument that the kernel will not read."""
+    """Return a placeholder for an argument that the kernel does not read."""
     return mx.array([0] * N_PARAMS, dtype)
 
 
 def _no_means(dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """Return arrays in the place of `Means`."""
+    """Return placeholders for the fields of `Means`."""
     numbers = _absent(dtype)
     return numbers, numbers, _absent(mx.uint32), _absent(mx.float32), _absent(mx.float32)
 
 
 @lru_cache(None)
 def _no_sinks(n_heads: int) -> mx.array:
-    """Return logits of attention sinks that take no share."""
+    """Return logits of attention sinks that get no attention."""
     return mx.array([NO_SINK] * n_heads, mx.float32)

@@ -1,6 +1,6 @@
-  // Select the n_places entries of [sink_stop, window_start) with the highest scores. One threadgroup per KV head.
+  // Select the n_chosen entries of [sink_stop, window_start) with the highest scores. One threadgroup per KV head.
   //
-  // Places ascend, and ties go to lower places. An entry's score is the maximum over the group's query heads of its
+  // Positions ascend, and ties go to lower positions. An entry's score is the maximum over the group's query heads of its
   // logit minus the head's largest logit among the entries [0, window_start), so a score is at most 0. Scores are
   // compared in half precision.
   //
@@ -9,9 +9,9 @@
   //   ids        (n_kv_heads, id_capacity) uint16, the cluster of each entry
   //   choosable  (n_kv_heads, n_means) int32, each cluster's entries in [sink_stop, window_start)
   // Outputs:
-  //   places  (n_kv_heads, n_places) uint32
-  //   unread  (n_kv_heads, n_means) uint32, `choosable` minus the selected entries; not written without means
-  //   ranks   (n_kv_heads, n_scored) uint16, used only here: an entry's distance below the best score, as bits of a half
+  //   positions  (n_kv_heads, n_chosen) uint32
+  //   unread     (n_kv_heads, n_means) uint32, `choosable` minus the selected entries; not written without means
+  //   ranks      (n_kv_heads, n_scored) uint16, used only here: an entry's distance below the best score, as bits of a half
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
   threadgroup atomic_uint histogram[256], selected[MAX_MEANS];
@@ -20,7 +20,7 @@
   threadgroup uint cut[2];  // known bits of the last selected rank; how many entries with these bits are selected
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
-  const uint n_means = params[0], n_places = params[1], first = params[2], stop = params[3];
+  const uint n_means = params[0], n_chosen = params[1], first = params[2], stop = params[3];
   const uint id_capacity = params[14], n_scored = stop;
   const uint n_blocks = (n_scored + SCORE_BLOCK - 1) / SCORE_BLOCK;
 
@@ -32,7 +32,7 @@
     maximum = simd_max(maximum);
     if (lane == 0) largest[g] = maximum;
   }
-  if (tid == 0) { cut[0] = 0; cut[1] = n_places; }
+  if (tid == 0) { cut[0] = 0; cut[1] = n_chosen; }
   for (uint c = tid; c < n_means; c += THREADS) atomic_store_explicit(&selected[c], 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -77,7 +77,7 @@
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  // Each SIMD group writes the places of a stretch of entries, after those of the stretches before it.
+  // Each SIMD group writes the positions of a stretch of entries, after those of the stretches before it.
   threadgroup_barrier(mem_flags::mem_device);  // from here on threads read ranks that others wrote
   const uint last = cut[0], n_equal = cut[1];
   const uint stretch = (stop - first + THREADS - 1) / THREADS * 32;
@@ -101,7 +101,7 @@
     const uint better_before = better + simd_prefix_exclusive_sum(is_better);
     const uint equal_before = equal + simd_prefix_exclusive_sum(is_equal);
     if (is_better || (is_equal && equal_before < n_equal)) {
-      places[kv_head * n_places + better_before + min(equal_before, n_equal)] = i;
+      positions[kv_head * n_chosen + better_before + min(equal_before, n_equal)] = i;
       if (n_means > 0) {
         atomic_fetch_add_explicit(&selected[ids[kv_head * id_capacity + i]], 1u, memory_order_relaxed);
       }

@@ -1,4 +1,4 @@
-"""Compare the GPU kernels with the plain path on this machine, before a request uses them."""
+"""Compare the GPU kernels with the plain path on this machine before they are used."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 16  # query heads per KV head
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
-# The test's layer: entries of prompt and answer, free rows, and what a token reads.
+# Sizes of the layer that the test uses.
 N_KV_HEADS, N_PROMPT, N_ANSWER, FREE_ROWS = 2, 4100, 7, 249
 K, N_SINK, STOP, N_CLUSTERS = 300, 4, 4036, 17
-HALF_ROUNDING = 2e-3  # relative; the kernels compare scores in half precision
-# The largest difference, as a share of the largest number of the plain path's output in float32.
+HALF_ROUNDING = 2e-3  # relative; the kernels compute scores in half precision
+# Largest tolerated difference, relative to the largest number of the plain path's float32 output.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Return why the kernels are not used here for this shape and dtype; None if they pass their self-test.
+    """Return the reason why the kernels are not used for this shape and dtype; None if they pass their self-test.
 
-    The test runs once per process for each shape and dtype. It raises nothing.
+    The test runs once per process for each shape and dtype. No error is raised.
 
     Args:
-        head_dim: channels of a head of queries, keys and values.
+        head_dim: head size of queries, keys and values.
         group: query heads per KV head.
         dtype: dtype of queries, keys and values.
     """
@@ -51,18 +51,18 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
 
 @lru_cache(None)
 def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Run the self-test, and return in words what failed; None if nothing did."""
+    """Run the self-test, and return the reason of a failure; None if the test passes."""
     try:
         return found_difference(head_dim, group, dtype)
-    except Exception as error:  # a compiler's error, or an error of the device
+    except Exception as error:  # raised by the compiler or the device
         message = " ".join(str(error).split()) or type(error).__name__
         return f"the self-test failed: {message[:300]}"
 
 
 def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Compare the kernels with the plain path for a layer of random entries; return in words what differs."""
+    """Compare the kernels with the plain path on random entries, and describe the difference, if any."""
     case = _Case(head_dim, group, dtype)
-    places, unread = choose(
+    positions, unread = choose(
         case.queries,
         case.scale,
         projection=case.projection,
@@ -75,11 +75,11 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
         choosable=case.residual.choosable,
     )
     assert unread is not None
-    mx.eval(places, unread)
+    mx.eval(positions, unread)
     with mx.stream(mx.cpu):
-        if not case.are_best(places):
+        if not case.are_best(positions):
             return "the kernels choose other entries than the plain path"
-        if not mx.array_equal(unread, case.unread(places)).item():
+        if not mx.array_equal(unread, case.unread(positions)).item():
             return "the kernels count other unread entries than the plain path"
     clusters = case.residual.clusters
     means = Means(clusters.keys, clusters.values, unread, *case.residual[2:])
@@ -92,28 +92,29 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
         n=N_PROMPT + N_ANSWER,
         first=N_SINK,
         stop=STOP,
-        places=places,
+        positions=positions,
         means=means,
         sinks=case.sinks,
     )
     mx.eval(output)
     with mx.stream(mx.cpu):
-        expected = case.attention(places)
+        expected = case.attention(positions)
         difference = mx.abs(output.astype(mx.float32) - expected).max()
         error = float((difference / mx.abs(expected).max()).item())  # type: ignore[arg-type]
-    if not error <= TOLERANCES[dtype]:  # NaN, too
+    if not error <= TOLERANCES[dtype]:  # also for NaN
         return f"the kernels' attention differs from the plain path by {error:.1g} of its largest number"
     return None
 
 
 class _Case:
-    """A token, and a layer of random entries with the same numbers every time."""
+    """A token and a layer of random entries. The random numbers are the same in every run."""
 
     def __init__(self, head_dim: int, group: int, dtype: mx.Dtype):
+        """Create queries, entries, their index and their residual."""
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)
-        # Some channels are larger than others, and all keys share a part. Keys of models are so.
+        # Channels of real keys differ in size, and all keys share a component.
         sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
         self.prompt, self.answer = (
@@ -122,7 +123,7 @@ class _Case:
         keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
-        with mx.stream(mx.cpu):  # GPUs may round the factors of float32 products
+        with mx.stream(mx.cpu):  # float32 products on a GPU may round their factors
             self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
         self.codes, self.powers = index.codes.in_memory[:2]
         self.projection = index.state[2]
@@ -137,10 +138,10 @@ class _Case:
         self.sinks = mx.random.normal((n_heads,), key=seeds[6])
         mx.eval(self.__dict__)
 
-    def are_best(self, places: mx.array) -> bool:
-        """Return whether `places` ascend, and are the K entries with the highest scores, in half precision."""
+    def are_best(self, positions: mx.array) -> bool:
+        """Return whether `positions` ascend and have the K highest scores, up to half-precision rounding."""
         scores = np.array(self._scores)[0, :, N_SINK:]
-        for row, chosen in zip(scores, np.array(places)[0].astype(np.int64) - N_SINK):
+        for row, chosen in zip(scores, np.array(positions)[0].astype(np.int64) - N_SINK):
             if chosen[0] < 0 or chosen[-1] >= row.size or (np.diff(chosen) <= 0).any():
                 return False
             others = np.delete(row, chosen)
@@ -148,17 +149,17 @@ class _Case:
                 return False
         return True
 
-    def unread(self, places: mx.array) -> mx.array:
-        """Count each cluster's entries that are not read, `(1, n_kv_heads, n_clusters)`."""
-        return self.residual.choosable - self.residual.clusters.sizes(places)
+    def unread(self, positions: mx.array) -> mx.array:
+        """Count the unread entries of each cluster, `(1, n_kv_heads, n_clusters)`."""
+        return self.residual.choosable - self.residual.clusters.sizes(positions)
 
-    def attention(self, places: mx.array) -> mx.array:
-        """Return the attention of the plain path in float32, `(1, n_heads, 1, head_dim)`."""
+    def attention(self, positions: mx.array) -> mx.array:
+        """Compute the attention by the plain path in float32, `(1, n_heads, 1, head_dim)`."""
         queries = self.queries.astype(mx.float32)
         n_always = N_SINK + N_PROMPT - STOP
         always = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)]).astype(mx.uint32)
         always = mx.broadcast_to(always, (1, N_KV_HEADS, n_always))
-        rows = mx.concatenate([places, always], axis=-1)[..., None]
+        rows = mx.concatenate([positions, always], axis=-1)[..., None]
         clusters = self.residual.clusters
         read = []
         for means, prompt, answer in zip(
@@ -166,7 +167,7 @@ class _Case:
         ):
             parts = [means, mx.take_along_axis(prompt, rows, axis=2), answer[:, :, :N_ANSWER]]
             read.append(mx.concatenate(parts, axis=2).astype(mx.float32))
-        bias = self.residual.bias(queries, self.scale, places)
+        bias = self.residual.bias(queries, self.scale, positions)
         n_entries = read[0].shape[2] - bias.shape[3]
         mask = mx.pad(bias, [(0, 0), (0, 0), (0, 0), (0, n_entries)])
         return mx.fast.scaled_dot_product_attention(
@@ -175,7 +176,7 @@ class _Case:
 
 
 def _buffers(sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
-    """Return random keys and values of `n` entries, with free rows of NaN, which no kernel may read."""
+    """Return random keys and values of `n` entries. Unused rows are NaN, to show if a kernel reads them."""
     shape = 1, N_KV_HEADS, n, sizes.shape[-1]
     of_keys, of_values = mx.random.split(seed)
     keys = (mx.random.normal(shape, key=of_keys) + 2) * sizes

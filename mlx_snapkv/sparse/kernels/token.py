@@ -1,4 +1,4 @@
-"""The attention of one token of a sparse answer, computed by the GPU kernels."""
+"""Compute the attention of one token of a sparse answer by the GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
-    """Return why MLX's own operations compute the attention of these queries; None if the kernels do.
+    """Return the reason why MLX's operations compute the attention of these queries; None if the kernels do.
 
     Args:
         ranking: chooses the entries that the queries read.
@@ -37,16 +37,16 @@ def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
 
 
 def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx.array:
-    """Return the attention `(1, n_heads, 1, head_dim)` of the token at `position`, if `why_plain` returns None.
+    """Compute the attention `(1, n_heads, 1, head_dim)` of one token. `why_plain` must have returned None for it.
 
     Args:
         ranking: chooses the entries that the token reads.
-        captured: the token's queries; its own entry is in `ranking.answer` already.
-        position: the token's position in prompt and answer.
+        captured: the token's queries; `ranking.answer` already holds the token's own entry.
+        position: the token's position, counted from the start of the prompt.
     """
     queries, scale, sinks, *_ = captured
     assert ranking.prompt_buffers is not None
-    places, unread = _choose(ranking, captured, position)
+    positions, unread = _choose(ranking, captured, position)
     means = None
     if ranking.residual is not None:
         assert unread is not None
@@ -62,7 +62,7 @@ def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx
         n=position + 1,
         first=ranking.n_first,
         stop=ranking.stop,
-        places=places,
+        positions=positions,
         means=means,
         sinks=sinks,
     )
@@ -71,16 +71,16 @@ def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx
 def _choose(
     ranking: TokenRanking, captured: Captured, position: int
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the positions that the token chooses, and the number of unread entries of each cluster, if there are any.
+    """Return the positions that the token chooses, and each cluster's number of unread entries (None without means).
 
-    Without an index in memory, or with more clusters than the kernels can count, MLX's own operations choose.
+    MLX's operations choose if there is no index in memory, or if there are more clusters than the kernels can count.
     """
     queries, scale, *_ = captured
     index, residual = ranking.view.index, ranking.residual
     buffers = None if index is None else index.codes.buffers
     if index is None or buffers is None or ranking.n_means > MAX_MEANS:
-        places = ranking.choose(captured, position)
-        return places, None if residual is None else residual.unread(places)
+        positions = ranking.choose(captured, position)
+        return positions, None if residual is None else residual.unread(positions)
     codes, powers = buffers
     return choose(
         queries,

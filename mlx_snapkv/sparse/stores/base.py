@@ -1,4 +1,4 @@
-"""The interface of a store of a layer's entries, and the registry of stores."""
+"""The base classes of stores, which keep a layer's entries, and the registry of stores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -9,122 +9,123 @@ import mlx.core as mx
 
 from ...entries.entries import Entries
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
-from ..held_rows import MakeAside
+from ..growing_rows import MakeSpill
 
 STORES: dict[str, type["Store"]] = {}  # value of the option `store` -> class
 
 
 class EntryView(ABC):
-    """Reads a layer's entries in order of position; keys and values are `(B, n_kv_heads, n, head_dim)`."""
+    """A read-only view of a layer's entries, by position. Keys and values are `(B, n_kv_heads, n, head_dim)`."""
 
     n_entries: int
-    quantization: Quantization | None  # how entries are packed; None keeps their dtype
-    waits: bool = False  # `read` allocates memory: use its result before reading more
-    aside: MakeAside | None = None  # makes one more file if the entries are in files
+    quantization: Quantization | None  # quantisation of the entries; None if they are plain
+    # Whether `read` allocates memory; if so, use each result before reading the next.
+    reads_allocate: bool = False
+    make_spill: MakeSpill | None = None  # creates a spill file; None if the entries are in memory
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory, or None."""
+        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)`; None unless plain and in memory."""
         return None
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)`, packed as they are stored."""
+        """Return the KEYS or VALUES of entries `[start, stop)` as they are stored, quantised or plain."""
 
     @abstractmethod
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`."""
+    def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
+        """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the KEYS or VALUES of entries `[start, stop)`, unpacked."""
+        """Return the KEYS or VALUES of entries `[start, stop)`, dequantised."""
         return unpack(self.stored(which, start, stop), self.quantization)
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
-        """Return keys and values of entries `[start, stop)`, unpacked; by default of all entries."""
+        """Return the keys and values of entries `[start, stop)`, dequantised. The default is all entries."""
         stop = self.n_entries if stop is None else stop
         return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
 
 class Store(EntryView):
-    """A layer's entries, to which more can be appended.
+    """The entries of a layer, which can be appended and truncated.
 
-    A subclass with a `name` is registered; `store=NAME` makes one store of it for each layer.
+    A subclass with a `name` is registered: the option `store=NAME` then makes one such store for each layer.
     """
 
     name: ClassVar[str]
-    bits: ClassVar[int | None] = None  # bits per number; None leaves entries plain
-    in_files: bool = False  # entries are in files; a saved cache has a folder of them
+    bits: ClassVar[int | None] = None  # bits per number; None if entries are plain
+    in_files: bool = False  # whether entries are in files, which a saved cache keeps in a folder
     folder: str | None = None  # folder of new files; None is TMPDIR
-    cache: Any = None  # mlx-lm's cache with the entries, if they are in memory
-    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry, if entries are in files. A saved cache keeps
-    # this entry for the shapes.
+    cache: Any = None  # mlx-lm's cache that holds the entries, if they are in memory
+    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry, if entries are in files. Saved caches take
+    # their shapes from it.
     first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # bytes in memory
     file_nbytes: int = 0  # bytes in files
 
     @abstractmethod
     def __init__(self, quantization: Quantization | None = None):
-        """Make a store without entries, which packs entries by `quantization`; None keeps their dtype."""
+        """Create an empty store that quantises entries by `quantization`; None keeps them plain."""
 
     def __init_subclass__(cls) -> None:
-        """Register a class that has a `name` of its own."""
+        """Register the class if it defines a `name`."""
         if "name" in vars(cls):
             STORES[cls.name] = cls
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Append entries. Raises: SnapKVError: there is no space; the store is then unchanged."""
+        """Append entries. Raises: SnapKVError: the disk is full; the store is then unchanged."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:
-        """Drop all entries but the first `n`."""
+        """Keep the first `n` entries, and drop the others."""
 
     def reads(self, path: Path) -> bool:
-        """Return whether some of the entries are in the saved file at `path`."""
+        """Return whether the store reads the saved file at `path`."""
         return False
 
     def all_entries(self) -> Entries:
-        """Return all entries, packed as they are stored."""
+        """Return all entries without dequantising them."""
         keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
         return Entries(keys, values, quantization=self.quantization)
 
 
 class JoinedView(EntryView):
-    """The entries of several views, one after the other.
+    """Several views of successive entries, read as one.
 
     Attributes:
-        limit: number of entries of the views that are in this one, from the first on; None for all.
+        limit: number of entries that this view includes; None includes all.
     """
 
     limit: int | None = None
 
     def __init__(self, views: Sequence[EntryView]):
-        """Join views in order of position."""
+        """Join views, which are in order of position."""
         self._parts: list[Any] = list(views)
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
-        """Return the number of entries in all views, up to `limit`."""
+        """Return the number of entries in this view."""
         n = sum(part.n_entries for part in self._parts)
         return n if self.limit is None else min(n, self.limit)
 
     @property
-    def waits(self) -> bool:  # type: ignore[override]
+    def reads_allocate(self) -> bool:  # type: ignore[override]
         """Return whether reading any of the views allocates memory."""
-        return any(part.waits for part in self._parts)
+        return any(part.reads_allocate for part in self._parts)
 
     @property
-    def aside(self) -> MakeAside | None:  # type: ignore[override]
-        """Return the first view's maker of files for rows beside the entries; None if all are in memory."""
-        return next((part.aside for part in self._parts if part.aside is not None), None)
+    def make_spill(self) -> MakeSpill | None:  # type: ignore[override]
+        """Return the function that creates spill files for the first view that has one; None if all are in memory."""
+        return next((part.make_spill for part in self._parts if part.make_spill is not None), None)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the buffers of the only view; None if there are several, or its entries are not plain."""
+        """Return the buffers of the view; None if it joins several views, or if entries are not plain and in memory."""
         return self._parts[0].buffers if len(self._parts) == 1 else None
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each view that has some of the entries `[start, stop)`, and their span in that view."""
+        """Yield each view that overlaps the entries `[start, stop)`, with the overlap's start and stop in that view."""
         first = 0
         for part in self._parts:
             a, b = max(start - first, 0), min(stop - first, part.n_entries)
@@ -133,24 +134,24 @@ class JoinedView(EntryView):
             first += part.n_entries
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return entries `[start, stop)` of views that pack them alike."""
+        """Return the KEYS or VALUES of entries `[start, stop)` as stored. All views must use one quantisation."""
         return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the KEYS or VALUES of entries `[start, stop)`, unpacked and joined."""
+        """Return the KEYS or VALUES of entries `[start, stop)`, dequantised and joined."""
         return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`, from whichever view has them."""
+    def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
+        """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, gathered from all views."""
         gathered: Any = ()
         first = 0
         for part, _, n in self._within(0, self.n_entries):
             if n == self.n_entries:
-                return part.gather(places)
-            # Places outside the part read any of its entries, which other parts replace.
-            entries = part.gather(mx.clip(places, first, first + n - 1) - first)
+                return part.gather(positions)
+            # Positions in other views are clipped, and read entries that are replaced below.
+            entries = part.gather(mx.clip(positions, first, first + n - 1) - first)
             if gathered:
-                from_part = (places >= first)[..., None]
+                from_part = (positions >= first)[..., None]
                 entries = tuple(mx.where(from_part, *pair) for pair in zip(entries, gathered))
             gathered = entries
             first += n

@@ -1,4 +1,4 @@
-"""The store of a layer's entries in files: one of keys and one of values, read through `numpy.memmap`."""
+"""The store that keeps a layer's entries in two files, keys and values, read through `numpy.memmap`."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from .base import EntryView, JoinedView, Store
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of rows in a file: token after token, and for each token the rows of `heads` `(B, n_kv_heads)`."""
+    """The layout of a file: for each token, one row for each of `heads` `(B, n_kv_heads)`."""
 
     heads: tuple[int, ...]
-    # Dtype and width of each array of a row: one array, or packed numbers, scales and biases.
+    # Dtype and width of each array of a row: one plain array, or the numbers, scales and biases of quantised entries.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod
     def of(cls, stored: Stored) -> Layout:
-        """Return the layout of one layer's keys or values, which are unpacked or quantised."""
+        """Return the layout for keys or values of one layer, plain or quantised."""
         parts = arrays(stored)
         return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
     @property
     def row(self) -> int:
-        """Return the bytes of one token of one head."""
+        """Return the bytes of a row, which is one token of one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
     def token(self) -> int:
-        """Return the bytes of one token of all heads."""
+        """Return the bytes of a token's rows in all heads."""
         return math.prod(self.heads) * self.row
 
     def to_bytes(self, stored: Stored) -> memoryview:
-        """Return rows `(B, n_kv_heads, n, ...)` as bytes of a file."""
+        """Convert rows `(B, n_kv_heads, n, ...)` to the bytes of a file."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
         return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:
-        """Return items `(B, n_kv_heads, n)` of a file as rows `(B, n_kv_heads, n, ...)`."""
+        """Convert items `(B, n_kv_heads, n)` of a file to rows `(B, n_kv_heads, n, ...)`."""
         whole = mx.array(np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, self.row))
         edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
         split = zip(mx.split(whole, edges, axis=-1), self.parts)
@@ -65,34 +65,34 @@ class Layout:
 
 
 class EntryFile:
-    """A layer's keys or values in an open file, which is closed when this object is deleted.
+    """An open file of a layer's keys or values. It is closed when this object is deleted.
 
     Attributes:
-        n_rows: number of tokens written.
-        is_shared: copies of a store read the file, so it must not be cut.
+        n_rows: number of tokens in the file.
+        is_shared: whether copies of a store read the file, which must then not be truncated.
     """
 
-    path: Path | None = None  # set if the file was saved and never changes
+    path: Path | None = None  # set if the file belongs to a saved prompt and never changes
     is_shared = False
     _map: Any = None
 
     def __init__(self, layout: Layout, file: Any):
-        """Take over an open file, which is empty or was written in this layout."""
+        """Use an open file, which is empty or was written in this layout."""
         self.layout = layout
         self.n_rows = 0
         self._file = file
         weakref.finalize(self, self._file.close)
 
     def append(self, stored: Stored) -> None:
-        """Write rows at the end. Raises: OSError; EntryFileError: earlier rows are missing."""
+        """Append rows. Raises: OSError; EntryFileError: earlier rows are missing."""
         start = self.n_rows * self.layout.token
-        self._require(start)  # else the system would fill the gap with zeros
+        self._require(start)  # otherwise the system would fill the gap with zeros
         data = self.layout.to_bytes(stored)
         write_at(self._file, data, start)
         self.n_rows += len(data) // self.layout.token
 
     def cut(self, n: int) -> None:
-        """Drop all rows but the first `n`, even rows that were written in part."""
+        """Keep the first `n` rows, and drop all others, even incomplete ones."""
         self.n_rows = n
         size = n * self.layout.token
         with contextlib.suppress(OSError):
@@ -104,18 +104,18 @@ class EntryFile:
         rows = self._rows(np.arange(start, stop))[start:stop]
         return self.layout.from_bytes(rows.transpose(1, 2, 0))
 
-    def gather(self, places: np.ndarray) -> Stored:
-        """Return the rows at `places` `(B, n_kv_heads, n)`."""
+    def gather(self, positions: np.ndarray) -> Stored:
+        """Return the rows at `positions` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
-        rows = self._rows(places)
-        return self.layout.from_bytes(rows[places, batch[..., None], head[..., None]])
+        rows = self._rows(positions)
+        return self.layout.from_bytes(rows[positions, batch[..., None], head[..., None]])
 
-    def _rows(self, places: np.ndarray) -> np.ndarray:
-        """Return a map of the file with one item per row, `(n, B, n_kv_heads)`, to read the items at `places`."""
-        n = int(places.max(initial=0)) + 1
+    def _rows(self, positions: np.ndarray) -> np.ndarray:
+        """Map the file as items `(n, B, n_kv_heads)`, one per row, and check that the rows at `positions` exist."""
+        n = int(positions.max(initial=0)) + 1
         self._require(n * self.layout.token)
-        if self._map is None or len(self._map) < n:  # the file has grown since
+        if self._map is None or len(self._map) < n:  # the file has grown
             row = np.dtype((np.void, self.layout.row))
             shape = os.fstat(self._file.fileno()).st_size // self.layout.token, *self.layout.heads
             try:
@@ -125,7 +125,7 @@ class EntryFile:
         return self._map
 
     def _require(self, n_bytes: int) -> None:
-        """Check the file's size: reading a map beyond its end would kill the process.
+        """Check that the file has at least `n_bytes`, because reading a map beyond its end would kill the process.
 
         Raises: EntryFileError: the file is shorter.
         """
@@ -135,32 +135,33 @@ class EntryFile:
 
 
 class SavedFile(EntryFile):
-    """A saved file, which never changes; a piece's checksum is compared when the piece is first read.
+    """A file of a saved prompt. It never changes, and each piece's checksum is compared when the piece is first read.
 
     Args:
         path: the saved file.
-        layout: the order of its rows.
+        layout: the layout of the rows.
         n_rows: number of tokens.
-        checksums: uint32, the CRC-32 of every `piece` rows; the last piece may be shorter.
-        piece: number of rows of a piece.
+        checksums: the CRC-32 of each piece of `piece` rows, uint32; the last piece may be shorter.
+        piece: rows per piece.
 
     Raises: SnapKVError: the file can't be opened, or has another size.
     """
 
     def __init__(self, path: Path, layout: Layout, n_rows: int, checksums: np.ndarray, piece: int):
-        """Open the file, and check its size."""
+        """Open the file and check its size."""
         self.path = path
         with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
         self.n_rows = n_rows
         self._checksums = checksums
         self._piece = piece
-        self._unchecked = np.ones(len(checksums), np.bool_)  # one for each piece
+        self._unchecked = np.ones(len(checksums), np.bool_)  # one flag per piece
         self._require(n_rows * layout.token)
 
-    def _rows(self, places: np.ndarray) -> np.ndarray:
-        rows = super()._rows(places)
-        pieces = places // self._piece
+    def _rows(self, positions: np.ndarray) -> np.ndarray:
+        """Map the file, and compare the checksums of pieces that are read for the first time."""
+        rows = super()._rows(positions)
+        pieces = positions // self._piece
         pieces = np.unique(pieces[self._unchecked[pieces]])
         if pieces.size:
             parts = (rows[i * self._piece : (i + 1) * self._piece] for i in pieces.tolist())
@@ -185,16 +186,16 @@ class SavedFile(EntryFile):
             raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
 
 
-class AsideFile:
-    """A temporary file for blocks of rows, such as the codes of an index, that need not stay in memory."""
+class SpillFile:
+    """A temporary file for rows that do not stay in memory, such as the codes of an index."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """Note the folder; the file is created by the first `put`."""
+        """Note the folder. The first `put` creates the file."""
         self._folder = folder  # None is TMPDIR
-        self._file: EntryFile | None = None  # None before the first `put`
+        self._file: EntryFile | None = None  # set by the first `put`
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
-        """Write rows at the end, and return a function that reads them. Raises: EntryFileError: there is no room."""
+        """Append rows, and return a function that reads them. Raises: EntryFileError: the disk is full."""
         try:
             if self._file is None:
                 self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))
@@ -208,37 +209,37 @@ class AsideFile:
 
 @dataclass(frozen=True)
 class _Part(EntryView):
-    """The first `n_entries` entries of a file of keys and a file of values."""
+    """The first `n_entries` entries of two files, keys and values."""
 
     files: Sequence[EntryFile]
     n_entries: int = 0
     quantization = None
-    waits = True
+    reads_allocate = True
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: the files are not saved, and have no rows after these entries."""
+        """Return whether entries can be appended: no file is a saved one, and none has further rows."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
 
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        chosen = np.array(places)
+    def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
+        chosen = np.array(positions)
         return tuple(file.gather(chosen) for file in self.files)  # type: ignore[misc]
 
 
 class FileStore(JoinedView, Store):
-    """Unpacked entries in a file of keys and a file of values.
+    """Plain entries in files, one of keys and one of values.
 
-    A copy shares the files and appends to them. If another copy has appended before, or the files are saved ones, it
-    starts a new pair of files.
+    A copy shares the files with the original. The first of them to append extends the files; the other starts new
+    files. Saved files are never extended.
 
     Args:
-        quantization: not used: entries in files are unpacked.
-        files: saved files of keys and of values with the first `n_entries` entries.
+        quantization: ignored, because entries in files are plain.
+        files: saved files of keys and of values, which hold the first `n_entries` entries.
         n_entries: number of entries in `files`.
-        first_entry: keys and values of the first entry, so that they need not be read.
+        first_entry: keys and values of the first entry, which saves reading them.
         folder: folder of new files; None is TMPDIR.
     """
 
@@ -254,18 +255,18 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        """Start with the saved files, if there are any; new files are created by the first `append`."""
+        """Start with the saved files, if any. The first `append` creates new files."""
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
         super().__init__([_Part(files, n_entries)] if n_entries else [])
 
-    def aside(self) -> AsideFile:
-        """Return a file for rows that are derived from these entries."""
-        return AsideFile(self.folder)
+    def make_spill(self) -> SpillFile:
+        """Create a spill file for rows that are derived from these entries."""
+        return SpillFile(self.folder)
 
     def append(self, entries: Entries) -> None:
-        """Append entries to the last files if these may grow, or to new files. If that fails, nothing is appended."""
+        """Append entries to the last files, or to new ones if these are shared. An error leaves the store unchanged."""
         new = entries.packed(None)
         stored = new.stored_keys, new.stored_values
         earlier_parts = self._parts
@@ -287,7 +288,7 @@ class FileStore(JoinedView, Store):
         self._parts = [*earlier_parts, replace(part, n_entries=part.n_entries + len(new))]
 
     def truncate(self, n: int) -> None:
-        """Drop all entries but the first `n`; files that copies or saved prompts read are not cut."""
+        """Keep the first `n` entries. Files that a copy or a saved prompt reads are not truncated."""
         while self.n_entries > n:
             part = self._parts.pop()
             if (left := n - self.n_entries) <= 0:
@@ -298,7 +299,7 @@ class FileStore(JoinedView, Store):
                     file.cut(left)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
-        """Return a store that reads the same files, which from now on are not cut."""
+        """Return a store that shares the files, which from then on are not truncated."""
         other = FileStore(first_entry=self._first_entry, folder=self.folder)
         other._parts = list(self._parts)
         for file in (file for part in self._parts for file in part.files):
@@ -307,13 +308,13 @@ class FileStore(JoinedView, Store):
 
     @property
     def first_entry(self) -> tuple[mx.array, mx.array] | None:  # type: ignore[override]
-        """Return keys and values of the first entry, from its file if need be; None without entries."""
+        """Return keys and values of the first entry, which may be read from its file; None without entries."""
         if self._first_entry is None and self.n_entries:
             return self.entries(0, 1)
         return self._first_entry
 
     def reads(self, path: Path) -> bool:
-        """Return whether some of the entries are in the saved file at `path`."""
+        """Return whether one of the files is the saved file at `path`."""
         return any(file.path == path for part in self._parts for file in part.files)
 
     @property
@@ -325,12 +326,12 @@ class FileStore(JoinedView, Store):
 
 
 def temporary_file(folder: str | None) -> Any:
-    """Return a new file without a name in a folder, by default TMPDIR. Raises: OSError."""
+    """Create an unnamed temporary file in `folder`; None is TMPDIR. Raises: OSError."""
     return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0, dir=folder)
 
 
 def write_at(file: Any, data: memoryview, start: int) -> None:
-    """Write bytes from `start` on. Raises: OSError."""
+    """Write bytes at offset `start`. Raises: OSError."""
     while data:
         n = os.pwrite(file.fileno(), data, start)
         data = data[n:]
@@ -338,7 +339,7 @@ def write_at(file: Any, data: memoryview, start: int) -> None:
 
 
 def no_room(error: OSError, folder: str | None) -> EntryFileError:
-    """Return the error for a file that can't be made or written in the folder."""
+    """Return an error for a file that can't be created or written in `folder`."""
     why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
     if error.errno == errno.EMFILE:
         why = f"{error.strerror}; run ulimit -n 4096 before it"

@@ -1,4 +1,4 @@
-"""The stores that keep entries in memory, in their own dtype, in 8 bits or in 4."""
+"""Stores that keep entries in memory, either plain or quantised to 8 or 4 bits."""
 
 from typing import Any
 
@@ -22,21 +22,21 @@ from .base import Store
 
 
 class MemoryStore(Store):
-    """Entries in one of mlx-lm's caches.
+    """Entries in a cache of mlx-lm.
 
     Args:
-        quantization: quantisation of a new cache; None keeps the entries' dtype.
-        cache: an existing `KVCache` or `QuantizedKVCache`; None makes a new one.
+        quantization: quantisation of a new cache; None keeps entries plain.
+        cache: an existing `KVCache` or `QuantizedKVCache` to use; None creates one.
     """
 
     name = "memory"
 
     def __init__(self, quantization: Quantization | None = None, cache: Any = None):
-        """Take over the cache and its quantisation, or make an empty cache."""
+        """Use the given cache, or create an empty one."""
         if isinstance(cache, QuantizedKVCache):
             quantization = Quantization(cache.bits, cache.group_size)
         self.quantization = quantization
-        self.waits = quantization is not None
+        self.reads_allocate = quantization is not None
         if cache is None and quantization is not None:
             cache = QuantizedKVCache(quantization.group_size, quantization.bits)
         self.cache = cache or KVCache()
@@ -48,44 +48,44 @@ class MemoryStore(Store):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the cache's whole buffers; None if they are quantised or not allocated yet."""
+        """Return the cache's buffers; None if they are quantised or not allocated yet."""
         is_plain = self.quantization is None and self.n_entries > 0
         return (self.cache.keys, self.cache.values) if is_plain else None
 
     def append(self, entries: Entries) -> None:
-        """Pack entries, and append them to the cache's buffers."""
+        """Quantise entries if the store does, and append them to the cache's buffers."""
         new = entries.packed(self.quantization)
         cache = self.cache
         n = self.n_entries
         stored = new.stored_keys, new.stored_values
         if cache.keys is None or n + len(new) > n_rows(cache.keys):
             before = rows((cache.keys, cache.values) if n else stored, 0, n)
-            # Growing copies all entries, so the buffers grow by an eighth.
+            # Reallocation copies all entries, so buffers grow by an eighth at a time.
             cache.keys, cache.values = grown(before, max(KVCache.step, len(new), n // 8))
         write((cache.keys, cache.values), n, stored)
         cache.offset += len(new)
         mx.eval(cache.keys)
-        mx.eval(cache.values)  # after the keys, for less memory at once
+        mx.eval(cache.values)  # keys first, to limit memory
 
     def truncate(self, n: int) -> None:
-        """Drop all entries but the first `n`; the buffers keep their size."""
+        """Keep the first `n` entries. The buffers keep their size."""
         self.cache.trim(max(0, self.n_entries - n))
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)`, packed as they are stored."""
+        """Return the KEYS or VALUES of entries `[start, stop)` as they are stored."""
         return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
-    def gather(self, places: mx.array) -> tuple[mx.array, ...]:
-        """Return keys and values at uint32 `places` `(B, n_kv_heads, n)`, unpacked."""
+    def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
+        """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, dequantised."""
         keys, values = arrays(self.cache.keys), arrays(self.cache.values)
-        taken = take_entries((*keys, *values), places)
+        taken = take_entries((*keys, *values), positions)
         parts = taken[: len(keys)], taken[len(keys) :]
         plain = self.quantization is None
         return tuple(unpack(x[0] if plain else tuple(x), self.quantization) for x in parts)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all entries, without the buffers' free rows."""
+        """Return the bytes of all entries, without unused rows."""
         return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 

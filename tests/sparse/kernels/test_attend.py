@@ -18,7 +18,7 @@ def test_attention_equals_float64(shim, variant, case):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_split_may_have_several_blocks(shim, variant, monkeypatch):
     monkeypatch.setattr(launch, "MAX_SPLITS", 2)
-    assert Token(variant, n_places=517).difference() < TOLERANCES[variant[2]]
+    assert Token(variant, n_chosen=517).difference() < TOLERANCES[variant[2]]
     assert shim.launches[0].groups == (2, 2)
 
 
@@ -31,7 +31,7 @@ def test_a_split_may_have_no_items(shim, monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS[:3])
 def test_one_entry_may_get_nearly_all_attention(shim, variant):
     token = Token(variant)
-    token.prompt[0][0, 0, token.places[0, 0, 60]] = 40 * token.queries[0, 0, 0]
+    token.prompt[0][0, 0, token.positions[0, 0, 60]] = 40 * token.queries[0, 0, 0]
     assert token.difference() < TOLERANCES[variant[2]]
 
 
@@ -41,7 +41,7 @@ def test_infinite_and_nan_logits_give_float64s_result(shim, variant, value):
     token = Token(variant)
     key = mx.zeros_like(token.queries[0, 0, 0])
     key[0] = mx.sign(token.queries[0, 0, 0, 0]) * value  # only for query head 0
-    token.prompt[0][0, 0, token.places[0, 0, 0]] = key
+    token.prompt[0][0, 0, token.positions[0, 0, 0]] = key
     assert token.difference() < TOLERANCES[variant[2]]
 
 

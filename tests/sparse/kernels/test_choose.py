@@ -14,7 +14,7 @@ def scored(queries, index, scale, n_groups):
     n_heads, H, n = queries.shape[1], index.codes.shape[1], index.n
     n_blocks = -(-n // SCORE_BLOCK)
     params = params_of(
-        n_means=0, n_places=1, first=0, stop=n, scale=scale, code_capacity=index.codes.shape[2],
+        n_means=0, n_chosen=1, first=0, stop=n, scale=scale, code_capacity=index.codes.shape[2],
         n_score_groups=n_groups,
     )  # fmt: skip
     arrays = index.arguments()
@@ -88,15 +88,15 @@ def test_selection_equals_a_stable_sort(shim, kind, group, n, first, k):
     counts = [np.bincount(row[first:n], minlength=n_means) for row in ids]
     shape = Shape(H * group, H, head_dim, dtype)
     params = params_of(
-        n_means=n_means, n_places=k, first=first, stop=n, scale=1, id_capacity=n + spare
+        n_means=n_means, n_chosen=k, first=first, stop=n, scale=1, id_capacity=n + spare
     )
     inputs = [*map(mx.array, (maxima, below, ids, np.stack(counts).astype(np.int32))), params]
     outputs = run("select", shape, inputs, (H, 1), [(H, k), (H, n_means), (H, n)])
-    places, unread, _ = map(np.array, outputs)
+    positions, unread, _ = map(np.array, outputs)
     wanted = ranks(below, maxima, group, SCORE_BLOCK)[:, first:]
     for h in range(H):
         best = np.sort(np.argsort(wanted[h], kind="stable")[:k]) + first
-        np.testing.assert_array_equal(places[h], best)
+        np.testing.assert_array_equal(positions[h], best)
         np.testing.assert_array_equal(
             unread[h], counts[h] - np.bincount(ids[h, best], minlength=n_means)
         )
@@ -107,15 +107,15 @@ def test_selection_handles_a_long_text_and_many_clusters(shim):
     n, k, n_means = 70_001, 4375, launch.MAX_MEANS
     maxima, below = blocks(rng, "ties", 1, n)
     ids = (np.arange(n) * n_means // n).astype(np.uint16)
-    params = params_of(n_means=n_means, n_places=k, first=4, stop=n, scale=1, id_capacity=n)
+    params = params_of(n_means=n_means, n_chosen=k, first=4, stop=n, scale=1, id_capacity=n)
     counts = np.bincount(ids[4:], minlength=n_means).astype(np.int32)
     outputs = run(
         "select", Shape(1, 1, 64, mx.float32), [*map(mx.array, (maxima, below, ids, counts)), params],
         (1, 1), [(1, k), (1, n_means), (1, n)],
     )  # fmt: skip
-    places, unread, _ = map(np.array, outputs)
+    positions, unread, _ = map(np.array, outputs)
     best = np.argsort(ranks(below, maxima, 1, SCORE_BLOCK)[0, 4:], kind="stable")[:k] + 4
-    np.testing.assert_array_equal(places[0], np.sort(best))
+    np.testing.assert_array_equal(positions[0], np.sort(best))
     np.testing.assert_array_equal(unread[0], counts - np.bincount(ids[best], minlength=n_means))
 
 
@@ -128,18 +128,18 @@ def test_chosen_entries_are_the_best_by_the_index_with_and_without_means(
     index = Index(rng, H, n, head_dim)
     queries = normal(rng, 1, H * group, 1, head_dim, dtype=dtype)
     arguments = dict(index.arguments(), k=k, first=first, stop=n)
-    places, unread = choose(queries, 0.1, **arguments)
-    assert unread is None and places.shape == (1, H, k) and places.dtype == mx.uint32
+    positions, unread = choose(queries, 0.1, **arguments)
+    assert unread is None and positions.shape == (1, H, k) and positions.dtype == mx.uint32
     logits = index.logits(queries, 0.1)
     scores = (logits - logits.max(axis=1, keepdims=True)).reshape(H, group, n).max(axis=1)
-    for row, chosen in zip(scores, np.array(places)[0].astype(int)):
+    for row, chosen in zip(scores, np.array(positions)[0].astype(int)):
         assert (np.diff(chosen) > 0).all() and first <= chosen[0] and chosen[-1] < n
         others = np.delete(row, [*range(first), *chosen])
         assert others.max() <= row[chosen].min() * (1 - 2e-3) + 2e-3
     ids = mx.array(rng.integers(0, 6, (1, H, n)).astype(np.uint16))
     choosable = mx.full((1, H, 6), n, mx.int32)
     with_means, unread = choose(queries, 0.1, **arguments, ids=ids, choosable=choosable)
-    assert mx.array_equal(places, with_means)
-    chosen_ids = np.take_along_axis(np.array(ids), np.array(places).astype(int), axis=2)
+    assert mx.array_equal(positions, with_means)
+    chosen_ids = np.take_along_axis(np.array(ids), np.array(positions).astype(int), axis=2)
     wanted = n - np.stack([np.bincount(row, minlength=6) for row in chosen_ids[0]])
     np.testing.assert_array_equal(np.array(unread)[0], wanted)

@@ -26,7 +26,7 @@ ATTRIBUTES = {
 }  # fmt: skip
 # MLX puts fewer than 8 numbers into constant memory. Small models may have so few of these inputs.
 FEW = {
-    "block_maxima", "offsets", "ids", "choosable", "unread", "log_mass", "temperature", "places", "top", "total",
+    "block_maxima", "offsets", "ids", "choosable", "unread", "log_mass", "temperature", "positions", "top", "total",
     "sinks",
 }  # fmt: skip
 METAL_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}
@@ -118,7 +118,7 @@ def test_a_token_launches_four_kernels_and_nothing_else(with_means):
 
     def token(queries, projection, codes, powers, ids, choosable, keys, own, mean_keys, factors):
         clusters = {"ids": ids, "choosable": choosable} if with_means else {}
-        places, unread = launch.choose(
+        positions, unread = launch.choose(
             queries,
             0.1,
             projection=projection,
@@ -131,7 +131,7 @@ def test_a_token_launches_four_kernels_and_nothing_else(with_means):
         )
         means = Means(mean_keys, mean_keys, unread, factors, factors) if with_means else None
         output = launch.attend(
-            queries, (keys, keys), (own, own), 0.1, n_prompt=n, n=n + 3, first=4, stop=2000, places=places,
+            queries, (keys, keys), (own, own), 0.1, n_prompt=n, n=n + 3, first=4, stop=2000, positions=positions,
             means=means,
         )  # fmt: skip
         return [output]

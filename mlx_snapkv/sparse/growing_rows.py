@@ -1,6 +1,6 @@
-"""Rows that grow with a text, such as the codes of an index: the first in memory, later ones perhaps in a file.
+"""Arrays of rows that grow with a text, such as the codes of an index.
 
-Rows in the file never change, so that copies share them.
+The first rows are in memory; later rows may be in a file. Rows in the file never change, so copies share them.
 """
 
 from __future__ import annotations
@@ -25,65 +25,67 @@ from ..entries.quantization import (
     write,
 )
 
-# The rows of this many entries stay in memory where the others go to a file: more memory, or more reads.
+# If there is a file, rows of this many entries stay in memory. More would take more memory, fewer more reads.
 ENTRIES_IN_MEMORY = 1 << 16
-ENTRIES_MOVED = 1 << 15  # the rows of this many entries move to the file together
+ENTRIES_MOVED = 1 << 15  # rows of this many entries move to the file together
 
 
-class Aside(Protocol):
-    """A place for rows outside memory; `stores.file.AsideFile` is one."""
+class Spill(Protocol):
+    """A file for rows that do not stay in memory. `stores.file.SpillFile` implements it."""
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
-        """Write rows, and return a function that reads them. Raises: SnapKVError: there is no room."""
+        """Write rows, and return a function that reads them. Raises: SnapKVError: the disk is full."""
         ...
 
 
-MakeAside = Callable[[], Aside]
+MakeSpill = Callable[[], Spill]
 
 
-class HeldRows:
-    """Rows `(B, n_kv_heads, n, ...)`, appended and cut at the end.
+class GrowingRows:
+    """Rows `(B, n_kv_heads, n, ...)` that are appended, and truncated at the end.
 
-        [0 : n_first)                  in memory; without `aside` all rows
-        [n_first : n_first + n_aside)  aside (in a file), whole blocks
-        [n_first + n_aside : n)        in memory
+        [0 : n_first)                    in memory; all rows if there is no spill file
+        [n_first : n_first + n_spilled)  in the spill file, in whole blocks
+        [n_first + n_spilled : n)        in memory
 
     Args:
-        empty: arrays of 0 rows, for their dtypes and shapes.
-        stands_for: number of entries that a row is computed from; a row of page means is computed from a page.
-        aside: makes the place for rows after the first `ENTRIES_IN_MEMORY` entries.
+        empty: arrays with 0 rows, which define dtypes and shapes.
+        entries_per_row: number of entries that a row summarises: a page for page means, otherwise 1.
+        make_spill: creates a file for the rows after those of the first `ENTRIES_IN_MEMORY` entries.
     """
 
-    def __init__(self, empty: Stored, stands_for: int = 1, aside: MakeAside | None = None):
-        """Start without rows; `aside` is called once."""
+    def __init__(
+        self, empty: Stored, entries_per_row: int = 1, make_spill: MakeSpill | None = None
+    ):
+        """Start without rows. `make_spill` is called once."""
         self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._n_in_memory = ENTRIES_IN_MEMORY // stands_for
-        self._block_rows = ENTRIES_MOVED // stands_for
-        self._aside = None if aside is None else aside()
+        self._n_in_memory = ENTRIES_IN_MEMORY // entries_per_row
+        self._block_rows = ENTRIES_MOVED // entries_per_row
+        self._spill = None if make_spill is None else make_spill()
         self._block_readers: list[Callable[[], Stored]] = []
 
     def __len__(self) -> int:
-        """Return the number of rows, in memory and aside."""
-        return self._first.n + self._n_aside + self._last.n
+        """Return the number of rows, in memory and in the file."""
+        return self._first.n + self._n_spilled + self._last.n
 
     @property
-    def _n_aside(self) -> int:
+    def _n_spilled(self) -> int:
         return len(self._block_readers) * self._block_rows
 
     @property
-    def waits(self) -> bool:
-        """Return whether `read` allocates memory, so that its result should be used before more is read."""
+    def reads_allocate(self) -> bool:
+        """Return whether `read` allocates memory. If it does, use each result before reading the next one."""
         return bool(self._block_readers)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
-        """Return the arrays in memory, with their free rows."""
+        """Return the arrays in memory, including unused rows."""
         return (*arrays(self._first.stored), *arrays(self._last.stored))
 
     @property
     def buffers(self) -> Stored | None:
-        """Return the arrays with all rows and free rows after them; None if some rows are aside."""
-        return self._first.stored if self._aside is None else None
+        """Return the arrays with all rows, followed by unused rows; None if rows may be in a file."""
+        return self._first.stored if self._spill is None else None
 
     @property
     def nbytes(self) -> int:
@@ -91,17 +93,17 @@ class HeldRows:
         return n_bytes(self.in_memory)
 
     @property
-    def aside_nbytes(self) -> int:
-        """Return the bytes aside."""
-        return self._n_aside * n_bytes(rows(self._first.stored, 0, 1))
+    def spilled_nbytes(self) -> int:
+        """Return the bytes in the spill file."""
+        return self._n_spilled * n_bytes(rows(self._first.stored, 0, 1))
 
     def reserve(self, n: int) -> None:
-        """Make room for `n` rows in memory, or for the most that are kept there."""
-        self._first.reserve(n if self._aside is None else min(n, self._n_in_memory))
+        """Allocate memory for `n` rows, or for as many of them as stay in memory."""
+        self._first.reserve(n if self._spill is None else min(n, self._n_in_memory))
 
     def append(self, new: Stored) -> None:
-        """Append rows. Raises: SnapKVError: there is no room for rows aside."""
-        if self._aside is None:
+        """Append rows. Raises: SnapKVError: the disk is full."""
+        if self._spill is None:
             self._first.append(new)
             return
         n = n_rows(new)
@@ -112,15 +114,15 @@ class HeldRows:
             self._last.append(rows(new, n_first, n))
         while self._last.n >= self._block_rows:
             last = self._last.stored
-            self._block_readers.append(self._aside.put(rows(last, 0, self._block_rows)))
+            self._block_readers.append(self._spill.put(rows(last, 0, self._block_rows)))
             self._last = _Buffer(rows(last, self._block_rows, self._last.n))
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
-        last_start = self._first.n + self._n_aside  # number of the first row in `_last`
+        last_start = self._first.n + self._n_spilled  # index of the first row in `_last`
         self._last.n = min(self._last.n, max(0, n - last_start))
         while self._block_readers and n < last_start:
-            # A block aside is cut or dropped; rows that are left of it return to memory.
+            # Remaining rows of a block that is cut return to memory.
             last_start -= self._block_rows
             read = self._block_readers.pop()
             if n > last_start:
@@ -128,17 +130,17 @@ class HeldRows:
         self._first.n = min(self._first.n, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of `[start, stop)` whose rows are in one array each, as `read` needs them."""
+        """Split `[start, stop)` into spans that `read` accepts: the rows of each span are in one array."""
         begin = self._first.n
-        edges = {start, stop, *range(begin, begin + self._n_aside + 1, self._block_rows)}
+        edges = {start, stop, *range(begin, begin + self._n_spilled + 1, self._block_rows)}
         yield from pairwise(sorted(edge for edge in edges if start <= edge <= stop))
 
     def read(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)` of one of the `spans`."""
+        """Return the rows `[start, stop)`, which must be one of the `spans`."""
         return rows(*self._locate(start, stop))
 
     def read_at_least(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)` for a product, perhaps with more rows at the end.
+        """Return the rows `[start, stop)` for a matrix product. More rows may follow them.
 
         MLX (0.32) can't multiply by a part of a quantised array on CUDA, and elsewhere it may copy the part.
         """
@@ -148,15 +150,15 @@ class HeldRows:
         return each(mx.contiguous, rows(stored, start, stop))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
-        """Return the array that has the rows `[start, stop)`, and their span in it."""
+        """Return the array that contains the rows `[start, stop)`, with their start and stop in that array."""
         first = self._first.n
         if start < first:
             return self._first.stored, start, stop
         number, row = divmod(start - first, self._block_rows)
-        if number < len(self._block_readers):  # the rows are in a block outside memory
+        if number < len(self._block_readers):  # the block is in the spill file
             read = self._block_readers[number]
             return read(), row, row + stop - start
-        n_before = first + self._n_aside
+        n_before = first + self._n_spilled
         return self._last.stored, start - n_before, stop - n_before
 
     def between(self, start: int, stop: int) -> Stored:
@@ -164,8 +166,8 @@ class HeldRows:
         parts = [self.read(*span) for span in self.spans(start, stop)]
         return join(*parts) if parts else rows(self._first.stored, 0, 0)
 
-    def __deepcopy__(self, memo: dict) -> HeldRows:
-        """Copy the rows in memory; the copy shares the place aside, which is only appended to."""
+    def __deepcopy__(self, memo: dict) -> GrowingRows:
+        """Copy the rows in memory. The copy shares the spill file, which is append-only."""
         other = copy.copy(self)
         other._first, other._last = copy.deepcopy((self._first, self._last), memo)
         other._block_readers = list(self._block_readers)
@@ -173,14 +175,14 @@ class HeldRows:
 
 
 class _Buffer:
-    """Rows in memory, with free rows at the end; the first `n` are used."""
+    """Rows in memory: `n` rows, then unused ones."""
 
     def __init__(self, stored: Stored):
         self.stored = stored
         self.n = n_rows(stored)
 
     def reserve(self, n: int) -> None:
-        """Make room for at least `n` rows."""
+        """Allocate memory for at least `n` rows."""
         if n > n_rows(self.stored):
             self.stored = grown(rows(self.stored, 0, self.n), with_room(n) - self.n)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv.entries.quantization import Quantization, n_bytes, pack, rows
-from mlx_snapkv.sparse import held_rows
-from mlx_snapkv.sparse.held_rows import HeldRows
-from mlx_snapkv.sparse.stores.file import AsideFile
+from mlx_snapkv.sparse import growing_rows
+from mlx_snapkv.sparse.growing_rows import GrowingRows
+from mlx_snapkv.sparse.stores.file import SpillFile
 
 N = 100
 PLAIN = normal(1, 2, N, 32)
@@ -23,13 +23,13 @@ PACKED = pack(normal(1, 2, N, 32), Quantization(4, 32))
 def few_in_memory():
     """Keep the first 16 rows, and up to 8 of the last, in memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held_rows, "ENTRIES_IN_MEMORY", 16)
-        patch.setattr(held_rows, "ENTRIES_MOVED", 8)
+        patch.setattr(growing_rows, "ENTRIES_IN_MEMORY", 16)
+        patch.setattr(growing_rows, "ENTRIES_MOVED", 8)
         yield
 
 
-def held(stored, n, aside=AsideFile, step=7):
-    found = HeldRows(rows(stored, 0, 0), aside=aside)
+def held(stored, n, make_spill=SpillFile, step=7):
+    found = GrowingRows(rows(stored, 0, 0), make_spill=make_spill)
     for start in range(0, n, step):
         found.append(rows(stored, start, min(start + step, n)))
     return found
@@ -41,10 +41,10 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("stored", [PLAIN, PACKED, PLAIN.astype(mx.bfloat16)])
-@pytest.mark.parametrize("aside", [None, AsideFile])
-def test_rows_equal_the_appended_rows(stored, aside):
-    found = held(stored, N, aside)
-    assert len(found) == N and found.waits == (aside is not None)
+@pytest.mark.parametrize("make_spill", [None, SpillFile])
+def test_rows_equal_the_appended_rows(stored, make_spill):
+    found = held(stored, N, make_spill)
+    assert len(found) == N and found.reads_allocate == (make_spill is not None)
     assert_same(found.between(0, N), stored)
     assert_same(found.between(13, 61), rows(stored, 13, 61))
     for start, stop in found.spans(5, 90):
@@ -57,12 +57,12 @@ def test_only_the_first_rows_and_a_block_are_in_memory():
         found = held(PLAIN, n)
         used = 16 + (n - 16) % 8
         assert used * one <= found.nbytes <= (used + 2 * 16) * one  # some room is free
-        assert found.aside_nbytes == (n - used) * one
+        assert found.spilled_nbytes == (n - used) * one
     assert held(PLAIN, N, None).nbytes >= N * one
 
 
 def test_a_row_may_hold_several_entries():
-    found = HeldRows(PLAIN[:, :, :0], 4, AsideFile)
+    found = GrowingRows(PLAIN[:, :, :0], 4, SpillFile)
     found.append(PLAIN)
     assert [*found.spans(0, 10)] == [(0, 4), (4, 6), (6, 8), (8, 10)]
     assert_same(found.between(0, N), PLAIN)
