@@ -101,15 +101,16 @@ class Answers:
 
     def known(self, i: int, methods: Iterable[Method]) -> Iterator[Record]:
         """Yield records of the methods' answers to question `i`, which is part of the prompt that they compress."""
+        question = self._questions[i]
         prompt: Reading | None = None
         for method in methods:
             if not method.shares_reading:
                 yield self._answer(method, i, make_prompt_cache(self._model))
                 continue
-            prompt = prompt or self._reading.followed_by(self._suffixes[i])
-            question = self._questions[i]
-            if question.begun:
-                prompt.force(question.begun)
+            if prompt is None:
+                prompt = self._reading.followed_by(self._suffixes[i])
+                if question.begun:
+                    prompt.force(question.begun)
             full = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
             cache, report = prompt.compressed(method.policy, answering=True)
             if method.policy is None:
