@@ -50,15 +50,16 @@ class Memory:
         """
         plan = self._footprint.plan(n_prompt, max_tokens)
         need = self._footprint.need(plan, max_tokens)
-        if need.most > self.limit:
+        if need.peak_entries > self.limit:
             limit = format_bytes(self.limit)
             has = (
                 f"max_kv_bytes is {limit}: raise it"
                 if self._is_given
                 else f"this machine has {limit}"
             )
+            needed = format_bytes(need.peak_entries)
             raise NeverFits(
-                f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(need.most)} of KV "
+                f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {needed} of KV "
                 f"memory, and {has}; {advice(self._footprint, n_prompt, max_tokens, self.limit)}"
             )
         return need
@@ -89,12 +90,14 @@ class Memory:
             held_bytes: bytes of the caches of the batch now.
         """
         others = [request for request in active if request.need is not None]
-        temporary = new.reading
+        temporary = new.extra_in_prefill
         for request in others:
             is_reading = request.report is None
-            temporary += request.need.reading if is_reading else request.need.stays
+            temporary += (
+                request.need.extra_in_prefill if is_reading else request.need.extra_in_answer
+            )
         planned = self._shared_bytes([*(request.need for request in others), new])
-        needed = max(held_bytes + new.most, planned + temporary)
+        needed = max(held_bytes + new.peak_entries, planned + temporary)
         has_to_wait = bool(others) and needed > self.limit
         return None if has_to_wait else needed
 
@@ -107,9 +110,9 @@ class Memory:
         """
         has_policy = self._footprint.config.setting is not None
         total = 0
-        for is_fixed, factor in ((True, 2), (False, 4)):
+        for keeps_shape, factor in ((True, 2), (False, 4)):
             max_padding = factor if has_policy else math.inf
-            sizes = [need.held for need in needs if need.fixed == is_fixed]
+            sizes = [need.caches for need in needs if need.keeps_shape == keeps_shape]
             longest = max(sizes, default=0)
             total += sum(int(min(max_padding * size, longest)) for size in sizes)
         return total

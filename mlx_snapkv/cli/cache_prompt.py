@@ -67,7 +67,7 @@ def cache_prompt(
     console.announce(
         loaded,
         len(tokens),
-        foretell=setting is not None,
+        shows_kept=setting is not None,
         max_kv_bytes=model.max_kv_bytes,
         is_text=True,
         **keywords,

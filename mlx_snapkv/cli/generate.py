@@ -199,7 +199,7 @@ def generate(
         console.announce(
             loaded,
             len(tokens),
-            foretell=not auto_keeps_all,
+            shows_kept=not auto_keeps_all,
             max_kv_bytes=model.max_kv_bytes,
             max_tokens=max_tokens,
             **keywords,

@@ -71,7 +71,7 @@ class PromptConsole:
         model: Any,
         n_prompt: int,
         n_before: int = 0,
-        foretell: bool = True,
+        shows_kept: bool = True,
         max_kv_bytes: int | None = None,
         **options: Any,
     ) -> None:
@@ -81,7 +81,7 @@ class PromptConsole:
             model: the model that will read the prompt.
             n_prompt: number of tokens to read.
             n_before: number of tokens that were read earlier.
-            foretell: whether to print which entries will be kept.
+            shows_kept: whether to print which entries will be kept.
             max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
             **options: options of `LongPrompts`.
 
@@ -91,8 +91,8 @@ class PromptConsole:
 
         prompts = LongPrompts(model, **options)
         prompts.require_memory(n_prompt, n_before, max_kv_bytes)
-        if foretell:
-            sentence = prompts.foretold(n_prompt, n_before)
+        if shows_kept:
+            sentence = prompts.kept_text(n_prompt, n_before)
             if sentence is not None:
                 self.say(sentence)
         warning = prompts.warning(n_prompt, n_before)

@@ -1,1 +1,1 @@
-"""Decisions about a request before it runs, and the memory that it will take; arithmetic only."""
+"""Decisions about a request before it runs, and estimates of its memory. All of this is arithmetic."""

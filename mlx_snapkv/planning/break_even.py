@@ -1,4 +1,4 @@
-"""The length from which sparse attention takes less time than the full cache on this machine."""
+"""The length from which sparse attention is faster than the full cache on this machine."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 from .speed_record import DECODE_ALL, DECODE_FEW, READ_ALL, READ_FEW, Speed
 
-LENGTHS = tuple(1 << n for n in range(10, 21))  # tokens, 1k to 1M
+LENGTHS = tuple(1 << n for n in range(10, 21))  # tokens, from 1k to 1M
 MEASURED, ESTIMATED, UNKNOWN = "measured", "estimated", "unknown"
 
 
 class BreakEven(NamedTuple):
-    """The first of `LENGTHS` at which sparse attention is faster, and how that is known.
+    """The first of `LENGTHS` at which sparse attention is faster, and how this length is known.
 
     Attributes:
         basis: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
-        tokens: None if it is faster at no length, or if that is unknown.
+        tokens: the length; None if sparse attention is never faster, or if this is unknown.
     """
 
     basis: str = UNKNOWN
     tokens: int | None = None
 
     def __str__(self) -> str:
-        """Return the words after "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
+        """Return the words that follow "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
         where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""
@@ -30,11 +30,11 @@ class BreakEven(NamedTuple):
 
 
 def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
-    """Return from which length sparse reading and sparse decoding pay, by these two names.
+    """Return the lengths from which sparse prefill ("reading") and sparse decoding ("decoding") pay.
 
     Args:
-        speed: what the speed record says.
-        estimate: the speed of decoding by timing a layer, for what the record lacks.
+        speed: the speed record.
+        estimate: decoding speed estimated by timing a layer, for what the record lacks.
     """
     ways = {"reading": (READ_FEW, READ_ALL), "decoding": (DECODE_FEW, DECODE_ALL)}
     bases = {MEASURED: speed, ESTIMATED: estimate}
@@ -47,7 +47,7 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
 
 def sentence(found: dict[str, BreakEven]) -> str:
-    """Return what `break_evens` found as a sentence without its full stop."""
+    """Describe the result of `break_evens` in a sentence without full stop."""
     if all(way.basis == UNKNOWN for way in found.values()):
         return "no request has measured yet whether sparse attention pays"
     return "; ".join(f"sparse {name} {way}" for name, way in found.items())

@@ -1,4 +1,4 @@
-"""The bytes of a token's entries in a model's caches, and of its weights."""
+"""The bytes of a token's entries in a model's caches, and of the model's weights."""
 
 from functools import cached_property
 from typing import cast
@@ -20,22 +20,22 @@ from .shapes import LayerShape, layer_shapes, window_of
 
 
 class EntrySizes:
-    """The bytes of a token's entries in a model's caches, from the shapes of caches that hold one token.
+    """The bytes of a token's entries in a model's caches, computed from the shapes of caches with one token.
 
-    Nothing is computed for the shapes.
+    Only shapes are used; nothing is evaluated.
 
     Args:
-        model: an mlx-lm model, its weights loaded or not.
+        model: an mlx-lm model, whose weights need not be loaded.
 
     Attributes:
-        layers: the layers whose entries can be compressed; if the list is empty, `refusal` says why.
-        plain: for each full cache of another layer, the bytes of a token's entries.
-        sliding: for each sliding window, the bytes of a token's entries, and the tokens that it holds.
+        layers: the layers that can be compressed; if empty, `refusal` says why.
+        plain: bytes of a token's entries in each full cache of another layer.
+        sliding: for each sliding window, the bytes of a token's entries and the length of the window.
         states: bytes of all linear states.
     """
 
     def __init__(self, model):
-        """Make caches of one token, and sort the layers by the kind of their caches."""
+        """Make caches with one token, and classify the layers by their caches."""
         self.model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []
@@ -68,15 +68,15 @@ class EntrySizes:
 
     @property
     def of_widest(self) -> int:
-        """Return the bytes of a token's entries in the layer with the largest."""
+        """Return the bytes of a token's entries in the layer where they are largest."""
         return max((*self.of_token(), *self.plain), default=0)
 
     def of_token(self, quantization: Quantization | None = None) -> list[int]:
-        """Return the bytes of a token's entries in each of `layers`, quantised if asked."""
+        """Return the bytes of a token's entries in each of `layers`, with a quantisation if given."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
 
     def in_memory(self, store: str | None) -> int:
-        """Return the bytes of a token's entries that a `store` keeps in memory, without an index."""
+        """Return the bytes of a token's entries that a `store` keeps in memory, without the index."""
         return 0 if in_files(store) else self.stored(store)
 
     def stored(self, store: str | None) -> int:
@@ -84,7 +84,7 @@ class EntrySizes:
         return sum(self.of_token(store_quantization(self.model, self.layers, store)))
 
     def of_files(self, store: str | None, n: int) -> int:
-        """Return the bytes of `n` tokens in files: entries, and for a long text also the index and means."""
+        """Return the bytes of `n` tokens in files: entries and, for a long text, also index and means."""
         if not in_files(store):
             return 0
         entries = n * self.stored(store)
@@ -93,29 +93,30 @@ class EntrySizes:
         return entries + int(n * (self.of_index() + self.of_means()))
 
     def of_index(self) -> int:
-        """Return the bytes of a token in the key indexes of `layers`."""
+        """Return the bytes per token of the key indexes of `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
     def of_means(self) -> float:
-        """Return the bytes of a token in the mean keys by which chunks choose pages."""
+        """Return the bytes per token of the mean keys by which chunks choose pages."""
         means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE_SIZE
 
     def of_clusters(self) -> float:
-        """Return the bytes of a token in the clusters of unread entries: its id, and its part of the means."""
+        """Return the bytes per token of clusters: the token's id, and its share of the means."""
         ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
         return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
-        """Return the bytes of one token's entries in all layers with full caches.
+        """Return the bytes of a token's entries in all layers with full caches.
 
         Args:
-            quantization: how mlx-lm quantises the entries, except the caches in a `CacheList`; None for not at all.
+            quantization: mlx-lm's quantisation of the entries, which does not apply to caches in a `CacheList`; None
+                without.
         """
         unquantised = sum(self.of_token()) + sum(self.plain)
         if quantization is None:
             return unquantised
-        entries = [  # each of the caches holds one token
+        entries = [  # each cache contains one token
             cache.keys_and_values()
             for cache in self.caches
             if isinstance(cache, KVCache) and not cache.empty()
@@ -126,7 +127,7 @@ class EntrySizes:
     def rest(self, n: int, chunk: int) -> int:
         """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time.
 
-        A window's cache holds the window and the chunk that is read.
+        The cache of a window holds the window and the current chunk.
         """
         windows = sum(size * min(n, window + chunk) for size, window in self.sliding)
         return self.states + windows

@@ -1,4 +1,4 @@
-"""Estimating the bytes that a request will take in memory."""
+"""Estimate the memory of a request in bytes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,45 +18,45 @@ from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
 
-# Bytes of activations and copies for each that is counted. MLX begins a layer while arrays of the one before are still
-# there, and norms, logits, votes and freed buffers that do not fit what comes next are not counted.
+# Factor on the counted activations and copies. MLX starts a layer while arrays of the previous one still exist. Norms,
+# logits, votes, and freed buffers that do not fit later arrays are not counted.
 MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """The bytes that one request takes, without the model's weights."""
+    """The memory of one request in bytes, without the model's weights."""
 
-    reading: int  # entries beyond `held` until the prompt has been compressed
+    extra_in_prefill: int  # entries in addition to `caches` until the prompt has been compressed
     kept: int  # entries after the compression
-    held: int  # all caches when the answer ends, with their spare room
-    fixed: bool = False  # whether the caches keep their shape during the answer
-    stays: int = 0  # entries beyond `held` from which the answer's tokens choose
-    chunk: int = 0  # activations, scores and copies of a chunk of the prompt
-    step: int = 0  # copies that a token of the answer makes
+    caches: int  # all caches at the end of the answer, including unused rows
+    keeps_shape: bool = False  # whether the caches keep their shape while the answer is decoded
+    extra_in_answer: int = 0  # entries in addition to `caches` that answer tokens choose among
+    chunk: int = 0  # activations, scores and copies of a prompt chunk
+    step: int = 0  # copies made for an answer token
 
     @property
-    def most(self) -> int:
-        """Return the most bytes of entries at once."""
-        return max(self.reading, self.stays) + self.held
+    def peak_entries(self) -> int:
+        """Return the maximum bytes of entries."""
+        return max(self.extra_in_prefill, self.extra_in_answer) + self.caches
 
     @property
-    def in_prefill(self) -> int:
-        """Return the most bytes in use until the prompt has been compressed."""
-        return self.held + self.reading + self.chunk
+    def prefill_peak(self) -> int:
+        """Return the maximum bytes until the prompt has been compressed."""
+        return self.caches + self.extra_in_prefill + self.chunk
 
     @property
-    def in_answer(self) -> int:
-        """Return the most bytes in use after the prompt has been compressed."""
-        return self.held + self.stays + self.step
+    def answer_peak(self) -> int:
+        """Return the maximum bytes after the prompt has been compressed."""
+        return self.caches + self.extra_in_answer + self.step
 
 
 @dataclass
 class Footprint:
-    """The bytes that requests with a config take.
+    """The memory of requests with a config.
 
     Attributes:
-        step_size: tokens of a chunk at most.
-        quantises_full: whether mlx-lm quantises long full caches; in batches it does not.
+        step_size: maximum tokens per chunk.
+        quantises_full: whether mlx-lm quantises long full caches, which it does not do in batches.
         row_bytes: bytes of a token's entries in the layers that can be compressed.
 
     Raises: UnsupportedModelError: the config has a setting, and the model's entries can't be compressed.
@@ -68,16 +68,16 @@ class Footprint:
     quantises_full: bool = False
 
     def __post_init__(self):
-        """Compute the bytes of a row. Raises: UnsupportedModelError: see the class."""
+        """Compute `row_bytes`. Raises: UnsupportedModelError: see the class."""
         self.quantization = self.config.quantization
         if self.config.setting is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
         self.row_bytes = sum(self.sizes.of_token(self.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
-        """Return the plan of a request on an empty cache, since a stored prefix may be gone when the request starts.
+        """Plan a request on an empty cache, because a stored prefix may be gone when the request starts.
 
-        Raises: SnapKVError: the setting can't serve the request.
+        Raises: SnapKVError: the setting does not support the request.
         """
         sizes = self.sizes
         return plan_request(
@@ -85,7 +85,7 @@ class Footprint:
         )
 
     def need(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the bytes that a request with an answer of `max_tokens` takes."""
+        """Return the memory of a request with an answer of `max_tokens`."""
         if plan.reason is not None:
             return self._need_of_full(plan, max_tokens)
         if self.config.sparse is not None:
@@ -93,7 +93,7 @@ class Footprint:
         return self._need_of_policy(plan, max_tokens)
 
     def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the bytes of a request whose entries all stay; those of the answer are in a cache that grows."""
+        """Return the memory of a sparse request, which keeps all entries; the answer's are in a growing cache."""
         n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
         return self._need_of_both(
             plan,
@@ -105,7 +105,7 @@ class Footprint:
         )
 
     def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the bytes of a request whose policy keeps copies of a few entries, to which the answer's are added."""
+        """Return the memory of a request whose policy keeps a copy of a few entries, followed by the answer's."""
         n_kept = self.kept(plan)
         kept = self.row_bytes * n_kept
         return self._need_of_both(
@@ -126,15 +126,15 @@ class Footprint:
         at_compression: int,
         stays: int = 0,
     ) -> Need:
-        """Return the bytes of all layers, given the bytes of the layers that can be compressed.
+        """Return the memory in all layers, given the bytes in the layers that can be compressed.
 
         Args:
             plan: the request's plan.
             max_tokens: number of tokens of the answer.
             kept: bytes of entries after the compression.
-            held: bytes of the caches when the answer ends.
-            at_compression: most bytes of entries until the compression.
-            stays: bytes of entries that the answer's tokens choose from.
+            held: bytes of the caches at the end of the answer.
+            at_compression: maximum bytes of entries until the compression.
+            stays: bytes of entries that answer tokens choose among.
         """
         sizes = self.sizes
         n_prompt = plan.n_prompt
@@ -142,40 +142,40 @@ class Footprint:
         plain = sum(sizes.plain)
         n_copied = n_prompt if sizes.plain else self.kept(plan)
         return Need(
-            reading=max(0, at_compression - held),
+            extra_in_prefill=max(0, at_compression - held),
             kept=kept + n_prompt * plain,
-            held=held + n_total * plain + sizes.rest(n_total, self.step_size),
-            fixed=plan.keeps_shape and not sizes.plain,
-            stays=stays,
+            caches=held + n_total * plain + sizes.rest(n_total, self.step_size),
+            keeps_shape=plan.keeps_shape and not sizes.plain,
+            extra_in_answer=stays,
             chunk=self._chunk(plan),
             step=int(MARGIN * sizes.of_widest * n_copied),
         )
 
     def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the bytes of a request whose prompt is left to mlx-lm."""
+        """Return the memory of a request that is left to mlx-lm."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
         token_bytes = sizes.full(self.quantization if is_quantised else None)
-        held = n_total * token_bytes + sizes.rest(n_total, self.step_size)
-        reading = 0
+        caches = n_total * token_bytes + sizes.rest(n_total, self.step_size)
+        extra = 0
         if is_quantised:
             # mlx-lm quantises after the first chunk that reaches DEFAULT_QUANTIZED_KV_START.
             n_unquantised = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size)
-            reading = max(0, n_unquantised * sizes.full(None) - held)
+            extra = max(0, n_unquantised * sizes.full(None) - caches)
         chunk = min(n_prompt, self.step_size)
-        copied = int(MARGIN * sizes.of_widest * n_prompt)  # a cache that grows is copied
+        copied = int(MARGIN * sizes.of_widest * n_prompt)  # a growing cache is copied
         return Need(
-            reading=reading,
+            extra_in_prefill=extra,
             kept=n_prompt * token_bytes,
-            held=held,
+            caches=caches,
             chunk=max(x.held(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
             step=copied,
         )
 
     def _chunk(self, plan: Plan) -> int:
-        """Return the bytes that a chunk holds beside entries: activations, scores, and a copy of a layer's entries."""
+        """Return the bytes of a chunk in addition to entries: activations, scores, and a copy of a layer's entries."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
@@ -188,9 +188,9 @@ class Footprint:
         else:
             n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
         copied = sizes.of_widest * n_seen
-        # Layers whose entries can't be compressed see the whole prompt.
+        # Layers that can't be compressed see the whole prompt.
         most_seen = n_prompt if sizes.plain else n_seen
-        # Blocks are never read in pieces, so nothing limits their scores.
+        # Blocks are never split, so nothing limits their scores.
         limit = None if plan.options.evicts_in_blocks else scores_limit()
         held = max(x.held(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
         # Attention is counted from logits, which are computed in blocks of this size.
@@ -198,18 +198,18 @@ class Footprint:
         return held + int(MARGIN * (copied + means)) + counting
 
     def of_prefix(self, n: int) -> int:
-        """Return the bytes, in memory and files, of a prefix of `n` tokens that requests can continue from."""
+        """Return the bytes, in memory and files, of a prefix of `n` tokens from which requests can continue."""
         if self.config.compress is not None and not self.config.evicts_in_blocks:
-            # All entries are kept, and each request compresses a copy.
+            # The prefix keeps all entries, and each request compresses a copy.
             return replace(self, config=CompressionConfig()).of_prefix(n)
         if self.config.sparse is None:
-            return self.need(self.plan(n), 0).held
+            return self.need(self.plan(n), 0).caches
         sizes = self.sizes
         held = self.stored(n) + n * sum(sizes.plain) + sizes.rest(n, self.step_size)
         return held + sizes.of_files(self.config.store, n)
 
     def stored(self, n: int) -> int:
-        """Return the bytes in memory of `n` tokens and their index under sparse attention."""
+        """Return the bytes in memory of `n` tokens and their index, under sparse attention."""
         if self.config.store is None:
             return 0
         entry_bytes = n * self.sizes.in_memory(self.config.store)
@@ -223,42 +223,42 @@ class Footprint:
         return self._cluster_means(plan) + self._page_means(plan)
 
     def _cluster_means(self, plan: Plan) -> int:
-        """Return the bytes of cluster means, which tokens read instead of the other entries."""
+        """Return the bytes of cluster means, which tokens read in place of unread entries."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.of_clusters())
 
     def _page_means(self, plan: Plan) -> int:
-        """Return the bytes of page means, which stay with entries in files if chunks choose by them."""
+        """Return the bytes of page means, which are kept with entries in files if chunks choose by them."""
         reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
             return 0
         return int(self.index_rows_in_memory(plan.n_prompt) * self.sizes.of_means())
 
     def index_rows_in_memory(self, n: int) -> int:
-        """Return for how many of `n` tokens the index and means are in memory: not all with entries in files."""
+        """Return for how many of `n` tokens index and means are in memory. With entries in files, this is limited."""
         return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
-        """Return how many of the prompt's entries a token of the answer reads per KV head, in compressed layers."""
+        """Return the number of entries of a prompt that an answer token reads per KV head, in compressed layers."""
         return min(plan.n_prompt, plan.decode_quota.entries)
 
     def bytes_read(self, plan: Plan) -> int:
         """Return the bytes of entries while the prompt is read, in the layers that can be compressed."""
         reading = plan.sparse_reading
         if reading is not None:
-            # Entries go to their store chunk by chunk, from the first chunk that chooses.
+            # From the first chunk that chooses, entries move to their store chunk by chunk.
             stored = plan.n_prompt * self.sizes.in_memory(self.config.store)
             if self.config.store == "memory":
                 return stored
             return stored + reading.n_before * sum(self.sizes.of_token())
-        # A cache that evicts while it reads is quantised from the start, others at the compression.
+        # Caches that evict during prefill are quantised from the start, others at the compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else sum(self.sizes.of_token())
         return row_bytes * self.rows_read(plan)
 
     def rows_read(self, plan: Plan) -> int:
-        """Return how many entries the prompt is read with in each layer whose entries the policy chooses."""
+        """Return the number of entries with which the prompt is read, in each layer that a policy compresses."""
         block = 1 if plan.compress is None else plan.compress.policy.block
         n_answer = plan.n_ahead + 1  # answer tokens before the compression
         return min(
@@ -268,10 +268,10 @@ class Footprint:
 
 
 def _grown(n: int, plan: Plan, max_tokens: int) -> int:
-    """Return the rows of a cache of `n` entries, spare room included, when an answer of `max_tokens` ends."""
+    """Return the rows, including unused ones, of a cache of `n` entries after an answer of `max_tokens`."""
     if plan.keeps_shape:
         return n
     n_new = max_tokens
     if plan.compress is not None and not plan.compress.decode_policy.grows:
-        n_new = min(max_tokens, plan.decode_policy.block)  # evicts after each block
+        n_new = min(max_tokens, plan.decode_policy.block)  # the cache evicts after each block
     return with_room(n + n_new)

@@ -65,7 +65,7 @@ class LongPrompts:
             return None
         return beyond_trained_length(self._model, n_before + n_prompt)
 
-    def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
+    def kept_text(self, n_prompt: int, n_before: int = 0) -> str | None:
         """Return a sentence about the entries to be kept and the memory saved, or about why nothing is evicted.
 
         Return None for a short prompt without a setting. Raises: SnapKVError: the model does not support the setting.

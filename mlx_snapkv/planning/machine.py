@@ -1,4 +1,4 @@
-"""What a machine is called, and how much memory it has for models."""
+"""The name of a machine, and its memory for models."""
 
 import os
 import platform
@@ -8,37 +8,38 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+# bytes; a Mac's GPU may use two thirds of this memory, and three quarters of larger memories
 _SMALL_MEMORY = 36 << 30
-_MEMINFO = Path("/proc/meminfo")  # Linux's
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit
+_MEMINFO = Path("/proc/meminfo")  # on Linux
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the limit of a container
 
 
-_BUFFERS_SHARE = 16  # MLX may keep freed buffers of 1/16 of the usable memory
-_MIN_BUFFERS = 256 << 20  # bytes, in which every chunk makes its activations
+_BUFFERS_SHARE = 16  # MLX may keep freed buffers of up to 1/16 of the usable memory
+_MIN_BUFFERS = 256 << 20  # bytes; enough for the activations of a chunk
 
 
 class Machine(NamedTuple):
-    """A machine's memory in bytes, and how much of it a model may use."""
+    """The memory of a machine in bytes, and how much of it a model may use."""
 
     memory: int
     usable: int
 
     @property
     def room(self) -> int:
-        """Return the bytes for weights and requests: the usable memory without a margin for freed buffers."""
+        """Return the bytes for weights and requests: the usable memory minus a margin for freed buffers."""
         return self.usable - self.usable // _BUFFERS_SHARE
 
     @property
     def buffers(self) -> int:
-        """Return the bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
+        """Return the maximum bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
         return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)
 
 
 def this_machine() -> Machine:
-    """Return this machine's memory.
+    """Return the memory of this machine.
 
-    Usable is Metal's recommended maximum for the GPU; without Metal, the memory that is available or in use by MLX now.
+    The usable memory is Metal's recommended maximum for the GPU or, without Metal, what is available or already used by
+    MLX.
     """
     if mx.metal.is_available():
         info = mx.device_info()
@@ -48,7 +49,7 @@ def this_machine() -> Machine:
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _LIMIT.read_text().strip() if _LIMIT.exists() else ""
-    if limit.isdecimal():  # without a limit it is "max"
+    if limit.isdecimal():  # "max" means no limit
         memory = min(memory, int(limit))
     text = _MEMINFO.read_text() if _MEMINFO.exists() else ""
     match = re.search(r"MemAvailable: +(\d+) kB", text)
@@ -59,13 +60,13 @@ def this_machine() -> Machine:
 
 
 def mac(memory: int) -> Machine:
-    """Return a Mac of `memory` bytes, with the part of it that the GPU may use by default."""
+    """Return a Mac with `memory` bytes, and the default part that its GPU may use."""
     usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
     return Machine(memory=memory, usable=usable)
 
 
 def processor() -> str:
-    """Return the name of the GPU, or else of the processor; "unknown" without a name."""
+    """Return the name of the GPU or of the processor; "unknown" without a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")

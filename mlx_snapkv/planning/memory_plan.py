@@ -1,4 +1,4 @@
-"""The memory that a model's prompts will take, by length and setting. The weights need not be loaded."""
+"""Estimate the memory of a model's prompts by length and setting, without loading weights."""
 
 import functools
 from dataclasses import asdict, dataclass, replace
@@ -20,21 +20,21 @@ from .settings import Setting, resolve_setting, setting_named
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes that a prompt of `context` tokens takes."""
+    """The memory of a prompt of `context` tokens in bytes."""
 
     context: int
-    policy: str | None  # None is the full cache
-    store: str | None  # where sparse attention keeps all entries
-    kv_bits: int | None  # None is not quantised
+    policy: str | None  # None means the full cache
+    store: str | None  # store that keeps all entries under sparse attention
+    kv_bits: int | None  # None means no quantisation
     weights: int
     kv: int  # entries after the compression
-    reading: int  # the most in use until the compression, with the weights
-    answering: int  # the most in use after the compression, with the weights
+    reading: int  # maximum until the compression, including weights
+    answering: int  # maximum after the compression, including weights
     reason: str | None = None  # why the prompt is not compressed
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that are taken at a time, while reading or answering."""
+        """Return the maximum bytes, while reading or answering."""
         return max(self.reading, self.answering)
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class MemoryPlan:
 
 
 class Planner:
-    """Plans prompts of one model, its weights loaded or not; the options are those of `generate_step`."""
+    """Plans prompts of one model, whose weights need not be loaded. The options are those of `generate_step`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Planner:
         max_tokens: int = MAX_TOKENS,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
-        """Look up the model's shapes and the bytes of its weights."""
+        """Determine the model's shapes and the bytes of its weights."""
         self.model = model
         self.trained_length = trained_length(model)
         self._group_size = kv_group_size
@@ -67,19 +67,19 @@ class Planner:
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
-        """Return the bytes that a prompt of `context` tokens takes; see `plan_memory`."""
+        """Return the memory of a prompt of `context` tokens; see `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         setting = setting_named(policy) if isinstance(policy, str) else policy
         plan, _ = self.planned(context, CompressionConfig(setting), kv_bits)
-        if isinstance(policy, str):  # the plan names it as the caller wrote it
+        if isinstance(policy, str):  # the plan repeats the text of the caller
             return replace(plan, policy=policy)
         return plan
 
     def planned(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
-        """Return the bytes that a prompt with a config takes, and the most bytes of entries at once."""
+        """Return the memory of a prompt with a config, and the maximum bytes of its entries."""
         plan = plan_request(
             self.model,
             replace(config, quantization=self._quantization(kv_bits)),
@@ -90,10 +90,10 @@ class Planner:
         return self.counted(plan)
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
-        """Return the bytes that a planned request takes, and the most bytes of entries at once."""
+        """Return the memory of a planned request, and the maximum bytes of its entries."""
         setting = plan.options.setting
         quantization = plan.options.quantization
-        # A prompt that is left to mlx-lm takes the memory of the full cache.
+        # A prompt that is left to mlx-lm needs the memory of the full cache.
         config = plan.options if plan.reason is None else replace(plan.options, setting=None)
         need = self._footprint(config).need(plan, self._max_tokens)
         memory_plan = MemoryPlan(
@@ -102,12 +102,12 @@ class Planner:
             store=plan.options.store,
             kv_bits=None if quantization is None else quantization.bits,
             weights=self._weights,
-            kv=need.kept + need.stays,
-            reading=self._weights + need.in_prefill,
-            answering=self._weights + need.in_answer,
+            kv=need.kept + need.extra_in_answer,
+            reading=self._weights + need.prefill_peak,
+            answering=self._weights + need.answer_peak,
             reason=None if setting is None else plan.reason,
         )
-        return memory_plan, need.most
+        return memory_plan, need.peak_entries
 
     def _make_footprint(self, config: CompressionConfig) -> Footprint:
         return Footprint(self._sizes, config, self._step_size, quantises_full=True)
@@ -130,15 +130,15 @@ def plan_memory(
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
-    """Return the memory that a prompt will take on the default device, from the model's shapes (docs/benchmarks.md).
+    """Return the memory of a prompt on the default device, from the model's shapes (docs/benchmarks.md).
 
     Args:
-        model: an mlx-lm model, its weights loaded or not.
-        context: tokens of the prompt.
-        policy: see `generate_step`; "auto" is not allowed.
+        model: an mlx-lm model, whose weights need not be loaded.
+        context: number of tokens in the prompt.
+        policy: see `generate_step`; "auto" is not supported.
         snapkv: see `generate_step`.
         sparse: see `generate_step`.
-        kv_bits: bits of the entries kept; None leaves them as they are.
+        kv_bits: bits of the kept entries; None does not quantise them.
         **options: `kv_group_size`, `max_tokens` and `prefill_step_size` of `generate_step`.
 
     Raises: SnapKVError: the setting can't serve the model or a prompt of this length.

@@ -1,4 +1,4 @@
-"""The room that a server has for the prompts that it has read, in bytes and in prompts."""
+"""The size of a server's prefix cache, in bytes and in prompts."""
 
 import shutil
 import tempfile
@@ -14,19 +14,19 @@ from .footprint import Footprint
 from .machine import Machine
 from .units import format_bytes
 
-IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # bytes by default, more if one prompt takes more
-MIN_PREFIX_BYTES = 256 << 20  # bytes, however little memory there is
-DEFAULT_CONTEXT = 1 << 17  # tokens of a prompt for a model that does not tell its trained length
+IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # default bytes; more if one prompt needs more
+MIN_PREFIX_BYTES = 256 << 20  # minimum bytes, however little memory there is
+DEFAULT_CONTEXT = 1 << 17  # tokens of a prompt if the trained length is unknown
 
 
 @dataclass(frozen=True)
 class PrefixRoom:
-    """The room for prompts that have been read.
+    """The size of a prefix cache.
 
     Attributes:
-        limit: bytes in all.
-        context: tokens of the longest prompt.
-        each: bytes of the longest prompt; 0 if the setting can't serve it.
+        limit: total bytes.
+        context: number of tokens in the longest prompt.
+        each: bytes of the longest prompt; 0 if the setting does not support it.
     """
 
     limit: int
@@ -34,7 +34,7 @@ class PrefixRoom:
     each: int
 
     def __str__(self) -> str:
-        """Return the line that the server prints: how many prompts the room holds, or how to get more."""
+        """Return the line printed by the server: how many prompts fit, or how to make room for more."""
         room = f"prefix cache: {format_bytes(self.limit)}"
         if not self.each:
             return room
@@ -58,24 +58,25 @@ def prefix_room(
     max_kv_bytes: int | None = None,
     max_context: int | None = None,
 ) -> PrefixRoom:
-    """Return the room of `given` bytes; by default, of a prompt as long as the model's context.
+    """Return a size of `given` bytes; by default, the size for a prompt as long as the model's context.
 
-    The default is at most half of the memory that the weights leave, or of the disk. Requests need the other half.
+    The default is at most half of the memory that the weights leave, or of the disk, because requests need the other
+    half.
 
     Args:
-        model: the model that is served.
-        options: the options of the `CompressedBatchGenerator`.
+        model: the served model.
+        options: keywords of the `CompressedBatchGenerator`.
         machine: the machine, with its free memory.
-        given: bytes that the user has set; None for the default.
-        max_kv_bytes: the limit of KV memory that the user has set; None or 0 without one.
-        max_context: the server's limit of a prompt's tokens; None for no limit.
+        given: bytes set by the user; None for the default.
+        max_kv_bytes: limit of KV memory set by the user; None or 0 without one.
+        max_context: maximum tokens of a prompt, set by the user; None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)
     longest = trained_length(model) or max_context or DEFAULT_CONTEXT
     context = min(longest, max_context or longest)
     try:
         each = Footprint(EntrySizes(model), config).of_prefix(context)
-    except SnapKVError:  # the setting can't serve a prompt of this length
+    except SnapKVError:  # the setting does not support prompts of this length
         each = 0
     if in_files(config.store):
         default = IN_FILES

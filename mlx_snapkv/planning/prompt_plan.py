@@ -1,4 +1,4 @@
-"""The parts of a plan that follow from a setting and a prompt's length: whether to compress, voters, chunk sizes."""
+"""The parts of a plan that follow from a setting and a prompt's length: compression, voters, chunk sizes."""
 
 import math
 from collections.abc import Callable
@@ -14,25 +14,27 @@ from ..sparse.options import N_VOTERS, Sparse
 from .scores import largest_chunk
 from .settings import Setting
 
-ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
+ProgressCallback = Callable[
+    [int, int], None
+]  # called with the number of processed tokens, and the total
 
-# mlx-lm's own defaults:
-PREFILL_STEP_SIZE = 2048  # tokens of a chunk
+# mlx-lm's defaults:
+PREFILL_STEP_SIZE = 2048  # tokens per chunk
 MAX_TOKENS = 256  # tokens of an answer
 
-# Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
+# Chunk sizes are multiples of this where possible. Quantised mixture models are reported to fail at other lengths.
 MULTIPLE = 32
 
 
 def require_step_size(size: Any) -> None:
-    """Raise SnapKVError if a chunk size is not a positive whole number: mlx-lm's loop would not end."""
+    """Check that a chunk size is a positive integer; otherwise mlx-lm's loop would not end. Raises: SnapKVError."""
     if size is not None and not (is_whole(size) and size >= 1):
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The positions of a prompt whose queries vote for its entries: `[first, last)`."""
+    """The positions `[first, last)` of a prompt whose queries vote for its entries."""
 
     n_prompt: int  # tokens of the prompt and of earlier turns
     first: int
@@ -45,15 +47,15 @@ class PromptPlan:
 
     @property
     def n_ahead(self) -> int:
-        """Return how many answer tokens are fed to the full caches before the compression."""
+        """Return the number of answer tokens that are fed to the full caches before the compression."""
         return max(1, self.last - self.n_prompt)
 
 
 def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
-    """Return which queries vote on a prompt of `n_prompt` tokens that is compressed.
+    """Return the queries that vote on a prompt of `n_prompt` tokens under a policy.
 
-    Under schedule="block" only the queries of the recent window vote, since entries after an older query's own token
-    may be gone.
+    With schedule="block" only queries of the recent window vote, because entries before older queries may have been
+    evicted.
     """
     n_voters = compress.decode_policy.obs_window
     if compress.evicts_in_blocks:
@@ -63,26 +65,26 @@ def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
 
 
 def sparse_voters(n_prompt: int) -> PromptPlan:
-    """Return which queries of a prompt of `n_prompt` tokens an index is made for, under sparse attention."""
+    """Return the queries of a prompt of `n_prompt` tokens by which sparse attention builds its index."""
     return PromptPlan(n_prompt, max(0, n_prompt - N_VOTERS), n_prompt)
 
 
 def reason_to_leave(
     setting: Setting, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Return why a prompt is left to mlx-lm; None if it is to be compressed or read sparsely.
+    """Return why a prompt is left to mlx-lm; None if it will be compressed or read sparsely.
 
     Args:
         setting: a policy or sparse attention.
         n_prompt: number of tokens of the prompt.
-        prompt_cache: the caches that the prompt continues; None for new ones.
-        max_tokens: tokens of the answer, which a block policy keeps within the budget, too; -1 has no limit.
+        prompt_cache: caches that the prompt continues; None for new ones.
+        max_tokens: number of answer tokens, which a block policy keeps within the budget, too; -1 for no limit.
 
     Raises: SnapKVError: the prompt is empty.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    # Every layer is asked, since the first layer of a hybrid may have a cache without an offset.
+    # All layers are checked, because the first layer of a hybrid model may have a cache without an offset.
     if not all(cache.empty() for cache in members(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):
@@ -91,7 +93,7 @@ def reason_to_leave(
 
 
 def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
-    """Return why a prompt is not read sparsely: a share of it is too little, or it fits the budget."""
+    """Return why a prompt is not read sparsely: the budget is less than one entry, or the prompt fits it."""
     try:
         sparse.quota(n_prompt)
     except SnapKVError as error:
@@ -103,7 +105,7 @@ def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
 
 
 def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str | None:
-    """Return why a prompt is not compressed: it is short, a share of it is too little, or it fits the budget."""
+    """Return why a prompt is not compressed: it is short, fits the budget, or the budget is less than one entry."""
     min_ctx = compress.policy.min_ctx
     if n_prompt < min_ctx:
         return (
@@ -117,7 +119,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     if not compress.fits(n_prompt):
         return None
-    # A block policy evicts during the answer, too, unless the answer fits as well.
+    # Block policies also evict during the answer, unless it fits as well.
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
     if compress.decode_policy.schedule == "once" or answer_fits:
         return fits_reason(n_prompt, compress.policy)
@@ -125,7 +127,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def fits_reason(n_prompt: int, policy: Policy) -> str:
-    """Return the sentence about a prompt that fits a policy's budget."""
+    """Return the sentence for a prompt that fits a policy's budget."""
     parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
         f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{parts}; "
@@ -136,18 +138,18 @@ def fits_reason(n_prompt: int, policy: Policy) -> str:
 def compressed_chunk_size(
     compress: Compress, limit: int | None, plan: PromptPlan, n_new: int
 ) -> int:
-    """Return the number of tokens to read at a time: at most `limit`, and a policy's `prefill_chunk` or `block`.
+    """Return the number of tokens per chunk: at most `limit`, and a policy's `prefill_chunk` or `block`.
 
-    Under schedule="once" the queries that vote are in a short last chunk. Otherwise all queries of a long chunk would
-    stay in memory until a few of them have been copied. So a prefill needs no more memory than mlx-lm's own. A prompt
-    of one chunk is not divided. The model reads a chunk in pieces if its scores would take too much memory; see
+    With schedule="once" the queries that vote are in a short last chunk. Otherwise all queries of a long chunk would
+    stay in memory until a few of them were copied. This way, prefill needs no more memory than mlx-lm's. A prompt of
+    one chunk is not split. If the scores of a chunk would take too much memory, the model reads it in pieces; see
     `scores`.
 
     Args:
-        compress: the policy that reads the prompt, and the policy that decodes.
+        compress: the policies for prompt and answer.
         limit: the caller's `prefill_step_size`; None for no limit.
-        plan: says which queries vote.
-        n_new: tokens of the prompt that are still to be read.
+        plan: the queries that vote.
+        n_new: number of prompt tokens that have not been read.
     """
     policy = compress.policy
     if compress.evicts_in_blocks:
@@ -158,12 +160,12 @@ def compressed_chunk_size(
 
 
 def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
-    """Return a chunk size near `size` that leaves the voters, or little more, to a short last chunk.
+    """Return a chunk size near `size` for which the last chunk is short and has little more than the voters.
 
     Args:
-        size: number of tokens of a chunk, the largest that is allowed.
-        plan: says which queries vote.
-        n_new: tokens of the prompt that are still to be read.
+        size: maximum number of tokens per chunk.
+        plan: the queries that vote.
+        n_new: number of prompt tokens that have not been read.
     """
     n_read = plan.n_prompt - n_new
     n_before_voters = plan.first - n_read

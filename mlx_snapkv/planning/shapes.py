@@ -1,4 +1,4 @@
-"""The shapes of a model's layers, and the bytes that they hold while they read a chunk. No weights are needed."""
+"""The shapes of a model's layers, and their memory while they read a chunk. Weights are not needed."""
 
 import json
 import tempfile
@@ -26,21 +26,21 @@ METAL = mx.metal.is_available()
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The bytes that a decoder layer holds while it reads a chunk, without its cache."""
+    """The memory of a decoder layer in bytes while it reads a chunk, without its cache."""
 
-    per_token: int  # bytes for each token of the chunk: the outputs of the layer's projections
-    scores: int = 0  # bytes for each query and each entry that it sees; 0 with a fused kernel
-    window: int = 0  # entries that a query sees at most
-    per_entry: int = 0  # bytes for each entry seen: MLA's latents, expanded for every head
+    per_token: int  # bytes per token of the chunk: outputs of the layer's projections
+    scores: int = 0  # bytes per pair of query and visible entry; 0 with a fused kernel
+    window: int = 0  # maximum number of entries that a query sees
+    per_entry: int = 0  # bytes per visible entry: MLA's latents, expanded for every head
 
     def held(self, chunk: int, seen: int, limit: int | None = None, margin: float = 1) -> int:
-        """Return the bytes held while a chunk of `chunk` tokens sees `seen` entries, its own among them.
+        """Return the bytes for a chunk of `chunk` tokens that sees `seen` entries, including its own.
 
         Args:
             chunk: number of tokens of the chunk.
-            seen: number of entries that the chunk's last token sees.
-            limit: bytes of scores at most, for which the chunk is read in pieces.
-            margin: factor for everything but scores, which are counted exactly.
+            seen: number of entries that the last token of the chunk sees.
+            limit: maximum bytes of scores; larger chunks are read in pieces.
+            margin: factor for everything except scores, which are counted exactly.
         """
         if self.window != UNLIMITED:
             seen = min(seen, self.window + chunk - 1)
@@ -49,24 +49,24 @@ class LayerShape:
         if limit is not None and self.scores:
             smallest_piece = self.scores * MIN_TOKENS_AT_ONCE * seen
             scores = min(scores, max(limit, smallest_piece))
-            # Pieces become shorter as the prompt grows, so the first of them makes the most activations.
+            # Pieces become shorter as the prompt grows, so the first one has the most activations.
             n_at_once = min(chunk, tokens_at_once(0, self.scores, limit))
         return scores + int(margin * (self.per_entry * seen + self.per_token * n_at_once))
 
 
 def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
-    """Return the distinct shapes of a model's layers, for `caches` that hold one token.
+    """Return the distinct shapes of a model's layers, given `caches` with one token.
 
-    The last layer is left out: a chunk does not compute its attention.
+    The last layer is omitted, because chunks do not compute its attention.
     """
     layers = list(model.layers)
     windows = [_window(cache) for cache in caches]
     key_sizes = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
-        # Some layers have no cache of their own, or several: all are counted as the largest.
+        # If some layers have several caches or none of their own, count all as the largest.
         windows = [max(windows)] * len(layers)
         key_sizes = [max(key_sizes)] * len(layers)
-    item = min((c.keys.dtype.size for c in _holding(caches)), default=4)  # bytes of a number
+    item = min((c.keys.dtype.size for c in _holding(caches)), default=4)  # bytes per number
     families = _families(model)
     shapes = {LayerShape(0)}
     for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
@@ -81,14 +81,14 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
 
 
 def window_of(cache: Any) -> int | None:
-    """Return how many entries a sliding or chunked window holds; None if a cache has none."""
+    """Return the number of entries in a sliding or chunked window; None if the cache has none."""
     if isinstance(cache, RotatingKVCache):
         return cache.max_size
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
 def _window(cache: Any) -> int:
-    """Return how many entries a layer's queries see at most, 0 without attention."""
+    """Return the maximum number of entries that a layer's queries see; 0 without attention."""
     holding = _holding([cache])
     if not holding:
         return 0
@@ -96,18 +96,18 @@ def _window(cache: Any) -> int:
 
 
 def _key_size(cache: Any) -> int:
-    """Return the size of a layer's keys, 0 without attention."""
+    """Return the size of a layer's keys; 0 without attention."""
     holding = _holding([cache])
     return holding[0].keys.shape[-1] if holding else 0
 
 
 def _holding(caches: Any) -> list[Any]:
-    """Return the caches, and the members of cache lists, that hold keys."""
+    """Return the caches that hold keys, including members of cache lists."""
     return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
 
 
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
-    """Return the families of a model's attention modules by the modules' ids; None for unknown families."""
+    """Return the families of a model's attention modules, by the id of the module; None for unknown families."""
     try:
         owners = attentions(model)
     except UnsupportedModelError:
@@ -127,15 +127,15 @@ def _attending(
     key_size: int,
     item: int,
 ) -> LayerShape:
-    """Return a layer's shape with its attention.
+    """Add attention to the shape of a layer.
 
     Args:
-        shape: the layer's shape without attention.
+        shape: shape of the layer without attention.
         attention: the attention module.
-        family: the family of the module; None if it is unknown.
-        window: entries that a query sees at most.
+        family: family of the module; None if unknown.
+        window: maximum number of entries that a query sees.
         key_size: size of the keys in the layer's cache.
-        item: bytes of a number.
+        item: bytes per number.
     """
     head_size = key_size
     per_entry = 0
@@ -147,23 +147,23 @@ def _attending(
 
 
 def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, item: int) -> int:
-    """Return the bytes of the scores of one query and one entry in all heads, at `item` bytes a number.
+    """Return the bytes of scores for one query and one entry in all heads, at `item` bytes per number.
 
-    They are 0 if a fused kernel computes heads of this size. MLA computes and stores the scores of positional parts
+    They are 0 if a fused kernel supports heads of this size. MLA computes and stores the scores of positional parts
     separately, unless its family joins both parts.
     """
     arrays = 1
     if hasattr(attention, "embed_q"):
         arrays = 2 if family is None or family.factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
-        arrays = 3  # a column is joined to them for the sinks, and taken off again
+        arrays = 3  # a column for the sinks is appended and removed again
     if is_fused(head_size):
-        arrays = 1 if arrays == 2 else 0  # only the separate scores of positional parts are stored
+        arrays = 1 if arrays == 2 else 0  # only separate scores of positional parts are stored
     return item * query_heads(attention) * arrays
 
 
 def _projected(modules: list[Any]) -> int:
-    """Return how many numbers the projections of a layer make of a token."""
+    """Return how many numbers the projections of a layer compute per token."""
     experts = max(1, *map(experts_per_token, modules))
     n_numbers = 0
     for module in modules:
@@ -171,14 +171,14 @@ def _projected(modules: list[Any]) -> int:
         weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in name:
             continue
-        # An expert's projection has a third axis; a convolution makes a number of each channel.
+        # The projection of experts has a third axis. Convolutions compute one number per channel.
         outputs = weight.shape[0] if "Conv" in name else weight.shape[-2]
         n_numbers += outputs * (experts if "Switch" in name else 1)
     return n_numbers
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """Return the model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
+    """Load the model in a folder with uninitialised weights, of which only the shapes are meaningful."""
     changes = unread_parameters(load_config(Path(folder))).changes
     model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
@@ -187,7 +187,7 @@ def without_weights(folder: str | Path) -> nn.Module:
 
 
 def repository_without_weights(name: str) -> nn.Module:
-    """Return the model of a Hugging Face repository with blank weights, from its config and the weights' headers."""
+    """Load a Hugging Face repository's model with uninitialised weights, from its config and the weights' headers."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     config = Path(hf_hub_download(name, "config.json"))
@@ -201,7 +201,7 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """Write a safetensors file with the header of `tensors`, and a sparse hole instead of the data."""
+    """Write a safetensors file with the header for `tensors`, and a sparse hole in place of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:

@@ -1,6 +1,6 @@
-"""The speed record of this machine: how long tokens took here, by model and length, in one small file.
+"""The speed record of this machine: how long tokens took, by model and length, in one small file.
 
-Requests extend it. `auto`, `plan`, `doctor` and batches predict with it whether sparse attention is faster.
+Requests extend it. By it, `auto`, `plan`, `doctor` and batches predict whether sparse attention is faster.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ..paths import put
 from ..sparse.options import Sparse
 from .machine import processor, this_machine
 
-# A variable with another path of the file; empty keeps no record.
+# Environment variable with another path of the file. If it is empty, no record is kept.
 PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
-FORMAT = 1  # the file's format; files of other formats are ignored
-MOST_KEYS = 64  # models and methods that the file remembers, the latest ones
-FORGETTING = 1 / 32  # part of its weight that a measurement loses with every later one
-# Standard deviation of the lengths from which a slope is known, as a part of their mean.
+FORMAT = 1  # format of the file; files in other formats are ignored
+MOST_KEYS = 64  # maximum number of models and methods in the file, the latest ones
+FORGETTING = 1 / 32  # a measurement loses this share of its weight with every later one
+# Minimum standard deviation of lengths, relative to their mean, from which a slope is determined.
 SPREAD = 1 / 8
 
-# What a measurement is about:
-DECODE_ALL = "decode_all"  # a token of the answer that reads all entries
-DECODE_FEW = "decode_few"  # a token of the answer that chooses
-READ_ALL = "read_all"  # a token of the prompt that reads all entries
-READ_FEW = "read_few"  # a token of the prompt whose chunk chooses
-SETUP = "setup"  # making the index and the means of a prompt
+# Kinds of measurements:
+DECODE_ALL = "decode_all"  # an answer token that reads all entries
+DECODE_FEW = "decode_few"  # an answer token that chooses
+READ_ALL = "read_all"  # a prompt token that reads all entries
+READ_FEW = "read_few"  # a prompt token whose chunk chooses
+SETUP = "setup"  # building the index and the means of a prompt
 
 
 class Measurement(NamedTuple):
-    """Seconds of one of the kinds above, and the number of entries before or, for `SETUP`, in the prompt."""
+    """Seconds for one of these kinds, and the number of entries before the token or, for `SETUP`, in the prompt."""
 
     kind: str
     length: float
@@ -53,10 +53,10 @@ class Measurement(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line `seconds = a + b * length` through measurements, as their weighted sums; x is length and y seconds.
+    """A line `seconds = a + b * length` fitted to measurements, stored as weighted sums; x is length, y is seconds.
 
-    Seconds are never negative, and never fall with the length. If all lengths are about equal, the slope is unknown
-    and may be anything between 0 and the slope of a line through the origin.
+    Seconds are never negative, and never decrease with length. If all lengths are about equal, the slope is unknown: it
+    may be anything from 0 to the slope of a line through the origin.
     """
 
     n: float = 0.0
@@ -66,20 +66,20 @@ class Line(NamedTuple):
     xy: float = 0.0
 
     def extended(self, length: float, seconds: float) -> Line:
-        """Return the line with one more measurement."""
+        """Add a measurement to the line."""
         new = 1.0, length, length * length, seconds, length * seconds
         return Line(*((1 - FORGETTING) * old + added for old, added in zip(self, new)))
 
     def least(self, length: float) -> float:
-        """Return the least seconds to expect at a length."""
+        """Return the minimum seconds to expect at a length."""
         return min(self._at(length))
 
     def most(self, length: float) -> float:
-        """Return the most seconds to expect at a length."""
+        """Return the maximum seconds to expect at a length."""
         return max(self._at(length))
 
     def _at(self, length: float) -> tuple[float, float]:
-        """Return the seconds at a length by the smallest and by the largest slope that is possible."""
+        """Return the seconds at a length, for the smallest and for the largest possible slope."""
         x, y = self.x / self.n, self.y / self.n
         through_origin = y / x if x else 0.0
         variance = self.xx / self.n - x * x
@@ -95,36 +95,36 @@ _Bound = Callable[[Line, float], float]  # `Line.least` or `Line.most`
 
 @dataclass(frozen=True)
 class Speed:
-    """The lines of one model and method on this machine, by kind. Kinds that were not measured are missing."""
+    """The lines of one model and method on this machine, by kind. Kinds without measurements are missing."""
 
     lines: dict[str, Line] = field(default_factory=dict)
 
     def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
-        """Return whether a token that reads few entries is clearly faster than a token that reads all.
+        """Return whether a token that reads few entries is clearly faster than one that reads all.
 
-        Clearly means that it takes less than the part `worth` of the time. The result is None if one of the two was not
-        measured. A slope that is unknown counts against sparse attention.
+        Clearly means that it takes less than `worth` times as long. The result is None if one of the kinds was not
+        measured. An unknown slope counts against sparse attention.
         """
         if few not in self.lines or every not in self.lines:
             return None
         return self.lines[few].most(length) < worth * self.lines[every].least(length)
 
     def pays_from(self, few: str, every: str, lengths: Iterable[int]) -> int | None:
-        """Return the first of the lengths at which `pays` is true; None if it is true at no length."""
+        """Return the first length at which `pays` is true; None if there is no such length."""
         return next((n for n in lengths if self.pays(few, every, n)), None)
 
     def seconds(self, n_prompt: int, n_answer: int) -> tuple[float, float] | None:
-        """Return the seconds that a prompt and its answer take with sparse attention and with the full cache.
+        """Predict the seconds of a prompt and its answer, with sparse attention and with the full cache.
 
-        None if they can't be predicted. Slopes that are unknown count against sparse attention.
+        Return None if measurements are missing. Unknown slopes count against sparse attention.
         """
         return self._seconds(n_prompt, n_answer, Line.most, Line.least)
 
     def loses(self, n_prompt: int, n_answer: int) -> bool:
-        """Return whether sparse attention is known to take longer than the full cache.
+        """Return whether sparse attention is known to be slower than the full cache.
 
-        Only the answer's tokens are compared if the prompt's were not measured. Slopes that are unknown count for
-        sparse attention.
+        If tokens of the prompt were not measured, only the answer is compared. Unknown slopes count for sparse
+        attention.
         """
         predicted = self._seconds(n_prompt, n_answer, Line.least, Line.most)
         if predicted is None and {DECODE_FEW, DECODE_ALL} <= self.lines.keys():
@@ -134,10 +134,10 @@ class Speed:
         return predicted is not None and predicted[0] >= predicted[1]
 
     def setup_in_tokens(self, n_prompt: int) -> float:
-        """Return after how many tokens of an answer reading few entries has repaid the index and the means.
+        """Return the number of answer tokens after which reading few entries has repaid the index and the means.
 
-        The result is 0 if that is not known, and infinite if a token that reads few entries is not faster. Slopes that
-        are unknown count for sparse attention.
+        The result is 0 if it is unknown, and infinite if reading few entries is not faster. Unknown slopes count for
+        sparse attention.
         """
         lines = self.lines
         if not {DECODE_FEW, DECODE_ALL, SETUP} <= lines.keys():
@@ -148,20 +148,20 @@ class Speed:
     def _seconds(
         self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
     ) -> tuple[float, float] | None:
-        """Return `seconds` with `of_few` for tokens that read few entries and the setup, and `of_all` for others."""
+        """Return `seconds`, using `of_few` for tokens that read few entries and the setup, and `of_all` for others."""
         lines = self.lines
         if not {DECODE_FEW, DECODE_ALL, SETUP, READ_ALL} <= lines.keys():
             return None
         mean_read, mean_answered = n_prompt / 2, n_prompt + n_answer / 2
         read = n_prompt * of_all(lines[READ_ALL], mean_read)
-        # A prompt of which no chunk was worth choosing is read in full.
+        # If no chunk was worth choosing, the prompt is read in full.
         read_few = n_prompt * of_few(lines[READ_FEW], mean_read) if READ_FEW in lines else read
         sparse = read_few + of_few(lines[SETUP], n_prompt)
         sparse += n_answer * of_few(lines[DECODE_FEW], mean_answered)
         return sparse, read + n_answer * of_all(lines[DECODE_ALL], mean_answered)
 
     def extended(self, measurements: Iterable[Measurement]) -> Speed:
-        """Return the speed with more measurements. It leaves out seconds that are not positive or not finite."""
+        """Add measurements, except those whose seconds are not positive or not finite."""
         lines = dict(self.lines)
         for kind, length, seconds in measurements:
             if 0 < seconds < math.inf:
@@ -170,13 +170,13 @@ class Speed:
 
 
 def speed_of(model: Any, sparse: Sparse) -> Speed:
-    """Return what the record says of a model and sparse attention on this machine; empty without a record."""
+    """Return the record of a model with sparse attention on this machine; empty without a record."""
     speeds = _read()
     return speeds.get(_key(model, sparse) or "", Speed()) if speeds else Speed()
 
 
 def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
-    """Add a request's measurements to the record. A record that can't be written stays as it is."""
+    """Add the measurements of a request to the record. If the file can't be written, nothing changes."""
     path = record_path()
     key = _key(model, sparse) if path is not None and measurements else None
     if path is None or key is None:
@@ -191,7 +191,7 @@ def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
 
 
 def record_path() -> Path | None:
-    """Return the record's path in the user's cache folder; None if no record is kept."""
+    """Return the path of the record in the user's cache folder; None if no record is kept."""
     given = os.environ.get(PATH_VARIABLE)
     if given is not None:
         return Path(given) if given else None
@@ -201,7 +201,7 @@ def record_path() -> Path | None:
 
 
 def _read() -> dict[str, Speed]:
-    """Return the record by key; empty without a file that this version can read."""
+    """Read the record, by key. It is empty without a file that this version can read."""
     path = record_path()
     if path is None:
         return {}
@@ -218,7 +218,7 @@ def _read() -> dict[str, Speed]:
 
 
 def _line(sums: Any) -> Line:
-    """Return a line of the file. Raises: ValueError, TypeError: the sums are not those of a line."""
+    """Parse a line of the file. Raises: ValueError, TypeError: the sums are invalid."""
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.n <= 0 or line.y <= 0:
         raise ValueError("no measurements have these sums")
@@ -226,9 +226,9 @@ def _line(sums: Any) -> Line:
 
 
 def _key(model: Any, sparse: Sparse) -> str | None:
-    """Return the text by which measurements are kept: machine, versions, the model's shape and the method.
+    """Return the key of measurements: machine, versions, shape of the model, and method.
 
-    None for a model whose shape can't be told.
+    Return None if the model's shape can't be determined.
     """
     try:
         shape = _shape(model)
@@ -241,7 +241,7 @@ def _key(model: Any, sparse: Sparse) -> str | None:
 
 
 def _shape(model: Any) -> list[str]:
-    """Return the words for a model's shape. Raises: SnapKVError: sparse attention is not possible."""
+    """Describe the shape of a model. Raises: SnapKVError: it does not support sparse attention."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
     keys = arrays(layers[0].entries_in(caches).sample)[0]
@@ -255,7 +255,7 @@ def _shape(model: Any) -> list[str]:
 
 
 def _bits(model: Any) -> int:
-    """Return the bits of a model's weights: the fewest of its quantised modules, or of its largest array."""
+    """Return the bits of a model's weights: the smallest number of quantised modules, or those of its largest array."""
     bits = [x.bits for x in model.modules() if "scales" in x and hasattr(x, "bits")]
     if bits:
         return min(bits)

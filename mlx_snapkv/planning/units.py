@@ -1,8 +1,8 @@
-"""Write numbers of bytes for people to read."""
+"""Format numbers of bytes."""
 
 
 def format_bytes(n: float) -> str:
-    """Return bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
+    """Return bytes in decimal units, like mlx-lm: 1,234,567 is "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if n < 1000:
             return f"{n:.3g} {unit}"

@@ -115,7 +115,7 @@ def test_one_request_takes_the_planned_memory(demo_llama, tmp_path, options):
     request = text("a", 90, max_tokens=40, logit_bias={"2": -100})
     found, held, _ = answered(demo_llama, [request], tmp_path, options)
     n_prompt = found["a"]["response"]["body"]["usage"]["prompt_tokens"]
-    assert held <= needed(demo_llama, options, n_prompt, 40).most < 2.2 * held
+    assert held <= needed(demo_llama, options, n_prompt, 40).peak_entries < 2.2 * held
 
 
 @pytest.mark.parametrize("options", WAYS[:3])  # two stages decode from the third kind of cache
@@ -124,7 +124,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
         (chat if n % 3 else text)(f"{n}", 5 + 11 * n % 65, max_tokens=4 + 7 * n % 30)
         for n in range(10)
     ]
-    most = [needed(demo_llama, options, *size).most for size in ((60, 10), (520, 33))]
+    most = [needed(demo_llama, options, *size).peak_entries for size in ((60, 10), (520, 33))]
     limit = int(1.8 * max(most))
     found, held, at_once = answered(demo_llama, lines, tmp_path, options, max_kv_bytes=limit)
     expected, _, more = answered(demo_llama, lines, tmp_path, options)
@@ -149,8 +149,12 @@ def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama,
         gc.collect()
         taken.append(mx.get_active_memory() - before)
     gc.unfreeze()
-    assert 0.85 * need.most < max(taken) < need.most + 3_500_000
-    assert need.held + need.stays < taken[-1] < need.held + need.stays + 3_500_000
+    assert 0.85 * need.peak_entries < max(taken) < need.peak_entries + 3_500_000
+    assert (
+        need.caches + need.extra_in_answer
+        < taken[-1]
+        < need.caches + need.extra_in_answer + 3_500_000
+    )
 
 
 @pytest.mark.parametrize("read_top_k", [None, 64])
@@ -168,10 +172,10 @@ def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeyp
     assert (means > 0) == (read_top_k is not None)
     # Per token in three layers: the clusters of two heads, and 1/256 of a mean key and value.
     weighed = 2000 * 3 * (2 * 2 + 512 / 256)
-    stays = needed(demo_llama, options, 2000, 40).stays
+    stays = needed(demo_llama, options, 2000, 40).extra_in_answer
     # The buffers of means may have free room.
     assert indexed + weighed + 0.8 * means <= stays < 1.1 * (indexed + weighed + means)
-    assert needed(demo_llama, options, 900, 40).stays <= weighed + means
+    assert needed(demo_llama, options, 900, 40).extra_in_answer <= weighed + means
 
 
 def test_lines_may_have_fields_of_other_servers(demo_llama, tmp_path):

@@ -193,5 +193,5 @@ def test_a_mac_may_use_two_thirds_or_three_quarters_of_its_memory():
     ],
 )  # fmt: skip
 def test_kept_entries_are_announced_before_the_prompt_is_read(demo_llama, n, options, said):
-    told = LongPrompts(demo_llama[0], **options).foretold(n)
+    told = LongPrompts(demo_llama[0], **options).kept_text(n)
     assert told is said is None or said in told

@@ -147,7 +147,7 @@ def test_the_first_tokens_of_an_answer_can_be_given(demo_tasks):
 
 
 def test_methods_of_sparse_attention_share_a_reading_of_the_document(demo_tasks, monkeypatch):
-    """Their answers equal those of methods that read the document alone."""
+    """Methods that share a reading give the answers of methods that read the document alone."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["two-links"], [768], 1, 2)
     methods = [method(f"sparse:budget={n},n_window=16,read_top_k=96") for n in (64, 96)]

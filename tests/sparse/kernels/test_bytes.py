@@ -23,7 +23,7 @@ def attend(prompt):
     answer = [x[:, :, :1] for x in prompt]
     borders = {"first": N_SINK, "stop": N - N_WINDOW}
     scale = D**-0.5
-    places, unread = launch.choose(
+    positions, unread = launch.choose(
         queries,
         scale,
         **Index(rng, 1, N, D).arguments(),
@@ -36,7 +36,15 @@ def attend(prompt):
     factors = mx.zeros((1, 1, GROUP, 1, 1))
     means = launch.Means(*mean_entries, unread, factors, factors)
     launch.attend(
-        queries, prompt, answer, scale, n_prompt=N, n=N + 1, **borders, places=places, means=means
+        queries,
+        prompt,
+        answer,
+        scale,
+        n_prompt=N,
+        n=N + 1,
+        **borders,
+        positions=positions,
+        means=means,
     )
 
 
