@@ -215,9 +215,8 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
         value: the value.
         error: the `BadParameter` raised by typer or by the option's `parser`.
     """
-    kind = getattr(
-        option, "type", option
-    )  # older versions of typer have the range in the option's type
+    # Older versions of typer have the range in the option's type.
+    kind = getattr(option, "type", option)
     least = getattr(kind, "min", None)
     most = getattr(kind, "max", None)
     rule = error.message.rstrip(".")

@@ -43,9 +43,8 @@ class Completion:
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        if (
-            self._parser.state == "reasoning"
-        ):  # also counts the marker that ends the reasoning with this token
+        # Also counts the marker that ends the reasoning with this token.
+        if self._parser.state == "reasoning":
             self.n_reasoning += 1
         if finish_reason != "stop":  # otherwise it is the end-of-answer token
             self._detokenizer.add_token(token)

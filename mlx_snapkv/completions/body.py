@@ -171,9 +171,8 @@ def _logprobs_as_number(value: Any) -> Any:
 class CompletionBody(CommonBody):
     """The body of `/v1/completions`."""
 
-    prompt: (
-        str | list[int] | list[str] | list[list[int]]
-    )  # one or several prompts, as texts or token ids
+    # One or several prompts, as texts or token ids.
+    prompt: str | list[int] | list[str] | list[list[int]]
     best_of: Annotated[Literal[1], WholeFloat] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None

@@ -11,9 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, best first
 QUOTE = '"'
 IN_STRING = "~"  # a character that JSON allows only in strings
-CHOICES = (
-    string.ascii_letters + string.digits + "{[-"
-)  # characters that may continue a value or a name
+# Characters that may continue a value or a name.
+CHOICES = string.ascii_letters + string.digits + "{[-"
 MAX_CHOICES = 8  # maximum number of alternatives at one place
 MAX_PATHS = 64  # maximum number of paths in one search
 MAX_STEPS = 4096  # maximum number of tokens of all paths in one search

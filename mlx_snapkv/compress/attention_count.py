@@ -45,9 +45,8 @@ class AttentionCount:
         if not self.counts and self.received is None:
             return None
         received = mx.zeros((*shape[:2], 0)) if self.received is None else self.received
-        n_new = (
-            shape[2] - received.shape[2]
-        )  # number of entries that have not received attention yet
+        # Number of entries that have not received attention yet.
+        n_new = shape[2] - received.shape[2]
         total = mx.pad(received, [(0, 0), (0, 0), (0, n_new)])
         if self.waiting:
             total = total + votes(mx.concatenate(self.waiting, axis=2))

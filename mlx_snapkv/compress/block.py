@@ -157,9 +157,8 @@ class BlockKVCache(EvictingCache):
         kept = entries.take(select(self.policy.score(entries), self.quota))
         # The next write would copy a buffer with other references.
         entries.release()
-        if (
-            n_rows(self.keys) > self.capacity
-        ):  # the buffers were enlarged for an update of more than `block` tokens
+        # The buffers were enlarged for an update of more than `block` tokens.
+        if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.replace_entries(kept)
 

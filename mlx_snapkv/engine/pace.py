@@ -6,12 +6,15 @@ from statistics import median
 from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement
 from ..sparse.options import FIRST_TOKENS
 
-N_SKIPPED = 2  # number of intervals to ignore after a switch: a token already under way, and one that allocates buffers
+# Intervals to ignore after a switch: a token already under way, and one that allocates buffers.
+N_SKIPPED = 2
 N_MEASURED = 6  # number of intervals whose median is the time of a token
 MAX_TIME_RATIO = 0.97  # sparse tokens must take at most this fraction of the full cache's time
-RETRY_RATIO = 1.25  # if the ratio of the two times is below this, the slower way is tried again after some tokens
-FIRST_GAP = 256  # number of these tokens, doubled after each trial
-RETRY_GROWTH = 1.5  # the text must grow by this factor before any other trial
+# The slower way is tried again when the text has grown by `RETRY_GROWTH`. If the slower way takes at most `RETRY_RATIO`
+# times as long, it is tried again after `FIRST_GAP` tokens, and then after intervals that double.
+RETRY_RATIO = 1.25
+FIRST_GAP = 256
+RETRY_GROWTH = 1.5
 
 
 class Pace:

@@ -77,7 +77,7 @@ def prefill(
         "prompt_progress_callback": prompt_progress_callback,
     }
     if plan.reason is not None:
-        # mlx-lm quantises the entries.
+        # Without a compression, mlx-lm quantises the entries itself.
         with observing_queries(model, cache):
             read(one_by_one(model, cache), tokens, cache, loop_options | kv_options)
         caches_after = caches_to_save(model, cache) if prompt_cache is None else cache
@@ -107,7 +107,7 @@ def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[st
 
 
 def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
-    """Read the tokens of a request, apply its policy if it has one, and return caches to continue from."""
+    """Read the tokens of a request, apply its policy if it has one, and return the caches to continue from."""
     plan = request.plan
     model = request.model["wrapped"]
     next_logprobs = read(request.model, tokens, request.caches, loop_options)

@@ -122,9 +122,8 @@ class SparseMode:
 
         The next tokens then read all entries, until `compress` is called again.
         """
-        mx.eval(
-            [c.state for c in caches]
-        )  # otherwise the next write would copy an array that has other readers
+        # Otherwise the next write would copy an array that has other readers.
+        mx.eval([c.state for c in caches])
         for layer in self.layers:
             answer = layer.cache_in(caches)
             stored = layer.cache_in(self._prompt_cache)

@@ -3,8 +3,7 @@
 
 def ignore_length_limit(tokenizer) -> None:
     """Silence transformers' warning about texts longer than the tokenizer's limit, because they do not fail here."""
-    noted = getattr(
-        tokenizer, "deprecation_warnings", None
-    )  # names of warnings that are given once
+    # Names of warnings that are given once.
+    noted = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(noted, dict):
         noted["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -27,11 +27,9 @@ def hold_memory(model: Any) -> None:
         raise SnapKVError(said)
     machine = this_machine()
     mx.set_cache_limit(machine.buffers)
-    mx.set_memory_limit(
-        machine.usable
-    )  # at this limit, MLX frees unused buffers before it allocates more
+    # At this limit, MLX frees unused buffers before it allocates more.
+    mx.set_memory_limit(machine.usable)
     _WIRED.close()
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # MLX may print a warning, and stdout is for answers
+    # MLX may print a warning, and stdout is for answers.
+    with contextlib.redirect_stdout(sys.stderr):
         _WIRED.enter_context(mlx_generate.wired_limit(model))

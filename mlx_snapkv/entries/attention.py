@@ -182,9 +182,8 @@ def _logits(keys: mx.array, observed: Queries, rows: slice, after: Sequence[mx.a
     if observed.indices.start + 1 >= T:  # all queries see all entries
         return logits
     own_indices = mx.array(_own_indices(observed, _group(keys, observed))[rows, None])
-    is_seen = (
-        mx.array(np.arange(T, dtype=np.int32)) <= own_indices
-    )  # made on the host, without launching an operation
+    # Made on the host, without launching an operation.
+    is_seen = mx.array(np.arange(T, dtype=np.int32)) <= own_indices
     return mx.where(is_seen, logits, HIDDEN)
 
 

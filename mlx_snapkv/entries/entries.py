@@ -97,9 +97,8 @@ class Entries:
         keys = self._read(KEYS, start, stop, after)
         if not self.layer.latent:
             return keys
-        positional = self._read(
-            VALUES, start, stop
-        )  # an MLA cache stores the positional part in place of values
+        # An MLA cache stores the positional part in place of values.
+        positional = self._read(VALUES, start, stop)
         return mx.concatenate([keys, positional], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:

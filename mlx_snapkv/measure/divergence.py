@@ -118,9 +118,8 @@ class Reference:
         if n_fed == len(self):
             return n_fed
         agrees = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
-        n_before_difference = int(
-            np.cumprod(agrees).sum()
-        )  # the product is 0 from the first error on
+        # The product is 0 from the first error on.
+        n_before_difference = int(np.cumprod(agrees).sum())
         return n_fed + n_before_difference
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:

@@ -138,9 +138,8 @@ class Reading:
             shared.recorders = _layer_recorders(recorders, i)
         # Copies of the caches (without full-attention layers) by the number of tokens fed before the copy.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
-        self._answer = [
-            _most_likely(self.next_logprobs)
-        ]  # the tokens fed, followed by the next token
+        # The tokens fed, followed by the next token.
+        self._answer = [_most_likely(self.next_logprobs)]
         self._forced: list[int] = []  # see `force`
 
     def _share_caches(self) -> None:

@@ -135,9 +135,8 @@ class Recorder:
         weights = np.zeros((n_answer, n_rows, self._n_recorded), np.float32)
         own = np.zeros((n_answer, n_rows), np.float32)
         for i in range(n_answer):
-            query_position = (
-                self._n_prompt - 1 + i
-            )  # answer token i is predicted from the token before it
+            # Answer token i is predicted from the token before it.
+            query_position = self._n_prompt - 1 + i
             if query_position in self._rows:
                 positions[i], weights[i], own[i] = self._rows[query_position]
         n_before = n_answer  # without a compression

@@ -118,9 +118,8 @@ def ranked(
             heads that could choose; then the votes of the heads that chose it.
         voted: whether the policy has votes.
     """
-    sums = np.pad(
-        np.cumsum(counts, axis=1), ((0, 0), (1, 0))
-    )  # sums over the tokens before each token
+    # Sums over the tokens before each token.
+    sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     all_votes = sums[4, -1] or 1
     sentences = []
     for start, stop in _tokens_of_sentences(text, spans, special):

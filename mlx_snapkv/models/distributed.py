@@ -81,9 +81,8 @@ def _shared(value: Any) -> Any:
     is_first = rank() == 0
     data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
     size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
-    addend = mx.array(
-        np.resize(data, size) * is_first
-    )  # np.resize fills with zeros if the array is empty
+    # If the array is empty, np.resize fills it with zeros.
+    addend = mx.array(np.resize(data, size) * is_first)
     summed = mx.distributed.all_sum(addend, stream=mx.cpu)
     mx.eval(summed)  # on rank 0, too, because the other ranks wait for its summand
     return value if is_first else pickle.loads(np.array(summed).tobytes())

@@ -95,9 +95,8 @@ class _Replacement:
     holders: int = 0
 
 
-_replacements: dict[
-    tuple[Any, str], _Replacement
-] = {}  # (owner, name of the attribute) -> replacement
+# (owner, name of the attribute) -> replacement
+_replacements: dict[tuple[Any, str], _Replacement] = {}
 _pinned: dict[type, contextlib.ExitStack] = {}  # attention class -> its patch by patch_for_snapkv
 
 

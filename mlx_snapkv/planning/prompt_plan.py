@@ -14,9 +14,8 @@ from ..sparse.options import N_VOTERS, Sparse
 from .scores import largest_chunk
 from .settings import Setting
 
-ProgressCallback = Callable[
-    [int, int], None
-]  # called with the number of processed tokens, and the total
+# Called with the number of processed tokens, and the total.
+ProgressCallback = Callable[[int, int], None]
 
 # mlx-lm's defaults:
 PREFILL_STEP_SIZE = 2048  # tokens per chunk

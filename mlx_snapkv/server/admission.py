@@ -21,9 +21,8 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-DEFAULT_MAX_ANSWER = (
-    1 << 20
-)  # maximum tokens of an answer if the model's configuration has no trained length
+# Maximum tokens of an answer if the model's configuration has no trained length.
+DEFAULT_MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ async def respond(
         state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    first_chunks: list[
-        bytes
-    ] = []  # encoded here, because text that can't be encoded is a mistake of the client
+    # Encoded here, because text that can't be encoded is a mistake of the client.
+    first_chunks: list[bytes] = []
     n_accepted = 0
     async for index, event in events:
         first_chunks += [text.encode() for text in formatter.handle(index, event)]

@@ -178,9 +178,8 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
         """Send the end of an answer, keep its caches, and remove the request."""
-        if (
-            response.finish_reason is None
-        ):  # a stop text has ended the answer, but mlx-lm would continue
+        # A stop text has ended the answer, but mlx-lm would continue.
+        if response.finish_reason is None:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:

@@ -192,7 +192,7 @@ class ResponsesFormatter(BlockFormatter):
         yield self._output_item("done", block)
 
     def _output_item(self, change: Literal["added", "done"], block: Block) -> str:
-        """Return the event that an item was added, without content, or is done."""
+        """Return the event for an item that was added (still without content) or that is done."""
         item = self._item(block, is_new=(change == "added"))
         return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
 
