@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +25,25 @@ MAX_NUMBER = 2**31 - 1  # positions are 32-bit integers
 WORD_VALUES = {"true": True, "false": False, "none": None}  # spellings on the command line
 
 
-def option(default: Any, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
-    """Return a field whose value must satisfy `is_allowed`; `allowed` describes the values in an error sentence.
+def option(
+    default: Any,
+    is_allowed: Callable[[Any], bool],
+    allowed: str,
+    *,
+    help: str = "",
+    compare: bool = True,
+) -> Any:
+    """Return a field whose value must satisfy `is_allowed`. Subclasses may override the default; the check stays.
 
-    Subclasses may override the default; the check stays.
+    Args:
+        default: the default value.
+        is_allowed: returns whether a value is allowed.
+        allowed: the allowed values, as the end of an error sentence.
+        help: a sentence for `--help`, if the field has a flag of its own.
+        compare: whether entries depend on the value. If not, the string form and comparisons leave the field out.
     """
-    metadata = {"is_allowed": is_allowed, "allowed": allowed}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
+    return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
@@ -49,9 +62,15 @@ def entry_count(default: int | str | None, least: int = 0, example: str = "25%")
     return option(default, lambda value: is_amount(value, least), allowed)
 
 
-def choice(*values: str) -> Any:
-    """Return a field for one of these words; the first is the default."""
-    return option(values[0], values.__contains__, f"{', '.join(values[:-1])} or {values[-1]}")
+def choice(*values: str, help: str = "") -> Any:
+    """Return a field for one of these words; the first is the default. For `help` see `option`."""
+    allowed = f"{', '.join(values[:-1])} or {values[-1]}"
+    return option(values[0], values.__contains__, allowed, help=help)
+
+
+def folder(help: str = "") -> Any:
+    """Return a field for a folder to write to, which no entry depends on. For `help` see `option`."""
+    return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
 def is_whole(value: object) -> bool:
@@ -64,6 +83,14 @@ def is_amount(value: Any, least: int = 0) -> bool:
     if isinstance(value, str):
         return 0 < _share(value) <= 1
     return is_whole(value) and value >= least
+
+
+def is_writable_folder(value: Any) -> bool:
+    """Return whether `value` is the path of a folder in which files can be made; "~" is the home folder."""
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    path = os.path.expanduser(value)
+    return os.path.isdir(path) and os.access(path, os.W_OK)
 
 
 def amount(value: int | str, whole: int) -> int:
@@ -181,11 +208,11 @@ class Hyperparameters:
 
     def __str__(self) -> str:
         """Return the command-line string: the name, and the fields that differ from their defaults."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {each.name: each.default for each in dataclasses.fields(self) if each.compare}
         changed = []
         for name in self.options():
             value = getattr(self, name)
-            if name != self.implied_option and value != defaults[name]:
+            if name != self.implied_option and value != defaults.get(name, value):
                 changed.append(f"{name}={value}")
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 

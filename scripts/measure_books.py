@@ -20,7 +20,7 @@ from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prom
 from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
 
-READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024)
+READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024, store="file")
 QUESTION = 32  # tokens of a question
 ASKED = 3  # number of questions
 
@@ -31,7 +31,7 @@ Case = tuple[int, str, int, dict[str, Any]]
 def cases(lengths: list[int]) -> list[Case]:
     """Return the cases in the order in which they are measured."""
     n, read = lengths[0], READS.reach(lengths[0]).most
-    book = {"sparse": READS, "store": "file"}
+    book = {"sparse": READS}
     return [
         *((length, "book", read, book) for length in lengths),
         *((n // part, "full cache", n // part, {}) for part in (4, 2, 1)),

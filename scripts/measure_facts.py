@@ -43,7 +43,6 @@ class Way:
     table: str
     name: str
     policy: str | None = None
-    store: str | None = None
     share: int = SHARE
     sparse: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,9 +53,9 @@ def snapkv(entries: int) -> str:
     return f"snapkv:budget={entries},lookahead=0"
 
 
-def sparse(entries: int) -> str:
-    """Return sparse options with which a token reads `entries`."""
-    return f"budget={entries},when=always"
+def sparse(entries: int, store: str = "memory") -> str:
+    """Return sparse options with which a token reads `entries`, and all entries stay in a store."""
+    return f"budget={entries},when=always,store={store}"
 
 
 def ways(tokens: int) -> Iterator[Way]:
@@ -65,7 +64,7 @@ def ways(tokens: int) -> Iterator[Way]:
     keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
     yield Way("memories", "full cache")
     for store in STORES:
-        yield Way("memories", f"sparse, {store}", store=store, sparse=sparse(kept))
+        yield Way("memories", f"sparse, {store}", sparse=sparse(kept, store))
     yield Way("memories", "SnapKV", snapkv(kept))
     yield Way("memories", "KeyDiff", keydiff)
     for name, policy in (("full cache", None), ("SnapKV", snapkv(kept)), ("KeyDiff", keydiff)):
@@ -77,9 +76,9 @@ def ways(tokens: int) -> Iterator[Way]:
         alone = f"keydiff:budget={n},{FEW_RECENT},block={BLOCK}"
         both = f"{alone} then {snapkv(max(n, MIN_ENTRIES))}"
         dense = f"{sparse(max(n, MIN_ENTRIES))},read=dense"
-        few = f"{sparse(max(n, MIN_ENTRIES))},read_top_k={max(n, MIN_ENTRIES)}"
-        yield Way("resident", "sparse, read densely", share=share, store="memory", sparse=dense)
-        yield Way("resident", "sparse", share=share, store="file", sparse=few)
+        few = f"{sparse(max(n, MIN_ENTRIES), 'file')},read_top_k={max(n, MIN_ENTRIES)}"
+        yield Way("resident", "sparse, read densely", share=share, sparse=dense)
+        yield Way("resident", "sparse", share=share, sparse=few)
         yield Way("resident", "KeyDiff", alone, share=share)
         yield Way("resident", "KeyDiff, then SnapKV", both, share=share)
 
@@ -90,7 +89,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
     right, peak, first, later = 0, 0, [], []
     for n in range(documents):
         document, asked = make_haystack(tokenizer, random.Random(SEED + n), facts, tokens)
-        given = {"policy": way.policy, "sparse": way.sparse, "store": way.store, "max_tokens": 24}
+        given = {"policy": way.policy, "sparse": way.sparse, "max_tokens": 24}
         conversation = Conversation(model, tokenizer, **given, **way.options)
         conversation.attach(document)
         for i, fact in enumerate(asked):

@@ -7,6 +7,8 @@ from results_page import table
 
 from mlx_snapkv.cli.listings import defaults
 from mlx_snapkv.compress.policy import POLICIES, Policy
+from mlx_snapkv.hyperparameters import Hyperparameters
+from mlx_snapkv.sparse.options import Sparse
 
 PAGE = """# The policies
 
@@ -66,8 +68,15 @@ def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[
     return [*lines, "", *more] if more else lines
 
 
-def meanings(cls: type[Policy]) -> dict[str, str]:
-    """Return the meaning of each option that a policy's docstring explains, as one line."""
+def sparse_options() -> list[str]:
+    """Return a Markdown table of the options of sparse attention."""
+    found, values = meanings(Sparse), defaults(Sparse)
+    rows = [(f"`{name}`", f"`{values[name]}`", found[name]) for name in Sparse.options()]
+    return options_table(("option", "default", "meaning"), rows)
+
+
+def meanings(cls: type[Hyperparameters]) -> dict[str, str]:
+    """Return the meaning of each option that a class's docstring explains, as one line."""
     section = _parts(cls)[1]
     return {name: _linked(" ".join(text.split())) for name, text in OPTION.findall(section)}
 
@@ -93,8 +102,8 @@ def _section(cls: type[Policy]) -> str:
     )
 
 
-def _parts(cls: type[Policy]) -> tuple[str, str, str]:
-    """Split a policy's docstring into the parts before, in and after `Attributes:`; empty if dataclass generated it."""
+def _parts(cls: type[Hyperparameters]) -> tuple[str, str, str]:
+    """Split a class's docstring into the parts before, in and after `Attributes:`; empty if dataclass generated it."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "")
     text = "" if text.startswith(f"{cls.__name__}(") else text
     before, _, rest = text.partition("\nAttributes:\n")

@@ -6,9 +6,9 @@ A page marks the place of a table by `<!-- NAME -->` and `<!-- /NAME -->`; `make
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
+import policies_page
 import readme_results
 import sparse_page
 from results_page import Row, figures, load, measured, right, table
@@ -18,7 +18,6 @@ from mlx_snapkv.measure.intervals import interval
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.speed import speed_table
 from mlx_snapkv.measure.tables import as_markdown, grouped, setting_text
-from mlx_snapkv.planning.options import RequestOptions
 
 
 def filled(page: str) -> str:
@@ -284,20 +283,10 @@ def agents_context() -> list[str]:
     return figures(rows, columns)
 
 
-def options() -> list[str]:
-    """Return the options of a request, in the words of their flags' help."""
-    rows = [(f"`{each.name}`", each.metadata["help"]) for each in fields(RequestOptions)]
-    flag = re.compile("--([a-z-]+)")
-    named = [
-        (name, flag.sub(lambda f: f"`{f[1].replace('-', '_')}`", words)) for name, words in rows
-    ]
-    return table(("keyword", "meaning"), named)
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
     "results": readme_results.results,
     "choices": choices,
-    "options": options,
+    "sparse-options": policies_page.sparse_options,
     "settings": settings,
     "commands": commands,
     "speed": lambda: speed("benchmarks"),

@@ -31,8 +31,7 @@ class Run:
             on_read=lambda uid, *told: self.read.update({uid: told}),
             **options,
         )
-        retained = {name: options[name] for name in ("store",) if name in options}
-        self.alone = functools.partial(alone, model, policy=policy, **retained)
+        self.alone = functools.partial(alone, model, policy=policy)
 
     def insert(self, prompts, max_tokens, **options):
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

@@ -1,4 +1,4 @@
-"""Sends requests through every entrance of a copy of the package whose requests have one more option, `tint`.
+"""Sends requests through every entrance of a copy of the package whose sparse attention has one more option, `tint`.
 
 Each printed line has an entrance and the values of `tint` with which its requests were planned.
 """
@@ -22,11 +22,11 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.planning.request_plan import SEEN
 from mlx_snapkv.server import app as server
 
-POLICY = "keydiff:budget=16,n_sink=4,n_window=8"
+SPARSE = "budget=16,n_sink=4,n_window=8"
+DARK = f"{SPARSE},tint=dark"
 TEXT = "The access code of the amber falcon is 482913. It was cold. " * 12
 QUESTION = "What is the access code of the amber falcon?"
-ASKED = ["--model", "demo", "--prompt", TEXT, "--policy", POLICY]
-DARK = ["--tint", "dark"]
+ASKED = ["--model", "demo", "--prompt", TEXT, "-m", 2]
 
 
 def tell(entrance):
@@ -55,12 +55,12 @@ def run(entrance, *words, lines=()):
 
 
 def call(entrance, function, *args, **options):
-    result = function(*args, policy=POLICY, tint="dark", **options)
+    result = function(*args, sparse=DARK, **options)
     if not isinstance(result, (str, tuple, mlx_snapkv.Conversation)):
         list(result if hasattr(result, "__next__") else [])
     tell(entrance)
     try:
-        function(*args, policy=POLICY, tint="pink", **options)
+        function(*args, sparse={"tint": "pink"}, **options)
     except SnapKVError as error:
         print(f"{entrance} refuses: {error}")
     return result
@@ -86,41 +86,28 @@ def python(model, tokenizer):
 
 
 def commands(folder):
-    run("generate", "generate", *ASKED, *DARK, "-m", 2)
-    run("compare", "compare", *ASKED, *DARK, "-m", 2)
+    run("generate", "generate", *ASKED, "--sparse", DARK)
+    run("compare", "compare", *ASKED, "--sparse", DARK)
     with open(folder / "r.jsonl", "w") as file:
         body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
         request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
         file.write(json.dumps(request))
-    options = ["--model", "demo", "--policy", POLICY, *DARK]
+    options = ["--model", "demo", "--sparse", DARK]
     run("batch", "batch", folder / "r.jsonl", "-o", folder / "a.jsonl", *options)
     chat, said = ["chat", *options, "-m", 2], folder / "chat.safetensors"
     run("chat", *chat, lines=[TEXT])
     run("/reset", *chat, lines=["/reset", TEXT])
-    run("/policy", *chat, lines=["/policy tova:budget=16", TEXT])
     run("/system", *chat, lines=["/system Be brief.", TEXT])
     run("/load of a text", *chat, lines=[f"/load {saved(folder, 'plain')}", QUESTION])
     run("/save", *chat, lines=[TEXT, f"/save {said}"])
     chat = ["chat", "--model", "demo", "-m", 2]
+    run("/policy", *chat, lines=[f"/policy sparse:{DARK}", TEXT])
     run("/load of a chat", *chat, lines=[f"/load {said}", QUESTION])
-    text = saved(folder, "text", "--policy", POLICY, *DARK)
+    text = saved(folder, "text", "--sparse", DARK)
     tell("cache-prompt")
     run("/load of a tinted text", *chat, lines=[f"/load {text}", QUESTION])
     asked = ["generate", "--model", "demo", "--prompt", QUESTION, "-m", 2]
     run("--prompt-cache-file", *asked, "--prompt-cache-file", text)
-    run(
-        "--policy auto",
-        "generate",
-        "--model",
-        "demo",
-        "--prompt",
-        TEXT,
-        "--policy",
-        "auto",
-        *DARK,
-        "-m",
-        2,
-    )
 
 
 def saved(folder, name, *options):
@@ -136,13 +123,13 @@ def saved(folder, name, *options):
 
 def settings(folder):
     (folder / "mlx-snapkv").mkdir()
-    (folder / "mlx-snapkv" / "config.toml").write_text('tint = "dark"\n')
+    (folder / "mlx-snapkv" / "config.toml").write_text(f'sparse = "{DARK}"\n')
     os.environ["XDG_CONFIG_HOME"] = str(folder)
-    run("config.toml", "generate", *ASKED, "-m", 2)
-    os.environ["MLX_SNAPKV_TINT"] = "dim"
-    run("variable", "generate", *ASKED, "-m", 2)
-    run("flag", "generate", *ASKED, *DARK, "-m", 2)
-    del os.environ["XDG_CONFIG_HOME"], os.environ["MLX_SNAPKV_TINT"]
+    run("config.toml", "generate", *ASKED)
+    os.environ["MLX_SNAPKV_SPARSE"] = f"{SPARSE},tint=dim"
+    run("variable", "generate", *ASKED)
+    run("flag", "generate", *ASKED, "--sparse", DARK)
+    del os.environ["XDG_CONFIG_HOME"], os.environ["MLX_SNAPKV_SPARSE"]
 
 
 def serve(folder):
@@ -163,14 +150,14 @@ def serve(folder):
         real(engine, settings, place, start)
 
     server.serve = asked
-    words = ["serve", "--model", "demo", "--port", 0, "--sparse", "budget=64"]
+    words = ["serve", "--model", "demo", "--port", 0, "--prefix-dir", folder / "prefixes"]
     for tint in ("dark", "dim", "dark"):
-        run("serve", *words, "--prefix-dir", folder / "prefixes", "--tint", tint)
+        run("serve", *words, "--sparse", f"budget=64,tint={tint}")
     print(f"known to servers: {cached}")
 
 
 def refusals():
-    """Give a wrong tint to every command that reads prompts; each must name the flag before it loads a model."""
+    """Give a wrong tint to every command that reads prompts; each must name it before it loads a model."""
     words = {
         "generate": ["--prompt", "x"],
         "compare": ["--prompt", "x"],
@@ -180,7 +167,7 @@ def refusals():
         "cache-prompt": ["--prompt", "x", "-o", "x.safetensors"],
     }
     for name, more in words.items():
-        code, _, err = command(name, *more, "--model", "none", "--policy", POLICY, "--tint", "pink")
+        code, _, err = command(name, *more, "--model", "none", "--sparse", "tint=pink")
         print(f"{name} ends with {code}: {err.strip()}")
 
 

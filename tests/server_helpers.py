@@ -51,10 +51,10 @@ def load_named(name, change=lambda model, tokenizer: None):
 
 
 @contextlib.contextmanager
-def serving(load=None, *, policy=POLICY, store=None, limits=None, generation=(), **settings):
+def serving(load=None, *, policy=POLICY, limits=None, generation=(), **settings):
     """Yield a running server; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
-    options = {"policy": resolve_setting(policy=policy), "store": store, **dict(generation)}
+    options = {"policy": resolve_setting(policy=policy), **dict(generation)}
     place = bind_socket(settings)
     engine = Engine(
         load or load_named("demo"),

@@ -174,7 +174,7 @@ def _answer_all(
         prompts: token ids of each prompt.
         limits: maximum number of tokens of each answer.
         prompt_caches: caches that each prompt continues; None starts with empty caches.
-        config: the setting and options for all prompts.
+        config: the config of all prompts.
         options: mlx-lm's keywords for the generator.
         with_logprobs: whether to keep the log-probability of each token.
     """
@@ -185,7 +185,6 @@ def _answer_all(
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         on_report=lambda uid, report: setattr(answers[uid], "report", report),
         reads_first=True,
-        **config.keywords,
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:

@@ -64,8 +64,7 @@ class CompressedBatchGenerator(BatchGenerator):
         turns: whether caches that contain tokens are compressed again, like those of a `Conversation`.
         reads_first: whether all prompts are read before any request decodes: first tokens are later, steps are fewer.
         on_pause: called about once a second while a chunk is read; if it raises an exception, the request fails.
-        **kwargs: the options of `RequestOptions`; `kv_bits` and `kv_group_size` for compressed entries; and mlx-lm's
-            keywords.
+        **kwargs: `kv_bits` and `kv_group_size` for compressed entries, and mlx-lm's keywords.
 
     Raises:
         SnapKVError: options conflict or the model is not supported; also raised by `insert`, before anything is read.

@@ -20,7 +20,6 @@ from ..engine.serving import require_servable, serve
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
-from ..planning.options import OPTIONS, noted
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
@@ -32,9 +31,9 @@ from .states import STATE_FIELDS, StateBefore, load
 def _require_options(options: dict[str, Any]) -> None:
     """Check the names of a conversation's options.
 
-    Raises: UnknownOptionError: an option is neither one of `RequestOptions` nor of mlx-lm's `generate_step`.
+    Raises: UnknownOptionError: mlx-lm's `generate_step` has no such option.
     """
-    known = {*inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs, *OPTIONS}
+    known = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
     known -= {"prompt_cache", "input_embeddings"}  # set by the conversation
     for name in options:
         if name not in known:
@@ -53,11 +52,11 @@ class Conversation:
             and the new entries.
         sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: the options of `RequestOptions`, and mlx-lm's of `stream_generate` for every answer. With a policy,
-            `kv_bits` and `kv_group_size` apply to compressed entries; entries stay plain until a turn is compressed.
+        **options: mlx-lm's options of `stream_generate`, for every answer. With a policy, `kv_bits` and `kv_group_size`
+            apply to compressed entries; entries stay plain until a turn is compressed.
 
     Attributes:
-        options: the `RequestOptions` as keywords.
+        policy: the setting; None for the full cache.
         messages: the chat so far, as chat templates take it.
         report: report of the last turn's compression; None before the first turn.
         prompt_cache: caches from which the next turn continues.
@@ -82,7 +81,6 @@ class Conversation:
         **options: Any,
     ):
         """Check options, setting and model. Nothing is read before the first message."""
-        _require_options(options)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         config, generation, _ = resolve(
@@ -94,12 +92,12 @@ class Conversation:
             sparse=sparse,
             max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
+        _require_options(generation)
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation
         self._render = Rendering(tokenizer)
         self.policy = config.setting
-        self.options = config.keywords
         if self.policy is None:
             self._config.require(model)
         else:
@@ -109,13 +107,8 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        """Return the setting and options for every turn."""
-        return CompressionConfig(self.policy, **self.options, turns=True)
-
-    @property
-    def store(self) -> str | None:
-        """Return the name of the store that keeps all entries; None without sparse attention."""
-        return self.options["store"]
+        """Return the config of every turn, without mlx-lm's options."""
+        return CompressionConfig(self.policy, turns=True)
 
     def reset(self) -> None:
         """Start a new chat with the same options and system prompt."""
@@ -132,7 +125,7 @@ class Conversation:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
-            self.prompt_cache = make_caches(self.model, self.store, self.options["store_dir"])
+            self.prompt_cache = make_caches(self.model, self._config.sparse)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
@@ -225,7 +218,6 @@ class Conversation:
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in STATE_FIELDS}
-        notes["options"] = noted(self.options)
         caches = caches_to_save(self.model, self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
@@ -249,15 +241,16 @@ class Conversation:
             model: the model that filled the cache.
             tokenizer: its tokenizer.
             policy: a policy for a file that was saved without a setting. A conversation that was saved with a setting
-                keeps it, and its `RequestOptions`.
-            sparse: sparse attention for a file that was saved without a setting.
+                keeps it.
+            sparse: sparse attention for a file that was saved without a setting. If the file has its own, its entries
+                move to the `store` of this one, unless that is "memory".
             **options: see `Conversation`; files do not contain mlx-lm's options.
 
         Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
-        keywords, state = load(path, model, setting, options)
-        conversation = cls(model, tokenizer, **options | keywords)
+        keywords, state = load(path, model, setting)
+        conversation = cls(model, tokenizer, **options, **keywords)
         vars(conversation).update(state)
         return conversation
 

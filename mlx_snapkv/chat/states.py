@@ -1,6 +1,7 @@
 """Restore a conversation, either to its state before the last turn or from a file."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from ..compress.policy import Policy
 from ..engine.report import NO_POLICY
 from ..engine.restore import CacheCopy
 from ..errors import Option, SnapKVError
-from ..planning.config import CompressionConfig
-from ..planning.options import OPTIONS
 from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import file_store_of, make_caches, move_entries
@@ -57,11 +56,11 @@ class StateBefore:
 
 
 def load(
-    path: str | Path, model, policy: Policy | Setting | str | None, options: dict[str, Any]
+    path: str | Path, model, policy: Policy | Setting | str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a saved conversation, or a saved text to ask questions about; see `Conversation.load`.
 
-    Returns: The keywords for `Conversation`, and the attributes to set afterwards.
+    Returns: The keywords `policy` and `system` for `Conversation`, and the attributes to set afterwards.
 
     Raises: SnapKVError: the file can't be read, contains another kind of prompt, or does not fit `policy`.
     """
@@ -74,17 +73,11 @@ def load(
             f"{path} holds a prompt, but neither a conversation nor a text to ask about"
         )
     setting = _resumed_setting(path, prompt, policy)
-    noted = notes.get("options", {})
-    store = _resumed_store(path, prompt, setting, options.get("store"), noted.get("store"))
-    # The saved options say how the entries in the file were read.
-    request_options: dict[str, Any] = {name: options.get(name) for name in OPTIONS}
-    request_options |= {name: value for name, value in noted.items() if value is not None}
-    request_options["store"] = store
-    config = CompressionConfig(setting, **request_options)
     caches = list(prompt.prompt_cache)
     try:
         if setting is not None:
-            move_entries(model, caches, into=make_caches(model, config.store, config.store_dir))
+            sparse = setting if isinstance(setting, Sparse) else None
+            move_entries(model, caches, into=make_caches(model, sparse))
     except SnapKVError as error:
         raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves a text and its `system_prompt`.
@@ -96,7 +89,7 @@ def load(
     if is_from_mlx_lm:  # the tokens are unknown
         n = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n, "read": [0] * n}
-    return {"policy": setting, "sparse": None, "system": system, **config.keywords}, state
+    return {"policy": setting, "system": system}, state
 
 
 def _resumed_setting(
@@ -104,49 +97,32 @@ def _resumed_setting(
 ) -> Setting | None:
     """Return the setting for continuing a file: the file's own, or `policy` if the file has none.
 
-    Raises: SnapKVError: the file is a book, but the setting is not sparse attention.
+    Entries move to the store of a `Sparse` that is given, unless it is "memory", the default.
+
+    Raises: SnapKVError: the setting does not fit the entries: they are in files, of which only sparse attention reads
+        few, or some were evicted.
     """
-    if prompt.policy != NO_POLICY:
-        policy = prompt.policy
-    setting = setting_named(policy) if isinstance(policy, str) else resolve_setting(policy=policy)
-    if file_store_of(prompt.prompt_cache) is not None and not isinstance(setting, Sparse):
+    named = policy if prompt.policy == NO_POLICY else prompt.policy
+    setting = setting_named(named) if isinstance(named, str) else resolve_setting(policy=named)
+    book = file_store_of(prompt.prompt_cache)
+    if book is not None and not isinstance(setting, Sparse):
         raise SnapKVError(
             "{} holds a book, of which all entries stay: give {} instead of a policy",
             path,
             Option("sparse"),
         )
-    return setting
-
-
-def _resumed_store(
-    path: str | Path,
-    prompt: saved.SavedPrompt,
-    setting: Setting | None,
-    store: str | None,
-    noted_store: str | None,
-) -> str | None:
-    """Return the name of the store for continuing a file.
-
-    Args:
-        path: path of the file, for the error's sentence.
-        prompt: the loaded file.
-        setting: the setting to continue with.
-        store: the store requested by the caller, which takes precedence over the file's.
-        noted_store: the store in the file's notes.
-
-    Raises: SnapKVError: the file's entries are compressed, and `setting` is None or needs all entries.
-    """
-    if prompt.policy != NO_POLICY:
-        # The setting of the file is continued, regardless of the caller's, and only sparse attention has a store.
-        store = store or noted_store if isinstance(setting, Sparse) else None
-    store = store or file_store_of(prompt.prompt_cache)
     if is_compressed(prompt.prompt_cache):
         if setting is None:
             raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
-        if store is not None or isinstance(setting, Sparse):
+        if isinstance(setting, Sparse):
             raise SnapKVError(
                 "{} holds a compressed prompt, whose evicted entries are gone: drop {}",
                 path,
-                Option("sparse") if store is None else Option("store", store),
+                Option("sparse"),
             )
-    return store
+    if not isinstance(setting, Sparse):
+        return setting
+    if isinstance(policy, Sparse):
+        store = setting.store if policy.store == "memory" else policy.store
+        setting = replace(setting, store=store, store_dir=policy.store_dir)
+    return replace(setting, store=book) if book and setting.store == "memory" else setting

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
-from ..planning.options import noted
 from . import cache_options, options
 from .prompt_console import PromptConsole
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile
     from ..batch.run import Progress, Run
+    from ..planning.settings import Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,10 @@ def batch(
     from ..models.trained_length import beyond_trained_length
 
     console = PromptConsole(files.quiet)
-    keywords = compression.keywords_for_task(model.model, "batch", console.say, vars(cache))
-    _require_policy(keywords, cache.kv_bits)
-    about = _about(keywords, cache.kv_bits)
+    setting = compression.setting_for_task(model.model, "batch", console.say, vars(cache))
+    _require_policy(setting, cache.kv_bits)
+    # Every answer lists this. A run that continues the file must have the same.
+    about = {"policy": None if setting is None else str(setting), "kv_bits": cache.kv_bits}
     with files.open_requests() as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
@@ -86,7 +87,7 @@ def batch(
             loaded,
             tokenizer,
             answers,
-            options=keywords | vars(cache),
+            options={"policy": setting, **vars(cache)},
             name=model.model,
             about=about,
             defaults=Defaults(**vars(sampling)),
@@ -107,17 +108,10 @@ def batch(
         raise Exit(1)
 
 
-def _require_policy(keywords: dict[str, Any], kv_bits: int | None) -> None:
+def _require_policy(setting: Setting | None, kv_bits: int | None) -> None:
     """Check that full caches would not be quantised. Raises: SnapKVError: --kv-bits without a policy."""
-    if keywords["policy"] is None and kv_bits is not None:
+    if setting is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
-
-
-def _about(keywords: dict[str, Any], kv_bits: int | None) -> dict[str, Any]:
-    """Return the setting and options that every answer contains. A run that continues the file must have the same."""
-    policy = keywords["policy"]
-    about = {"policy": None if policy is None else str(policy), "kv_bits": kv_bits}
-    return about | noted(keywords)
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ..errors import SnapKVError, UnsupportedModelError
-from ..planning.options import RequestOptions
+from ..errors import Option as NamedOption
+from ..errors import OptionError, SnapKVError, UnsupportedModelError
+from ..sparse.options import Sparse
 from .command import KV_CACHE, flag_of
 from .options import one_of, parse_bytes
 
@@ -239,45 +240,87 @@ class AutoPolicyOptions(PolicyOptions):
         return None if self.is_auto else super().resolve()
 
 
-@dataclass(frozen=True)
-class CompressionOptions(RequestOptions, AutoPolicyOptions):
-    """All options of a request: the policy, the sparse attention or auto, and those of `RequestOptions`."""
+def _sparse_flag(name: str) -> Any:
+    """Return a field for an option of `Sparse` that has a flag of its own."""
+    return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """The options of sparse attention that have flags of their own."""
+
+    store: str | None = _sparse_flag("store")
+    store_dir: str | None = _sparse_flag("store_dir")
 
     def __post_init__(self) -> None:
-        """Check the options against each other, before a model is loaded."""
-        from ..planning.config import CompressionConfig
+        """Check the values. Raises: OptionError: a value is not allowed."""
+        checks = {each.name: each.metadata for each in fields(StoreOptions)}
+        for name, value in self.given.items():
+            if not checks[name]["is_allowed"](value):
+                raise OptionError(name, checks[name]["allowed"], value)
 
-        super().__post_init__()
-        CompressionConfig(**self.keywords)  # raises for invalid options
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the values of the flags that are set, by option of `Sparse`."""
+        values = {"store": self.store, "store_dir": self.store_dir}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def generate_keywords(self) -> dict[str, Any]:
-        """Return the options as keywords of `generate_step`, except "auto", for which `policy` is None."""
-        from ..planning.config import CompressionConfig
+    def completed(self, setting: Setting | None) -> Setting | None:
+        """Return sparse attention with these options where it has none of its own; any other setting as it is."""
+        if not isinstance(setting, Sparse):
+            return setting
+        unset = [name for name in self.given if getattr(setting, name) == getattr(Sparse, name)]
+        return replace(setting, **{name: self.given[name] for name in unset})
 
-        setting = self.resolve()
-        return {"policy": setting, **CompressionConfig(setting, **self.keywords).keywords}
+    def folded_into(self, setting: Setting | None) -> Setting | None:
+        """Return a setting with these options.
 
-    def require_consistent(self) -> None:
-        """Raise SnapKVError if options exclude each other, or one needs another. With auto this is checked later."""
-        from ..planning.config import CompressionConfig
-        from ..planning.exclusions import When, require_compatible
-
-        if not self.is_auto:
-            require_compatible(CompressionConfig(self.resolve(), **self.keywords), When.CHOSEN)
-
-    def keywords_for_task(
-        self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the keywords of `generate_step` for prompts that are not known yet.
-
-        With --policy auto they have its choice, which is printed; the arguments are those of `recommend`.
-
-        Raises: SnapKVError: options exclude each other.
+        Raises: SnapKVError: a store is given, and the setting is not sparse attention, or has other values.
         """
-        keywords = self.generate_keywords()
-        self.require_consistent()
+        if isinstance(setting, Sparse):
+            for name, value in self.given.items():
+                own = getattr(setting, name)
+                if own not in (getattr(Sparse, name), value):
+                    raise SnapKVError(
+                        "--sparse {}={} and {} differ: give only one of them",
+                        name,
+                        own,
+                        NamedOption(name, value),
+                    )
+        elif self.store is not None:
+            raise SnapKVError(
+                "{} says where sparse attention keeps all entries, but {}: give {} instead, or drop {}",
+                NamedOption("store", self.store),
+                "no policy was given" if setting is None else f"{setting} evicts",
+                NamedOption("sparse"),
+                NamedOption("store"),
+            )
+        return self.completed(setting)
+
+
+@dataclass(frozen=True)
+class CompressionOptions(StoreOptions, AutoPolicyOptions):
+    """All options of a request: the policy, the sparse attention and its store, or auto."""
+
+    @property
+    def setting(self) -> Setting | None:
+        """Return the setting with its store; None for the full cache or auto, which has not chosen yet.
+
+        Raises: SnapKVError: an option can't be read, or options exclude each other.
+        """
+        setting = self.resolve()
+        return None if self.is_auto else self.folded_into(setting)
+
+    def setting_for_task(
+        self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
+    ) -> Setting | None:
+        """Return the setting for prompts that are not known yet; for auto its choice, which is printed.
+
+        The arguments are those of `recommend`. Raises: SnapKVError: options exclude each other.
+        """
+        setting = self.setting
         recommendation = self.recommend(model, None, task, say, generation)
-        return keywords | recommended_keywords(recommendation)
+        return setting if recommendation is None else recommendation.config.setting
 
     def recommend(
         self,
@@ -311,15 +354,15 @@ class CompressionOptions(RequestOptions, AutoPolicyOptions):
             model,
             n_prompt,
             task,
-            generation | self.keywords,
+            generation,
             policy=self.policy,
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
             kv_memory=self.kv_memory,
+            store=self.store,
         )
+        assert recommendation is not None  # auto is asked for
         say(str(recommendation))
-        return recommendation
-
-
-def recommended_keywords(recommendation: Recommendation | None) -> dict[str, Any]:
-    """Return the keywords of `generate_step` that a recommendation sets; empty without one."""
-    return {} if recommendation is None else recommendation.keywords
+        config = recommendation.config
+        return recommendation._replace(
+            config=replace(config, setting=self.completed(config.setting))
+        )

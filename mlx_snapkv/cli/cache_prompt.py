@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport
-from ..planning.options import RequestOptions, noted
 from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompt_console import PromptConsole
@@ -28,7 +27,7 @@ def cache_prompt(
     prompt: TextOptions,
     cache: cache_options.CacheOptions,
     policy: cache_options.PolicyOptions,
-    request: RequestOptions,
+    store: cache_options.StoreOptions,
     quiet: options.Quiet = False,
 ) -> None:
     r"""Read a long text once and save its KV cache: all entries, or what a policy keeps.
@@ -46,15 +45,11 @@ def cache_prompt(
     from .. import saved
     from ..caches.layers import kv_bytes
     from ..planning.config import CompressionConfig
-    from ..planning.exclusions import When, require_compatible
     from ..planning.file_cost import file_cost
     from ..sparse.prompt_caches import caches_to_save
 
-    setting = policy.resolve()
-    config = CompressionConfig(setting, **request.keywords, is_text=True).with_mlx_options(
-        vars(cache)
-    )
-    require_compatible(config, When.CHOSEN)
+    setting = store.folded_into(policy.resolve())
+    config = CompressionConfig(setting, is_text=True).with_mlx_options(vars(cache))
     path = saved.require_writable(output)
     text = prompt.read()
     loaded, tokenizer = model.load()
@@ -63,24 +58,21 @@ def cache_prompt(
     now = datetime.now()
     console = PromptConsole(quiet)
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
-    keywords = {"policy": setting, **config.keywords, **vars(cache)}
     console.announce(
         loaded,
         len(tokens),
         shows_kept=setting is not None,
         max_kv_bytes=model.max_kv_bytes,
         is_text=True,
-        **keywords,
+        policy=setting,
+        **vars(cache),
     )
-    cost = partial(
-        file_cost, loaded, config.store, folder=config.store_dir, saved_in=path.resolve().parent
-    )
+    cost = partial(file_cost, loaded, setting, saved_in=path.resolve().parent)
     with console.bar(cost) as update:
         caches, report = _read(
             loaded,
             tokens,
             setting,
-            config.keywords,
             **vars(cache),
             prompt_progress_callback=update,
         )
@@ -89,16 +81,15 @@ def cache_prompt(
         "text": text,
         "system_prompt": prompt.system_prompt,
         "time": now.isoformat(),
-        "options": noted(config.keywords),
     }
     saved_policy = report.policy if report.compressed else NO_POLICY
-    if config.store is not None:
+    if config.sparse is not None:
         # Even for a short text, because answers continue with this setting.
         saved_policy = str(setting)
     save = partial(saved.save, path, loaded, caches, tokens, saved_policy, notes)
     outcome = _save(path, save, console)
     memory = format_bytes(report.kv_bytes_after or kv_bytes(caches))
-    kept = _kept_text(report, config.store)
+    kept = _kept_text(report, config.sparse is not None)
     console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {outcome}")
 
 
@@ -116,11 +107,11 @@ def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> st
     return f"saved in {path}{replaced}{folder}"
 
 
-def _kept_text(report: CompressionReport, store: str | None) -> str:
+def _kept_text(report: CompressionReport, is_sparse: bool) -> str:
     """Describe the saved entries for the closing line."""
     if not report.compressed:
         return f"full cache: {report.reason}"
-    if store is None:
+    if not is_sparse:
         return report.entries_text
     text = f"all {report.entries:,} entries"
     if report.read_per_chunk is not None:
@@ -132,7 +123,6 @@ def _read(
     model: Any,
     tokens: list[int],
     setting: Setting | None,
-    options: dict[str, Any],
     **loop_options: Any,
 ) -> tuple[list, CompressionReport]:
     """Read a text, and return its caches and a report.
@@ -141,7 +131,6 @@ def _read(
         model: an mlx-lm model.
         tokens: token ids of the text.
         setting: setting that compresses the caches, or sparse attention; None for the full cache.
-        options: the options of `RequestOptions`.
         **loop_options: mlx-lm's options for the prefill.
     """
     import mlx.core as mx
@@ -153,4 +142,4 @@ def _read(
         caches = make_prompt_cache(model)
         read(model, mx.array(tokens), caches, loop_options)
         return caches, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    return prefill(model, tokens, setting, **options, **loop_options)
+    return prefill(model, tokens, setting, **loop_options)

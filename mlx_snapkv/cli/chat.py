@@ -37,8 +37,8 @@ def chat(
     from .chat_session import Lines, Session
     from .prompt_console import PromptConsole
 
-    request = {"policy": compression.resolve(), **compression.keywords}
-    generation = cache.generate_keywords(request["policy"])
+    setting = compression.setting
+    generation = cache.generate_keywords(setting)
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
     cache.require(loaded)
@@ -47,9 +47,12 @@ def chat(
     recommendation = compression.recommend(
         loaded, None, "conversation", console.say, vars(cache), sampling.max_tokens
     )
-    request |= cache_options.recommended_keywords(recommendation)
+    if recommendation is not None:
+        setting = recommendation.config.setting
     generation |= sampling.generate_keywords(tokenizer)
-    conversation = Conversation(loaded, tokenizer, system=system_prompt, **request, **generation)
+    conversation = Conversation(
+        loaded, tokenizer, policy=setting, system=system_prompt, **generation
+    )
     session = Session(
         model=model.model,
         conversation=conversation,
@@ -57,7 +60,8 @@ def chat(
         lines=lines,
         console=console,
         context=context,
-        options=request,
+        policy=setting,
+        compression=compression,
         max_kv_bytes=model.max_kv_bytes,
     )
     if lines.interactive:

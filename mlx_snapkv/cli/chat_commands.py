@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
 from prompt_toolkit.document import Document
@@ -17,12 +18,10 @@ from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.distributed import from_first, n_ranks
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
-from ..planning.config import CompressionConfig
-from ..planning.settings import AUTO, setting_named
+from ..planning.settings import AUTO, Setting, setting_named
 from ..planning.units import format_bytes
 from ..saved import require_writable
 from ..sparse.options import Sparse
-from .cache_options import CompressionOptions, recommended_keywords
 from .chat_session import Session
 from .loading import WITHOUT_LAUNCH
 from .options import SamplingOptions
@@ -274,12 +273,11 @@ def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
     current = session.conversation
-    options: Any = {**session.options, **current.generation}
-    loaded = Conversation.load(path, current.model, current.tokenizer, **options)
+    loaded = Conversation.load(
+        path, current.model, current.tokenizer, policy=session.policy, **current.generation
+    )
     session.replace(loaded)
-    config, _ = CompressionConfig.from_keywords(session.options)
-    is_same = (config.setting, config.keywords) == (loaded.policy, loaded.options)
-    note = "" if is_same else ", as it was saved"
+    note = "" if loaded.policy == session.policy else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{note}")
 
 
@@ -314,18 +312,17 @@ def _policy(session: Session, text: str) -> None:
     if not text:
         session.say(f"policy: {conversation.policy or 'none'}")
         return
+    policy: Setting | None = None
     if text == AUTO:
-        changes = _keywords_for_auto(session)
-    else:
-        changes = {"policy": None if text == "none" else setting_named(text)}
-    policy = changes["policy"] or "none"
-    session.start_again(f"started a new conversation with policy {policy}", **changes)
+        policy = _chosen_by_auto(session)
+    elif text != "none":
+        policy = session.compression.completed(setting_named(text))
+    session.start_again(f"started a new conversation with policy {policy or 'none'}", policy=policy)
 
 
-def _keywords_for_auto(session: Session) -> dict[str, Any]:
-    """Return the keywords of `Conversation` that auto selects, and print the choice."""
-    keywords = session.options | {"policy": AUTO}
-    options = CompressionOptions(**keywords, kv_memory=session.context.params["kv_memory"])
+def _chosen_by_auto(session: Session) -> Setting | None:
+    """Return the setting that auto selects, and print the choice."""
+    options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
     generation = session.conversation.generation
     recommendation = options.recommend(
         session.conversation.model,
@@ -335,7 +332,8 @@ def _keywords_for_auto(session: Session) -> dict[str, Any]:
         generation,
         generation.get("max_tokens"),
     )
-    return recommended_keywords(recommendation)
+    assert recommendation is not None  # auto is asked for
+    return recommendation.config.setting
 
 
 @_command("[TEXT]")

@@ -20,7 +20,8 @@ from ..errors import SnapKVError
 from ..planning.file_cost import FileCost, file_cost
 from ..planning.kv_limit import NO_KV_LIMIT
 from ..planning.long_prompts import LongPrompts
-from ..sparse.options import Sparse
+from ..planning.settings import Setting
+from .cache_options import CompressionOptions
 from .options import SamplingOptions
 from .progress import stderr_console
 from .prompt_console import PromptConsole
@@ -118,7 +119,8 @@ class Session:
         sampling: sampling options, which /set changes.
         console: prints progress and warnings unless the chat is quiet.
         context: context of the command.
-        options: policy and `RequestOptions` for new conversations, as keywords of `Conversation`.
+        policy: setting of new conversations.
+        compression: options of the command.
         max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
         names: file name of each attached document, by the document's text.
         exported: files written by /export.
@@ -131,7 +133,8 @@ class Session:
     lines: Lines
     console: PromptConsole
     context: Context
-    options: dict[str, Any]
+    policy: Setting | None
+    compression: CompressionOptions
     max_kv_bytes: int | None = None
     names: dict[str, str] = field(default_factory=dict)
     exported: set[Path] = field(default_factory=set)
@@ -164,9 +167,7 @@ class Session:
     def _keywords(self) -> dict[str, Any]:
         """Return the keywords of `generate_step` for the next turn."""
         conversation = self.conversation
-        if conversation.policy is None:
-            return conversation.generation
-        return {"policy": conversation.policy, **conversation.options, **conversation.generation}
+        return {"policy": conversation.policy, **conversation.generation}
 
     def _require_memory(self, n_new: int) -> None:
         """Check that a turn of `n_new` tokens fits in memory. Raises: SnapKVError: it doesn't."""
@@ -195,10 +196,8 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """Describe the policy and options of the conversation."""
-        conversation = self.conversation
-        values = {"policy": conversation.policy or "none", **conversation.options}
-        return ", ".join(f"{name} {value}" for name, value in values.items() if value)
+        """Describe the setting of the conversation."""
+        return f"policy {self.conversation.policy or 'none'}"
 
     @property
     def waiting(self) -> str:
@@ -239,22 +238,26 @@ class Session:
     def start_again(self, line: str, **changes: Any) -> None:
         """Start a new conversation, if the current one may be discarded, and print `line`.
 
-        Options from a loaded file are dropped.
+        The setting of a loaded file is dropped.
 
         Args:
-            **changes: new values of the keywords `system`, `policy` and those of `RequestOptions`. With changes,
-                attached documents stay attached.
             line: the line to print.
+            **changes: new values of the keywords `system` and `policy`. With changes, attached documents stay attached.
         """
         if not self.may_replace():
             return
         conversation = self.conversation
-        self.options |= {name: changes[name] for name in self.options if name in changes}
-        options = {"system": conversation.system, **self.options, **changes}
-        if not isinstance(options["policy"], Sparse):
-            options["store"] = None  # only sparse attention has a store
-        options |= conversation.generation
-        self.replace(Conversation(conversation.model, conversation.tokenizer, **options))
+        self.policy = changes.get("policy", self.policy)
+        system = changes.get("system", conversation.system)
+        self.replace(
+            Conversation(
+                conversation.model,
+                conversation.tokenizer,
+                policy=self.policy,
+                system=system,
+                **conversation.generation,
+            )
+        )
         if changes:
             self.conversation.attached = conversation.attached
         self.say(line + self.waiting)
@@ -279,6 +282,4 @@ class Session:
         conversation = self.conversation
         if n_new <= SHORT_TURN:
             return None
-        return file_cost(
-            conversation.model, conversation.store, n_new, folder=conversation.options["store_dir"]
-        )
+        return file_cost(conversation.model, conversation.policy, n_new)

@@ -24,9 +24,9 @@ ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command with an option for each field of the function's dataclass parameters.
 
-    Fields are annotated like parameters of a typer command: `Annotated[int, Option(min=1, help="...")]`. Fields of the
-    library's `RequestOptions` have their help in metadata instead. The command creates each dataclass from the values
-    of its fields, and calls the function. Other parameters do not change.
+    Fields are annotated like parameters of a typer command: `Annotated[int, Option(min=1, help="...")]`. Fields that
+    are options of the library's `Sparse` have their help in metadata instead. The command creates each dataclass from
+    the values of its fields, and calls the function. Other parameters do not change.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -113,7 +113,7 @@ class Command(TyperCommand):
         return None if configured is None else (configured.origin, configured.value)
 
     def _drop_overridden(self, ctx: Any) -> None:
-        """Reset configured values without effect: overridden values, and a store without sparse attention.
+        """Reset configured values without effect: overridden values, and a store that sparse attention does not use.
 
         If one of `SETTING_OPTIONS` was typed, it overrides their configured values. The policy "none" becomes None.
         """
@@ -124,7 +124,8 @@ class Command(TyperCommand):
             params["policy"] = None
         # compare includes sparse attention by default, and auto may select it.
         may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
-        if not may_be_sparse and params.get("sparse") is None:
+        names_store = is_typed(ctx, "sparse") and "store=" in str(params["sparse"])
+        if names_store or (not may_be_sparse and params.get("sparse") is None):
             self._reset_configured(ctx, {"store"})
 
     def _reset_configured(self, ctx: Any, names: set[str]) -> None:
@@ -164,9 +165,10 @@ class Command(TyperCommand):
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
         """Reject typed options that need another option (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
-        # A store may still come from /policy in a chat, from auto, or from a saved prompt.
+        # A store may still come from --sparse, from /policy in a chat, from auto, or from a saved prompt.
         may_get_store = (
-            self.name == "chat"
+            "store=file" in str(ctx.params.get("sparse"))
+            or self.name == "chat"
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
         )

@@ -10,7 +10,6 @@ from typer import Option
 
 from ..measure.tables import Table
 from ..paths import put_result
-from ..planning.options import RequestOptions
 from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompt_console import PromptConsole
@@ -56,13 +55,13 @@ def compare(
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    request: RequestOptions,
+    store: cache_options.StoreOptions,
     shown: CompareOptions,
 ) -> None:
     r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
-    Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and policies
-    with --store, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
+    Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and sparse
+    attention, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -75,11 +74,11 @@ def compare(
 
     path = require_page(shown.output, ".html")
     # Check the methods before the model is loaded.
-    methods = methods_of(shown.policy, shown.sparse, request=request)
+    methods = methods_of(shown.policy, shown.sparse, store=store)
     console = PromptConsole(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
     if not (shown.policy or shown.sparse):
-        methods = _default_methods(len(tokens), request)
+        methods = _default_methods(len(tokens), store)
     # The full cache needs the most memory.
     LongPrompts(loaded, max_tokens=max_tokens).require_memory(
         len(tokens), max_kv_bytes=model.max_kv_bytes
@@ -113,7 +112,7 @@ def compare(
         console.say(f"wrote {path}")
 
 
-def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
+def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[Method]:
     """Return the full cache, sparse attention and two policies, with values suitable for `n_prompt` tokens."""
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
@@ -122,9 +121,9 @@ def _default_methods(n_prompt: int, request: RequestOptions) -> list[Method]:
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     sparse = "budget=6.25%" if is_short else ""
     policies = worth_comparing(n_prompt)
-    if request.store is not None:
+    if store.store is not None:
         policies = []  # only sparse attention has a store
-    return methods_of(policies, [sparse], request=request)
+    return methods_of(policies, [sparse], store=store)
 
 
 def _ignore_text(name: str, text: str) -> None:

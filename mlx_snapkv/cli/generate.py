@@ -12,7 +12,6 @@ from typer import Context, Option
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
-from ..planning.options import OPTIONS
 from . import cache_options, options
 from .command import OUTPUT, flag_of, typed_only
 from .loading import require_one_process
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 # Options that can't be combined with a saved prompt.
 EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
 # Options for which a saved prompt has its own values. Only the command line changes them.
-SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *OPTIONS)
+SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", "store", "store_dir")
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
@@ -176,10 +175,9 @@ def generate(
         prompt, draft, cache, compression = _with_saved_prompt(
             context, prompt, draft, cache, compression
         )
-    keywords = compression.generate_keywords()
-    if file is None:
-        compression.require_consistent()
-    keywords |= cache.generate_keywords(keywords["policy"])
+    # A saved prompt may have a setting of its own, whose store --store changes.
+    setting = compression.setting if file is None else compression.resolve()
+    keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first(prompt.read)
     schema = from_first(constraint.read)
     require_one_process(draft_model=draft.draft_model)
@@ -194,7 +192,8 @@ def generate(
         recommendation = compression.recommend(
             loaded, len(tokens), "question", console.say, keywords, max_tokens
         )
-        keywords |= cache_options.recommended_keywords(recommendation)
+        if recommendation is not None:
+            keywords["policy"] = recommendation.config.setting
         auto_keeps_all = compression.is_auto and keywords["policy"] is None
         console.announce(
             loaded,
@@ -265,10 +264,7 @@ class _Answer:
         from ..planning.file_cost import file_cost
 
         show = not self.output.as_json
-        cost = None
-        if show:
-            folder = self.keywords["store_dir"]
-            cost = partial(file_cost, model, self.keywords["store"], folder=folder)
+        cost = partial(file_cost, model, self.keywords["policy"]) if show else None
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,

@@ -226,7 +226,6 @@ class Plans:
             "fits": best is not None,
             "why": planned.why,
             "policy": None if best is None else best.policy,
-            "store": None if best is None else best.store,
             "command": None if best is None else self._command(best),
         }
 
@@ -305,5 +304,4 @@ def _config(plan: MemoryPlan) -> CompressionConfig:
     from ..planning.config import CompressionConfig
     from ..planning.settings import setting_named
 
-    setting = None if plan.policy is None else setting_named(plan.policy)
-    return CompressionConfig(setting, store=plan.store)
+    return CompressionConfig(None if plan.policy is None else setting_named(plan.policy))

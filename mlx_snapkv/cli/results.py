@@ -17,8 +17,7 @@ from .._version import __version__
 from ..errors import SnapKVError
 from ..measure.tables import is_ours, require_matplotlib
 from ..paths import path_of, put_result, refusing, require_place
-from ..planning.options import RequestOptions
-from .cache_options import parse_settings
+from .cache_options import StoreOptions, parse_settings
 from .options import AsJson
 from .terminal_table import print_table
 
@@ -203,7 +202,7 @@ def methods_of(
     sparse: Sequence[str] | None = None,
     *,
     lengths: Sequence[int] = (),
-    request: RequestOptions | None = None,
+    store: StoreOptions | None = None,
 ) -> list[Method]:
     """Return the methods to measure: the full cache, each policy and each sparse attention.
 
@@ -211,28 +210,19 @@ def methods_of(
         policies: values of --policy, without repetitions.
         sparse: values of --sparse, without repetitions.
         lengths: prompt lengths to measure, in tokens.
-        request: other options for all methods. If `sparse` is given, the store does not apply to policies.
+        store: store of each sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, or a method would compress none of the prompts.
+    Raises: SnapKVError: a value can't be parsed, a store is given for policies alone, or a method would compress none
+        of the prompts.
     """
     from ..measure.methods import Method, require_compression
-    from ..planning.config import CompressionConfig
-    from ..planning.exclusions import When, require_compatible
-    from ..sparse.options import Sparse
 
-    settings = parse_settings(dict.fromkeys(policies or []), sparse=dict.fromkeys(sparse or []))
-    is_any_sparse = any(isinstance(setting, Sparse) for setting in settings)
-    options: dict[Any, dict[str, Any]] = {}
-    for setting in settings:
-        keywords = (request or RequestOptions()).keywords
-        if is_any_sparse and not isinstance(setting, Sparse):
-            keywords["store"] = None  # only sparse attention has a store
-        config = CompressionConfig(setting, **keywords)
-        require_compatible(config, When.CHOSEN)
-        options[setting] = {
-            name: value for name, value in config.keywords.items() if value is not None
-        }
+    store = store or StoreOptions()
+    settings: list[Any] = parse_settings(policies)
+    if not sparse:
+        settings = [store.folded_into(setting) for setting in settings]  # refuses a store
+    settings += [store.folded_into(setting) for setting in parse_settings(None, sparse=sparse)]
     full_cache = Method()
-    methods = [full_cache, *(Method(setting, options[setting]) for setting in options)]
+    methods = [full_cache, *map(Method, dict.fromkeys(settings))]
     require_compression(methods, lengths)
     return methods

@@ -1,6 +1,7 @@
 """A saved prompt from which an answer continues."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..planning.config import CompressionConfig
 from ..planning.settings import setting_named
 from ..planning.units import format_bytes
-from ..sparse.prompt_caches import file_store_of
+from ..sparse.options import Sparse
 from .cache_options import CompressionOptions
 from .prompts import encode_question
 
@@ -51,7 +51,6 @@ class SavedPrompt:
     ):
         """Load the file, check the options, and compress a full cache if they ask for it."""
         policy = compression.resolve()
-        store = compression.store
         self._file = file
         self._saved = saved.load(file, model)
         self._flag = compression.flag
@@ -63,21 +62,17 @@ class SavedPrompt:
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if quantization is not None:
             self._require_plain_entries()
-        if self._stored_in is not None:
+        if (own_setting := self._own_setting) is not None:
             self._require_own_setting(policy, quantization)
-            policy = setting_named(self._saved.policy)
-            store = store or self._stored_in
+            policy = replace(own_setting, **compression.given)
         elif is_compressed(self._caches):
-            self._require_no_setting(policy, store)
-        elif isinstance(policy, Compress):
-            self.report = self._compress(model, policy, quantization)
-            policy = None  # the answer continues on the compressed caches
-        store = CompressionConfig(policy, store=store).store
-        # Options of the saved prompt override the command's, except the store.
-        noted = {} if self._is_from_mlx_lm else self._saved.notes.get("options", {})
-        saved_options = {name: value for name, value in noted.items() if value is not None}
-        self.options = {"policy": policy, **compression.keywords, **saved_options}
-        self.options |= {"store": store, "prompt_cache": self._caches}
+            self._require_no_setting(policy, compression.store)
+        else:
+            policy = compression.folded_into(policy)
+            if isinstance(policy, Compress):
+                self.report = self._compress(model, policy, quantization)
+                policy = None  # the answer continues on the compressed caches
+        self.options = {"policy": policy, "prompt_cache": self._caches}
 
     @property
     def _is_from_mlx_lm(self) -> bool:
@@ -116,15 +111,12 @@ class SavedPrompt:
             )
 
     @property
-    def _stored_in(self) -> str | None:
-        """Return the store of a text that was saved for sparse attention; None for other files."""
-        notes = self._saved.notes
-        if self._saved.policy == NO_POLICY or "messages" in notes:
+    def _own_setting(self) -> Sparse | None:
+        """Return the sparse attention that a text was saved for; None for other files."""
+        if self._saved.policy == NO_POLICY or "messages" in self._saved.notes:
             return None
-        book = file_store_of(self._caches)
-        if self._is_from_mlx_lm:
-            return book
-        return notes.get("options", {}).get("store", book)
+        setting = setting_named(self._saved.policy)
+        return setting if isinstance(setting, Sparse) else None
 
     def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
         """Check that the command gives no setting other than the file's own. Raises: SnapKVError."""

@@ -187,10 +187,10 @@ def serve(
 
     require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
     settings = http.settings() if rank() == 0 else None  # only rank 0 listens
-    keywords = compression.keywords_for_task(
+    setting = compression.setting_for_task(
         model.model, "conversation", PromptConsole().say, vars(cache)
     )
-    generation = keywords | vars(cache)
+    generation = {"policy": setting, **vars(cache)}
     identity = CompressionConfig.from_keywords(generation)[0].identity
     prefix_cache = PrefixCache(sys.maxsize)  # the loader sets its limit
     loader = _Loader(

@@ -16,7 +16,6 @@ from ..compress.policy import Policy
 from ..errors import SnapKVError
 from ..planning.auto import QUESTION, explaining, resolve
 from ..planning.config import CompressionConfig
-from ..planning.exclusions import When, require_compatible
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.request_plan import Plan, plan_request
 from ..sparse.options import Sparse
@@ -50,7 +49,7 @@ def generate_step(
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
             string. No entry is evicted; prompt chunks and answer tokens choose the few entries that they read.
         on_report: called with a `CompressionReport`, before the first token from the compressed cache.
-        **kwargs: the options of `RequestOptions`, such as `store`, and mlx-lm's keywords.
+        **kwargs: mlx-lm's keywords.
         stream: mlx-lm's argument.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, like mlx-lm.
@@ -105,7 +104,6 @@ def stream_generate(
         model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
     options.pop("draft_model")
-    require_compatible(config, When.CHOSEN)
 
     def start_answer(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         start = functools.partial(

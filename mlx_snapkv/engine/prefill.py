@@ -12,7 +12,6 @@ from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
-from ..planning.options import OPTIONS
 from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_step_size
 from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
@@ -45,7 +44,7 @@ def prefill(
     `generate_step`. If the whole prompt is passed, the kept entries are those of our `generate_step`: the next tokens
     that vote (`lookahead`) are decoded greedily, and only their votes remain.
 
-    With `sparse`, a text is read for later questions: all entries stay in the `store`, and later requests or turns of a
+    With `sparse`, a text is read for later questions: all entries stay in its store, and later requests or turns of a
     conversation continue from them.
 
     Args:
@@ -56,7 +55,7 @@ def prefill(
         prompt_cache: an empty cache of the model to fill; None makes a new one.
         prefill_step_size: maximum tokens per chunk; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the number of processed tokens and the total.
-        **options: the options of `RequestOptions`, and `kv_bits` and `kv_group_size` for the kept entries.
+        **options: `kv_bits` and `kv_group_size`, for the kept entries.
 
     Returns: The prompt cache and the report. The report's `reason` says why if nothing was compressed.
 
@@ -71,7 +70,7 @@ def prefill(
     plan = plan_request(model, config, tokens.size, prompt_cache)
     cache = prompt_cache
     if cache is None:
-        cache = make_caches(model, config.store, config.store_dir)
+        cache = make_caches(model, config.sparse)
     loop_options: dict[str, Any] = {
         "prefill_step_size": plan.chunk_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
@@ -99,8 +98,9 @@ def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[st
     Raises: SnapKVError: an option is unknown, or there is neither a policy nor sparse attention.
     """
     config, kv_options = CompressionConfig.from_keywords(options, is_text=True)
-    for name in kv_options.keys() - {"kv_bits", "kv_group_size"}:
-        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, OPTIONS)}")
+    known = {"kv_bits", "kv_group_size"}
+    for name in kv_options.keys() - known:
+        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, known)}")
     if config.setting is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     return config, kv_options

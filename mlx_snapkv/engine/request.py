@@ -164,6 +164,6 @@ def make_request(
     Raises: SnapKVError: the store can't keep the entries of the prompt cache.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if plan.options.store is not None and not owned:
-        caches = copied_to_store(model, caches, plan.options.store, plan.options.store_dir)
+    if plan.sparse is not None and not owned:
+        caches = copied_to_store(model, caches, plan.sparse)
     return Request(model, plan, caches, on_kept)

@@ -15,7 +15,6 @@ from ..entries.quantization import extract_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
-from ..planning.exclusions import When, require_compatible
 from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
 from ..sparse.prompt_caches import caches_to_continue, make_caches
@@ -95,8 +94,8 @@ def serve(
 def require_servable(model, config: CompressionConfig) -> None:
     """Check that options agree, and that the model supports the config. Raises: SnapKVError."""
     config.require(model)
-    require_compatible(config, When.COMPRESSING)
-    caches = make_caches(model, config.store, config.store_dir)
+    config.require_compressible()
+    caches = make_caches(model, config.sparse)
     layers = attention_layers(model, caches)
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)

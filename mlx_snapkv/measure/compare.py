@@ -292,10 +292,10 @@ class _Comparison:
 
         def copy_cache(report: CompressionReport) -> None:
             nonlocal compressed
-            if not method.options:
+            if method.evicts:
                 compressed = copy.deepcopy(cache)
 
-        options = {"policy": method.policy, **method.options, **self._options}
+        options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept = None if compressed is None else self._share_kept(compressed)
         # Sparse attention's cache has all entries, and each token of a request chooses among them.
@@ -312,7 +312,7 @@ class _Comparison:
         policy: Any = method.policy
         full = self.full.tokens
         n_before = len(full) - len(attempt.logprobs)
-        if not len(attempt.logprobs) and not method.options:
+        if not len(attempt.logprobs) and method.evicts:
             n_before = n_decoded_before(self._model, policy, len(self._tokens))
         kl = self._reference.figures(attempt.logprobs)["kl"]
         return replace(

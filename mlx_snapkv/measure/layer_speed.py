@@ -61,7 +61,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
     """
     config = CompressionConfig(replace(sparse, read="dense"))  # no prompt is read
     config.require(model)
-    layers = sparse_layers(attention_layers(model, make_caches(model, "memory")))
+    layers = sparse_layers(attention_layers(model, make_caches(model, Sparse())))
     found: list[Measurement] = []
     for n in LENGTHS:
         times = _token_seconds(model, config, layers[0], n)
@@ -92,7 +92,7 @@ def _token_seconds(
             query, *full.update_and_fetch(*new), scale=scale
         )
 
-    prompt_cache = make_caches(model, "memory")
+    prompt_cache = make_caches(model, Sparse())
     stored = layer.cache_in(prompt_cache)
     stored.observe(plan.first, plan.last, plan.capacity)
     stored.update_and_fetch(*entries)

@@ -1,11 +1,10 @@
 """The methods that are compared: the full cache, policies and sparse attention."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from ..compress.options import Compress
 from ..errors import SnapKVError
-from ..planning.options import noted
 from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
@@ -23,11 +22,9 @@ class Method:
     Attributes:
         policy: the setting; None for the full cache. Sparse attention is measured with `when="always"`, because
             otherwise the first tokens, or all of them, would be those of the full cache.
-        options: keywords of `stream_generate`, such as a `store` for sparse attention.
     """
 
     policy: Setting | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         """Set the option `when` of sparse attention to "always"."""
@@ -42,16 +39,17 @@ class Method:
         setting = self.policy
         if isinstance(setting, Sparse):
             setting = replace(setting, when="faster")
-        name = str(setting)
-        for option, value in noted(self.options).items():
-            if value not in ("memory", None):  # not the default
-                name += f", {option} {value}"
-        return name
+        return str(setting)
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether the method evicts entries."""
+        return isinstance(self.policy, Compress)
 
     @property
     def shares_reading(self) -> bool:
         """Return whether the method can compress a prompt that was read once for several methods."""
-        return not self.options and shares_reading(self.policy)
+        return shares_reading(self.policy)
 
 
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..compress.options import Compress
@@ -15,7 +15,6 @@ from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .machine import this_machine
 from .memory_plan import MemoryPlan, Planner
-from .options import OPTIONS
 from .prompt_plan import MAX_TOKENS
 from .settings import AUTO, Setting, asks_for_auto
 from .speed_record import Speed, speed_of
@@ -30,9 +29,9 @@ def _within(budget: int) -> CompressionConfig:
 
 KEEP_ALL = CompressionConfig()
 SNAPKV = CompressionConfig(Compress(SnapKV(top_k=4096)))
-SPARSE = CompressionConfig(Sparse(), store="memory")
-SPARSE_4BIT = replace(SPARSE, store="4bit")
-SPARSE_IN_FILES = replace(SPARSE, store="file")
+SPARSE = CompressionConfig(Sparse())
+SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
+SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
 SMALL_WINDOW = _within(8192)
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
 TYPICAL = 32_768  # tokens of the prompts to come, where none is known
@@ -58,8 +57,8 @@ class AutoRequest:
     Attributes:
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
-        options: the options of `RequestOptions` that the caller set.
-        may_be_sparse: whether sparse attention can serve the request, as it has to if the caller set a store.
+        may_be_sparse: whether sparse attention can serve the request, as it has to if the user set a store.
+        store: the store that the user set, which asks for sparse attention.
         kv_bits: bits of the entries kept; see `generate_step`.
         kv_memory: limit of the entries in bytes.
         speed: what this machine's speed record says of sparse attention in memory.
@@ -67,16 +66,16 @@ class AutoRequest:
 
     n_prompt: int | None
     task: str = QUESTION
-    options: dict[str, Any] = field(default_factory=dict)
     may_be_sparse: bool = True
+    store: str | None = None
     kv_bits: int | None = None
     kv_memory: int | None = None
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. A store that the caller set is for sparse attention."""
-        if (store := self.options.get("store")) is not None:
-            return (replace(SPARSE, store=store),)
+        """Return the candidates for a prompt, best first. A store that the user set is for sparse attention."""
+        if self.store is not None:
+            return (CompressionConfig(Sparse(store=self.store)),)
         configs = CANDIDATES[self.task]
         if configs[0] == KEEP_ALL and self.sparse_share(n_prompt) < MAX_TIME_RATIO:
             configs = (SPARSE, *configs)
@@ -88,13 +87,12 @@ class AutoRequest:
         return math.inf if predicted is None else predicted[0] / predicted[1]
 
     def completed(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Return a candidate with the request's own options. Raises: SnapKVError: options conflict."""
-        other_options = {name: value for name, value in self.options.items() if name != "store"}
+        """Return a candidate; if the prompts are not known, SnapKV evicts only from a length on."""
         if self.n_prompt is None and candidate == SNAPKV:
             # The prompts to come may be short, and little would be evicted from short ones.
             long_only = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
-            return replace(SNAPKV, setting=long_only, **other_options)
-        return replace(candidate, **other_options)
+            return CompressionConfig(long_only)
+        return candidate
 
 
 class Recommendation(NamedTuple):
@@ -111,11 +109,6 @@ class Recommendation(NamedTuple):
     def __str__(self) -> str:
         """Return "auto: CONFIG, because WHY", for users."""
         return f"{AUTO}: {self.config}, because {self.why}"
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Return the keywords of `generate_step` that ask for the config."""
-        return {"policy": self.config.setting, **self.config.keywords}
 
     def explain(self, report: Any) -> None:
         """Note in a request's report what was chosen, and if it is the full cache, why."""
@@ -160,7 +153,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare, and
     sparse attention instead if it is known to be clearly faster on this machine.
 
-    Raises: SnapKVError: no setting can be combined with the request's options.
+    Raises: SnapKVError: the model supports no setting that may be chosen.
     """
     n_prompt = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
     candidates = _candidates(planner, request, n_prompt)
@@ -173,7 +166,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
     def fits(candidate: _Candidate) -> bool:
         config = candidate.config
-        is_larger = config.store == "memory" and "store" not in request.options
+        is_larger = config.store == "memory" and request.store is None
         peak_limit = full_cache_limit if config.setting is None or is_larger else usable
         return candidate.plan.peak <= peak_limit and candidate.kv_bytes <= kv_limit
 
@@ -191,7 +184,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
     """Return the settings that change how a prompt is read, and for a short one the full cache; the best come first.
 
-    Raises: SnapKVError: none can be combined with the request's options.
+    Raises: SnapKVError: the model supports none.
     """
     configs = request.candidates(n_prompt) if planner.can_compress else ()
     if not configs or n_prompt < MIN_TOKENS_TO_EVICT:
@@ -258,6 +251,7 @@ def resolve(
     sparse: Any = None,
     max_tokens: int = MAX_TOKENS,
     kv_memory: int | None = None,
+    store: str | None = None,
 ) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
     """Return the config that the keywords ask for, mlx-lm's own options, and for "auto" the recommendation.
 
@@ -265,13 +259,14 @@ def resolve(
         model: an mlx-lm model; its shapes and its trained length count for "auto".
         n_prompt: tokens of the prompt; None if the prompts are not known yet.
         task: the task that "auto" chooses for, such as `QUESTION`.
-        options: the options of `RequestOptions`, and mlx-lm's own. With a caller's `prompt_cache` or a `draft_model`
-            sparse attention is chosen only if `store` asks for it.
+        options: mlx-lm's own. With a caller's `prompt_cache` or a `draft_model` "auto" chooses sparse attention only
+            if `store` asks for it.
         snapkv: see `generate_step`.
         policy: see `generate_step`; "auto" is allowed.
         sparse: see `generate_step`.
         max_tokens: limit of an answer's tokens.
-        kv_memory: limit of the entries in bytes.
+        kv_memory: limit of the entries in bytes, for "auto".
+        store: the only store that "auto" may choose sparse attention with; None for any.
 
     Raises: SnapKVError: an option is invalid or conflicts with another.
     """
@@ -285,16 +280,14 @@ def resolve(
             Option("policy", "auto"),
             Option("sparse"),
         )
-    own_options = {name: options[name] for name in OPTIONS if name in options}
-    mlx_options = {name: value for name, value in options.items() if name not in OPTIONS}
-    CompressionConfig(**own_options)  # raises for invalid options
+    _, mlx_options = CompressionConfig.from_keywords(options)
     request = AutoRequest(
         n_prompt=n_prompt,
         task=task,
-        options=own_options,
         may_be_sparse=(
             mlx_options.get("prompt_cache") is None and mlx_options.get("draft_model") is None
         ),
+        store=store,
         kv_bits=mlx_options.get("kv_bits"),
         kv_memory=kv_memory,
         speed=speed_of(model, Sparse()),

@@ -1,4 +1,4 @@
-"""The configuration of a request: its setting, its options, and the options of mlx-lm that limit them."""
+"""The configuration of a request: its setting, and the options of mlx-lm that limit it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compress.options import Compress
+from ..compress.policies import SnapKV
 from ..entries.quantization import Quantization, extract_quantization
 from ..errors import (
+    ConflictError,
+    Option,
     SnapKVError,
+    UnknownOptionError,
     UnsupportedModelError,
 )
 from ..models import attentions, type_of
 from ..models.distributed import TENSOR, split_of
-from ..paths import path_of
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import require_store
-from .exclusions import When, require_compatible
-from .options import OPTIONS, RequestOptions, noted
 from .prompt_plan import require_step_size
 from .settings import Setting, resolve_setting
 
 METHODS = ("snapkv", "policy", "sparse")
+# Options of sparse attention, of which no keyword of mlx-lm or option of SnapKV has the name.
+SPARSE_ONLY = set(Sparse.options()) - set(SnapKV.options())
 
 
 @dataclass(frozen=True)
-class CompressionConfig(RequestOptions):
-    """The setting and the options of a request; see `generate_step`.
+class CompressionConfig:
+    """The setting of a request; see `generate_step`.
 
     Attributes:
-        store: where sparse attention keeps all entries, by default "memory"; None with a policy, which evicts.
         setting: a policy or sparse attention; None is the full cache.
         quantization: how the entries kept are quantised; None leaves them as they are.
         turns: whether caches that hold tokens already are compressed again, as a conversation's caches are.
-        max_kv_size: mlx-lm's option, the size of a rotating cache, which excludes compression.
+        max_kv_size: mlx-lm's option, the size of a rotating cache.
         has_draft_model: whether mlx-lm's option `draft_model` is given.
         is_text: whether a text is read without an answer, for later questions.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another.
+    Raises: SnapKVError: an option of mlx-lm conflicts with sparse attention.
     """
 
     setting: Setting | None = None
@@ -49,14 +50,18 @@ class CompressionConfig(RequestOptions):
     is_text: bool = False
 
     def __post_init__(self) -> None:
-        """Set the store that sparse attention needs, and check the options against each other."""
-        super().__post_init__()
-        if self.store is None and self.sparse is not None:
-            object.__setattr__(self, "store", "memory")
-        if self.store_dir is not None:
-            object.__setattr__(self, "store_dir", str(path_of(self.store_dir, "--store-dir")))
-        require_store(self.store, self.store_dir)
-        require_compatible(self, When.GIVEN)
+        """Check that no option of mlx-lm excludes sparse attention."""
+        if self.sparse is None:
+            return
+        if self.quantization is not None:
+            raise SnapKVError(
+                "{} quantises the entries that a policy keeps, and {} keeps all: give {} or 4bit instead",
+                Option("kv_bits"),
+                Option("sparse"),
+                Option("store", "8bit"),
+            )
+        if self.has_draft_model:
+            raise ConflictError(Option("draft_model"), Option("sparse"))
 
     @classmethod
     def from_keywords(
@@ -68,18 +73,20 @@ class CompressionConfig(RequestOptions):
             keywords: keywords of `generate_step`, mlx-lm's own included.
             **fields: fields of the config that are no keywords, such as `turns`.
 
-        Raises: SnapKVError: one is invalid or conflicts with another.
+        Raises: SnapKVError: one is invalid or conflicts with another, or belongs into `sparse`.
         """
+        for name, value in keywords.items():
+            if name in SPARSE_ONLY:
+                raise UnknownOptionError(
+                    f"unknown option {name!r}: it is one of sparse attention, so give sparse={{{name!r}: {value!r}}}"
+                )
         setting = resolve_setting(
             snapkv=keywords.get("snapkv"),
             policy=keywords.get("policy"),
             sparse=keywords.get("sparse"),
         )
-        own_options = {name: keywords[name] for name in OPTIONS if name in keywords}
-        mlx_options = {
-            name: value for name, value in keywords.items() if name not in (*METHODS, *OPTIONS)
-        }
-        config = cls(setting=setting, **own_options, **fields)
+        mlx_options = {name: value for name, value in keywords.items() if name not in METHODS}
+        config = cls(setting=setting, **fields)
         return config.with_mlx_options(mlx_options), mlx_options
 
     def with_mlx_options(self, options: dict[str, Any]) -> CompressionConfig:
@@ -99,14 +106,11 @@ class CompressionConfig(RequestOptions):
     @property
     def identity(self) -> dict[str, str]:
         """Return everything but the model and the tokens that entries depend on. A server finds prefixes by it."""
-        values = {"setting": self.setting, "quantization": self.quantization}
-        values |= noted(self.keywords)
-        return {name: str(value) for name, value in values.items()}
+        return {"setting": str(self.setting), "quantization": str(self.quantization)}
 
     def __str__(self) -> str:
-        """Return the setting as a command line takes it, and the store if it is not memory."""
-        store = "" if self.store in (None, "memory") else f", store {self.store}"
-        return f"{self.setting or 'the full cache'}{store}"
+        """Return the setting as a command line takes it."""
+        return str(self.setting or "the full cache")
 
     @property
     def flags(self) -> str:
@@ -114,12 +118,10 @@ class CompressionConfig(RequestOptions):
         if self.setting is None:
             return ""
         if self.sparse is None:
-            flags = f"--policy {shlex.quote(str(self.setting))}"
-        else:
-            options = str(self.sparse).partition(":")[2]
-            # The flag needs a value, and this one is the default.
-            flags = f"--sparse {shlex.quote(options or 'read=sparse')}"
-        return flags if self.store in (None, "memory") else f"{flags} --store {self.store}"
+            return f"--policy {shlex.quote(str(self.setting))}"
+        options = str(self.sparse).partition(":")[2]
+        # The flag needs a value, and this one is the default.
+        return f"--sparse {shlex.quote(options or 'read=sparse')}"
 
     @property
     def compress(self) -> Compress | None:
@@ -132,16 +134,38 @@ class CompressionConfig(RequestOptions):
         return self.setting if isinstance(self.setting, Sparse) else None
 
     @property
+    def store(self) -> str | None:
+        """Return where sparse attention keeps all entries; None with a policy, which evicts."""
+        return None if self.sparse is None else self.sparse.store
+
+    @property
     def evicts_in_blocks(self) -> bool:
         """Return whether entries are evicted while a prompt is read."""
         return self.compress is not None and self.compress.evicts_in_blocks
 
     def require(self, model) -> None:
-        """Raise SnapKVError if options exclude each other, or the model does not support them."""
-        require_compatible(self, When.CHOSEN)
+        """Raise SnapKVError if the model does not support the setting."""
         if self.sparse is not None:
             _require_sparse_support(model)
         self._require_heads(model)
+
+    def require_compressible(self) -> None:
+        """Raise SnapKVError if mlx-lm's options exclude the compression of a prompt; off, they may be combined."""
+        if self.max_kv_size is not None:
+            raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
+        if not self.has_draft_model:
+            return
+        if self.quantization is not None:
+            raise SnapKVError(
+                "a draft model can't check quantised entries exactly: drop {}", Option("kv_bits")
+            )
+        if self.compress is not None and not self.compress.decode_policy.grows:
+            raise SnapKVError(
+                "a draft model needs a cache that only grows after the prompt, and {} goes on evicting: use snapkv "
+                "with on_full=grow, or drop {}",
+                self.compress.decode_policy,
+                Option("draft_model"),
+            )
 
     def _require_heads(self, model) -> None:
         """Raise SnapKVError if a policy compares all heads of a layer, and several Macs share them."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ..sparse.options import Sparse
 from ..sparse.prompt_caches import in_files
 from .entry_sizes import EntrySizes
+from .settings import Setting
 from .units import format_bytes
 
 
@@ -60,12 +62,7 @@ class FileCost:
 
 
 def file_cost(
-    model,
-    store: str | None,
-    n_new: int,
-    *,
-    folder: str | None = None,
-    saved_in: Path | None = None,
+    model, setting: Setting | None, n_new: int, *, saved_in: Path | None = None
 ) -> FileCost | None:
     """Return the bytes that reading `n_new` tokens will write.
 
@@ -73,15 +70,14 @@ def file_cost(
 
     Args:
         model: an mlx-lm model, its weights loaded or not.
-        store: name of the store; None if entries stay in memory.
+        setting: sparse attention, with the store and its folder; nothing else writes to files.
         n_new: tokens to read.
-        folder: the folder for temporary files; None is TMPDIR.
         saved_in: the folder that all entries are copied to at the end.
     """
-    if n_new == 0 or not in_files(store):
+    if n_new == 0 or not isinstance(setting, Sparse) or not in_files(setting.store):
         return None
-    folder_bytes = EntrySizes(model).of_files(store, n_new)
-    folders = [Path(folder or tempfile.gettempdir())]
+    folder_bytes = EntrySizes(model).of_files(setting.store, n_new)
+    folders = [Path(setting.store_dir or tempfile.gettempdir())]
     if saved_in is not None:
         folders.append(saved_in)
     disks: dict[int, Disk] = {}  # number of the device -> disk

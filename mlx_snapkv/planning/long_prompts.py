@@ -13,7 +13,6 @@ from .footprint import Footprint
 from .kv_limit import NO_KV_LIMIT
 from .machine import this_machine
 from .memory_plan import Planner
-from .options import OPTIONS
 from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
@@ -30,7 +29,7 @@ class LongPrompts:
         model: an mlx-lm model, its weights loaded or not.
         policy: the setting; None for the full cache.
         is_text: the prompts are texts, read on their own for questions to come.
-        **options: the options of `RequestOptions`, and mlx-lm's own; None means that an option is not set.
+        **options: mlx-lm's own; None means that an option is not set.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class LongPrompts:
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
-        self._own_options = {name: set_options[name] for name in OPTIONS if name in set_options}
         self._config, mlx_options = CompressionConfig.from_keywords(
             set_options | {"policy": policy}, is_text=is_text
         )
@@ -128,7 +126,7 @@ class LongPrompts:
     def _what_fits(self, n_prompt: int) -> str:
         """Return words about the setting that makes a prompt fit in memory."""
         assert self._planner is not None
-        request = AutoRequest(n_prompt, options=self._own_options, kv_bits=self._kv_bits)
+        request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
             recommendation = recommend(self._planner, request, self._usable)
         except SnapKVError:

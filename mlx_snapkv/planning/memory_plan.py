@@ -24,7 +24,6 @@ class MemoryPlan:
 
     context: int
     policy: str | None  # None means the full cache
-    store: str | None  # store that keeps all entries under sparse attention
     kv_bits: int | None  # None means no quantisation
     weights: int
     kv: int  # entries after the compression
@@ -99,7 +98,6 @@ class Planner:
         memory_plan = MemoryPlan(
             context=plan.n_prompt,
             policy=None if setting is None else str(setting),
-            store=plan.options.store,
             kv_bits=None if quantization is None else quantization.bits,
             weights=self._weights,
             kv=need.kept + need.extra_in_answer,

@@ -78,9 +78,9 @@ def prefix_room(
         each = Footprint(EntrySizes(model), config).of_prefix(context)
     except SnapKVError:  # the setting does not support prompts of this length
         each = 0
-    if in_files(config.store):
+    if config.sparse is not None and in_files(config.store):
         default = IN_FILES
-        free = shutil.disk_usage(config.store_dir or tempfile.gettempdir()).free
+        free = shutil.disk_usage(config.sparse.store_dir or tempfile.gettempdir()).free
     else:
         default = IN_MEMORY
         free = machine.usable - weight_bytes(model)

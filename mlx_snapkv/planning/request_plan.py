@@ -32,7 +32,6 @@ from ..sparse.options import (
 )
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
-from .exclusions import When, require_compatible
 from .products import entries_for
 from .prompt_plan import (
     PREFILL_STEP_SIZE,
@@ -191,7 +190,7 @@ def plan_request(
 
     Args:
         model: an mlx-lm model, its weights loaded or not.
-        options: the setting, and the options of the request.
+        options: the config of the request.
         n_new: number of tokens to read.
         prompt_cache: None is a new one.
         max_tokens: tokens of the answer; -1 has no limit.
@@ -213,7 +212,7 @@ def plan_request(
             reason=reason,
             n_new=n_new,
         )
-    require_compatible(options, When.COMPRESSING)
+    options.require_compressible()
     if not layers:
         cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         layers = attention_layers(model, cache)
@@ -299,8 +298,10 @@ def _adapts(options: CompressionConfig) -> bool:
 
     Several Macs have to choose alike, and other stores than memory return all entries slowly.
     """
-    sparse, in_memory = options.sparse, options.store in (None, "memory")
-    return sparse is not None and sparse.when == "faster" and in_memory and n_ranks() == 1
+    sparse = options.sparse
+    if sparse is None or sparse.store != "memory":
+        return False
+    return sparse.when == "faster" and n_ranks() == 1
 
 
 def _sparse_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:

@@ -31,7 +31,7 @@ from ..planning.settings import Setting
 from ..sparse.prompt_caches import books
 from . import book, sealed
 
-FORMAT = 1
+FORMAT = 2
 SAMPLES = 64  # number of values of each parameter in the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None

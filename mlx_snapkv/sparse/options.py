@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ..hyperparameters import (
     choice,
     count,
     entry_count,
+    folder,
     option,
     smallest_budget,
 )
@@ -71,22 +73,25 @@ class Sparse(Hyperparameters):
 
     Attributes:
         top_k: entries that a token of the answer chooses per KV head, by the logits of its own queries.
-        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%"). By default
-            it is 1/16 of the prompt, and at least 1,024.
+        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%"); by default
+            1/16 of the prompt, and at least 1,024.
         n_sink: number of first entries, which every token reads.
         n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
             reads the answer's latest 256 tokens or more, and chooses among its older ones as in the prompt.
-        residual: how a token sees the entries that it does not read. "means": as one mean entry for every cluster of
-            about 256 similar keys, weighed by two factors a head that are found at the prompt's end
-            (`sparse/residual.py`); "none": not at all.
-        read: how the prompt is read. "sparse": a chunk reads the sink, the 256 tokens before it, itself, and pages of
-            16 neighbours that its own queries choose. "dense": everything before it, as mlx-lm does.
-        read_top_k: entries that a chunk chooses per KV head, or a share of the prompt. None is the most of 1,024, of
-            1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other products.
-        when: "faster": chunks of the prompt and tokens of the answer choose for as long as that is faster on this
-            machine; an answer's first 16 tokens read all entries. "always": chunks choose, and tokens from the
-            answer's third on. Entries in 8 or 4 bits or in files are always chosen from. A batch measures nothing, and
-            follows the speed record.
+        residual: how a token sees the entries that it does not read: as "means" of clusters, or not at all ("none").
+            A cluster has about 256 similar keys. Its mean entry is weighed by two factors a head, which are found at
+            the prompt's end (`sparse/residual.py`).
+        read: how chunks of the prompt read: few entries ("sparse"), or everything before them ("dense"), as mlx-lm
+            does. With "sparse" a chunk reads the sink, the 256 tokens before it, itself, and pages of 16 neighbours
+            that its own queries choose.
+        read_top_k: entries that a chunk chooses per KV head: a number, or a share of the prompt; by default the most
+            of 1,024, of 1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other
+            products.
+        when: when chunks and tokens choose: while that is "faster" on this machine, or "always". With "faster" at least
+            the first 16 tokens of an answer read all entries, and with "always" the first two. Entries in 8 or 4 bits
+            or in files are always chosen from. A batch measures nothing, and follows the speed record.
+        store: where all entries stay: in memory ("memory", or in few bits "8bit" and "4bit"), or in a "file".
+        store_dir: folder of the files, by default TMPDIR. Entries do not depend on it, so the string form lacks it.
     """
 
     name = "sparse"
@@ -99,6 +104,14 @@ class Sparse(Hyperparameters):
     read: str = choice("sparse", "dense")
     read_top_k: int | str | None = entry_count(None, least=16, example="12.5%")
     when: str = choice("faster", "always")
+    store: str = choice(
+        "memory",
+        "8bit",
+        "4bit",
+        "file",
+        help="Where --sparse keeps entries: memory (the default), 8bit, 4bit or file.",
+    )
+    store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 
     def __post_init__(self):
         """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict."""
@@ -109,6 +122,8 @@ class Sparse(Hyperparameters):
             if self.budget not in (None, budget):
                 raise SnapKVError("sparse options top_k and budget say the same: give only one")
             object.__setattr__(self, "budget", budget)
+        if self.store_dir is not None:
+            object.__setattr__(self, "store_dir", os.path.expanduser(self.store_dir))
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]

@@ -1,6 +1,5 @@
 """Make prompt caches that keep their entries in a store, and convert caches between stores."""
 
-import os
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -16,18 +15,10 @@ from ..caches.layers import (
     require_quantised_attention,
 )
 from ..entries.quantization import Quantization, fitting_groups
-from ..errors import Option, OptionError, SnapKVError
+from ..errors import Option, SnapKVError
+from .options import Sparse
 from .stored_cache import StoredKVCache
 from .stores import STORES, Store
-
-
-def require_store(store: str | None, folder: str | None = None) -> None:
-    """Check the name of a store and its folder. Raises: SnapKVError: unknown store, or folder not writable."""
-    if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        raise OptionError("store_dir", "a writable folder", folder)
-    if store is not None and store not in STORES:
-        *most, last = STORES
-        raise OptionError("store", f"{', '.join(most)} or {last}", store)
 
 
 def in_files(store: str | None) -> bool:
@@ -35,26 +26,26 @@ def in_files(store: str | None) -> bool:
     return store is not None and STORES[store].in_files
 
 
-def make_caches(model, store: str | None, folder: str | None = None) -> list:
-    """Return empty caches for a model. With a store, the full-attention layers keep their entries in it.
+def make_caches(model, sparse: Sparse | None) -> list:
+    """Return empty caches for a model. With sparse attention, its full-attention layers keep all entries in the store.
 
     Args:
         model: an mlx-lm model.
-        store: name of the store; None makes mlx-lm's own caches.
-        folder: folder for the store's temporary files; None is TMPDIR.
+        sparse: sparse attention, with the store and its folder; None makes mlx-lm's own caches.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
         UnsupportedModelError: its entries can't be compressed.
     """
     caches = make_prompt_cache(model)
-    if store is None:
+    if sparse is None:
         return caches
     layers = attention_layers(model, caches)
-    quantization = store_quantization(model, layers, store)
-    folder_option: dict[str, Any] = {"folder": folder} if in_files(store) else {}
+    store = STORES[sparse.store]
+    quantization = store_quantization(model, layers, sparse.store)
+    folder_option: dict[str, Any] = {"folder": sparse.store_dir} if store.in_files else {}
     for layer in layers:
-        layer_store = STORES[store](quantization, **folder_option)
+        layer_store = store(quantization, **folder_option)
         layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, layer_store))
     return caches
 
@@ -73,17 +64,17 @@ def store_quantization(
     return Quantization(bits, 64 if 64 in groups else 32)
 
 
-def copied_to_store(model, prompt_cache: list, store: str, folder: str | None = None) -> list:
-    """Copy a prompt cache's entries to a store, and return the new caches.
+def copied_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
+    """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
     Raises: SnapKVError: the prompt cache is compressed, or the store can't keep this model's entries.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
             "{} needs a prompt cache with all entries, and this one is compressed",
-            Option("store", store),
+            Option("store", sparse.store),
         )
-    empty = make_caches(model, store, folder)
+    empty = make_caches(model, sparse)
     caches = copies_sharing_entries(prompt_cache, attention_layers(model, empty))
     move_entries(model, caches, into=empty)
     return caches

@@ -9,7 +9,7 @@ from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.batch.generator import UNBATCHED_TYPES
 from mlx_snapkv.caches.layers import members
 
-SPARSE = Sparse(top_k=6, n_sink=2, n_window=8)
+SPARSE = Sparse(top_k=6, n_sink=2, n_window=8, store="file")
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 TYPES = [
     "deepseek_v3", "falcon_h1", "gemma3n", "gpt_oss", "kimi_linear", "llama4_text", "longcat_flash",
@@ -20,19 +20,19 @@ CHOOSING = ["llama", "qwen3_next", "gpt_oss"]
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "store", "few"),
+    ("name", "policy", "few"),
     [
-        *((name, POLICY, None, 0) for name in [*TYPES, *UNBATCHED_TYPES]),
-        *((name, SPARSE, "file", 0) for name in CHOOSING),
-        ("llama", SPARSE, "file", 8192),  # too short for an index
+        *((name, POLICY, 0) for name in [*TYPES, *UNBATCHED_TYPES]),
+        *((name, SPARSE, 0) for name in CHOOSING),
+        ("llama", SPARSE, 8192),  # too short for an index
     ],
 )
-def test_a_batch_answers_as_each_request_by_itself(name, policy, store, few, monkeypatch):
+def test_a_batch_answers_as_each_request_by_itself(name, policy, few, monkeypatch):
     exact_up_to(monkeypatch, few)
     model = make_model(name)
     prompts = prompts_of(40, 30, 55, vocab_size=120)
     try:
-        run = Run(model, policy, store=store)
+        run = Run(model, policy)
     except SnapKVError as error:
         assert name in UNBATCHED_TYPES and "one at a time" in str(error)
         return

@@ -137,7 +137,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 @pytest.mark.parametrize("store", ["memory", "4bit", "file"])
 def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama, store):
     """The tolerance covers a step's other arrays, about 2 MB, and entries that are packed within a step."""
-    options = options_of(Sparse(budget=256), store=store) | {"prefill_step_size": 64}
+    options = options_of(Sparse(budget=256, store=store)) | {"prefill_step_size": 64}
     need = needed(demo_llama, options, 2000, 40)
     gc.collect()
     gc.freeze()  # makes each collection quick, because older objects are skipped
@@ -161,8 +161,8 @@ def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama,
 def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeypatch, read_top_k):
     """Caches hold means of pages only if chunks choose pages."""
     exact_up_to(monkeypatch, 1000)
-    sparse = Sparse(budget=256, read_top_k=read_top_k)
-    options = options_of(sparse, store="file") | {"prefill_step_size": 64}
+    sparse = Sparse(budget=256, read_top_k=read_top_k, store="file")
+    options = options_of(sparse) | {"prefill_step_size": 64}
     run = batch_helpers.Run(demo_llama[0], **options)
     (uid,) = run.insert(batch_helpers.prompts_of(2000), 40)
     run.finish()

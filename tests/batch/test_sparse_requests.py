@@ -1,6 +1,7 @@
 """Batch requests with sparse attention answer as by themselves, and their caches serve follow-up requests."""
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -17,10 +18,10 @@ PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
 SPARSE = Sparse(budget=80, n_window=32, read_top_k=32, when="always")
 WAYS = [
-    (SNAPKV, {}),
-    (SPARSE, {}),
-    (SPARSE, {"store": "4bit"}),
-    (SPARSE, {"store": "file"}),
+    SNAPKV,
+    SPARSE,
+    replace(SPARSE, store="4bit"),
+    replace(SPARSE, store="file"),
 ]
 
 
@@ -29,10 +30,10 @@ def model():
     return make_llama(hidden_size=128)
 
 
-@pytest.mark.parametrize(("policy", "options"), WAYS)
-def test_staggered_requests_answer_as_by_themselves(model, policy, options):
+@pytest.mark.parametrize("policy", WAYS, ids=str)
+def test_staggered_requests_answer_as_by_themselves(model, policy):
     prompts, limits = prompts_of(190, 40, 260), [12, 40, 25]
-    run = Run(model, policy, **options)
+    run = Run(model, policy)
     uids = run.staggered(prompts, limits)
     run.assert_alone(uids, prompts, limits)
     # uids[1] has a short prompt, which is left to mlx-lm.
@@ -43,11 +44,11 @@ def test_staggered_requests_answer_as_by_themselves(model, policy, options):
     assert_unpatched()
 
 
-@pytest.mark.parametrize(("policy", "options"), WAYS)
-def test_several_requests_continue_from_copies_of_one_requests_caches(model, policy, options):
+@pytest.mark.parametrize("policy", WAYS, ids=str)
+def test_several_requests_continue_from_copies_of_one_requests_caches(model, policy):
     """No request sees the question of another."""
     (document,) = prompts_of(200)
-    run = Run(model, policy, turns=True, **options)
+    run = Run(model, policy, turns=True)
     (first,) = run.insert([document], 8)
     run.finish()
     caches, tokens = run.read[first]
@@ -66,7 +67,8 @@ def test_several_requests_share_the_index_of_one_requests_caches(model, store, m
     exact_up_to(monkeypatch, 100)
     made = count_indexes(monkeypatch)
     (document,) = prompts_of(200)
-    prefixes, run = PrefixCache(1 << 32), Run(model, SPARSE, turns=True, store=store)
+    prefixes = PrefixCache(1 << 32)
+    run = Run(model, replace(SPARSE, store=store), turns=True)
     run.insert([document], 8)
     run.finish()
     ((caches, tokens),) = run.read.values()

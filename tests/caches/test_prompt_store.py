@@ -20,7 +20,7 @@ KINDS = {
     "quantised": ({"policy": f"{SNAPKV},on_full=slide"}, SnapKVCache),
     "block": ({"policy": KEYDIFF}, BlockKVCache),
     "sparse": ({"sparse": SPARSE}, KVCache),
-    "sparse in files": ({"sparse": SPARSE, "store": "file"}, StoredKVCache),
+    "sparse in files": ({"sparse": f"{SPARSE},store=file"}, StoredKVCache),
 }
 HOLDING = ("sparse", "sparse in files")
 

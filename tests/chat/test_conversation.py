@@ -3,6 +3,7 @@ import copy
 import gc
 import os
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -93,7 +94,7 @@ def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llam
     _, facts = haystack
     held, in_files, n_open, before = {}, {}, {}, open_files()
     for store in STORES:
-        conversation = begun(demo_llama, haystack, policy=SPARSE, store=store)
+        conversation = begun(demo_llama, haystack, policy=replace(SPARSE, store=store))
         assert all(all_right(conversation, facts))
         held[store] = kv_bytes(conversation.prompt_cache)
         in_files[store] = file_bytes(conversation.prompt_cache)
@@ -116,9 +117,8 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, st
     """The index holds the keys of all tokens read, even after a turn was undone."""
     exact_up_to(monkeypatch, 200)
     made = count_indexes(monkeypatch)
-    conversation = begun(
-        demo_llama, haystack, sparse="budget=64,n_window=32,when=always", store=store
-    )
+    sparse = f"budget=64,n_window=32,when=always,store={store}"
+    conversation = begun(demo_llama, haystack, sparse=sparse)
     for taken_back, fact in zip([False, True, False], haystack[1]):
         assert is_answered(conversation, fact)
         assert len(made) == len(demo_llama[0].layers)
@@ -159,10 +159,10 @@ def test_a_turn_votes_over_held_and_new_entries(demo_llama, haystack):
         assert ask(one, fact.question) == ask(other, fact.question)
 
 
-@pytest.mark.parametrize(("policy", "store"), [(SPARSE, "memory"), (KEYDIFF, None)])
-def test_a_stopped_answer_is_kept_up_to_its_last_token(demo_model, haystack, policy, store):
+@pytest.mark.parametrize("policy", [SPARSE, KEYDIFF], ids=str)
+def test_a_stopped_answer_is_kept_up_to_its_last_token(demo_model, haystack, policy):
     _, facts = haystack
-    conversation = begun(demo_model, haystack, policy=policy, store=store)
+    conversation = begun(demo_model, haystack, policy=policy)
     answer = conversation.send(facts[0].question)
     text = next(answer).text + next(answer).text
     answer.close()
@@ -185,19 +185,19 @@ def test_answers_keep_their_own_tokens_even_if_the_template_would_change_them(de
 
 
 @pytest.mark.parametrize(
-    ("policy", "store", "turn", "bits"),
+    ("policy", "turn", "bits"),
     [
-        (None, None, 1, BITS | {"quantized_kv_start": 0}),
-        (SMALL, None, 0, {}),
-        (SMALL, None, 1, BITS),
-        (SPARSE, "file", 1, {}),
+        (None, 1, BITS | {"quantized_kv_start": 0}),
+        (SMALL, 0, {}),
+        (SMALL, 1, BITS),
+        (replace(SPARSE, store="file"), 1, {}),
     ],
 )
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
-    demo_llama, haystack, policy, store, turn, bits, monkeypatch
+    demo_llama, haystack, policy, turn, bits, monkeypatch
 ):
     _, facts = haystack
-    ways = {"policy": policy, "store": store, "prefill_step_size": 128, **bits}
+    ways = {"policy": policy, "prefill_step_size": 128, **bits}
     plain, failing = (begun(demo_llama, haystack, turn, **ways) for _ in range(2))
     before = list(failing.messages)
     with interrupted(demo_llama[0], monkeypatch, after=0 if turn else 2):
@@ -253,7 +253,8 @@ def test_a_sliding_window_interrupted_in_a_step_is_restored(demo_llama, haystack
 def test_an_interruption_between_tokens_keeps_the_answer_so_far(demo_model, haystack, monkeypatch):
     _, facts = haystack
     mine, plain = (
-        begun(demo_model, haystack, 1, policy=SPARSE, store=store) for store in ("file", "memory")
+        begun(demo_model, haystack, 1, policy=replace(SPARSE, store=store))
+        for store in ("file", "memory")
     )
     for conversation in (mine, plain):
         answer = conversation.send(facts[1].question)
@@ -298,7 +299,7 @@ def packed_keys(conversation):
 
 def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
-    caches = make_caches(model, "memory")
+    caches = make_caches(model, Sparse())
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
     forms = list(members(caches_to_save(model, caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
@@ -310,7 +311,8 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"store": "forget"}, "store must be memory, .* or file, got 'forget'"),
+        ({"sparse": "store=forget"}, "store must be memory, .* or file, got 'forget'"),
+        ({"store": "file"}, r"^unknown option 'store': .* give sparse=\{'store': 'file'\}$"),
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size can't be combined with a policy"),
         ({"policy": "tova", "sparse": True}, "give only one of them"),

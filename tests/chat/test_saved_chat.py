@@ -29,7 +29,7 @@ def test_a_loaded_conversation_continues_as_the_saved_one(demo_model, haystack, 
     conversation = begun(demo_model, haystack, 1, policy=policy, **bits)
     conversation.save(path)
     loaded = Conversation.load(path, *demo_model, max_tokens=12, **bits)
-    assert (loaded.policy, loaded.store) == (conversation.policy, None)
+    assert loaded.policy == conversation.policy
     assert loaded.messages == conversation.messages
     for fact in haystack[1][1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
@@ -83,7 +83,7 @@ def test_a_policy_applies_only_to_a_saved_conversation_without_one(
     assert is_answered(loaded, haystack[1][1]) and loaded.report.entries == 64
     loaded.save(path)
     again = Conversation.load(path, *demo_llama, policy="keydiff:budget=9")
-    assert (again.policy, again.store) == (loaded.policy, None)
+    assert again.policy == loaded.policy
 
 
 # Prompts saved by mlx-lm's own cache_prompt.
@@ -118,7 +118,7 @@ def test_turns_continue_from_entries_saved_by_mlx_lm(
     assert right[0] and (right[1] or policy == SMALL)
     chat.save(path)
     loaded = Conversation.load(path, *loaded_llama, max_tokens=12)
-    assert loaded.store is None and loaded.n_unknown == chat.n_unknown > 300
+    assert loaded.n_unknown == chat.n_unknown > 300
     assert ask(loaded, haystack[1][2].question) == ask(chat, haystack[1][2].question)
 
 

@@ -1,16 +1,17 @@
 """A conversation with sparse attention is saved and continued, and damage to its files is found."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from chat_helpers import ask, begun, is_answered
 
-from mlx_snapkv import Conversation, SnapKVError, saved
+from mlx_snapkv import Conversation, SnapKVError, Sparse, saved
 from mlx_snapkv.caches.layers import file_bytes
 from mlx_snapkv.demo.questions import make_haystack
 
 SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
-WAYS = {"sparse": SPARSE, "store": "file"}
+IN_FILES = f"{SPARSE},store=file"
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +24,13 @@ def test_a_loaded_conversation_continues_as_the_saved_one_in_any_store(
     request, haystack, name, store, path
 ):
     demo_model = request.getfixturevalue(name)
-    conversation = begun(demo_model, haystack, 1, **WAYS | {"store": store})
+    conversation = begun(demo_model, haystack, 1, sparse=f"{SPARSE},store={store}")
     conversation.save(path)
-    header = saved.load(path, demo_model[0])
-    assert (header.policy, header.notes["options"]["store"]) == (f"sparse:{SPARSE}", store)
+    assert saved.load(path, demo_model[0]).policy == str(conversation.policy)
     own = Conversation.load(path, *demo_model, max_tokens=12)
-    assert (own.policy, own.store) == (conversation.policy, store)
-    in_file = Conversation.load(path, *demo_model, store="file", max_tokens=12)
-    assert in_file.store == "file"
+    assert own.policy == conversation.policy
+    in_file = Conversation.load(path, *demo_model, sparse="store=file", max_tokens=12)
+    assert in_file.policy == replace(own.policy, store="file")
     for fact in haystack[1][1:]:
         wanted = ask(conversation, fact.question)
         assert ask(own, fact.question) == wanted
@@ -43,7 +43,7 @@ def test_a_loaded_conversation_continues_as_the_saved_one_in_any_store(
 
 
 def test_a_flipped_bit_is_one_sentence_and_fails_only_one_turn(demo_llama, haystack, path):
-    begun(demo_llama, haystack, 1, **WAYS).save(path)
+    begun(demo_llama, haystack, 1, sparse=IN_FILES).save(path)
     damaged, whole = (Conversation.load(path, *demo_llama, max_tokens=12) for _ in range(2))
     _, file, *_ = sorted(path.parent.glob("*.entries/*.keys"))
     data = file.read_bytes()
@@ -59,13 +59,14 @@ def test_a_flipped_bit_is_one_sentence_and_fails_only_one_turn(demo_llama, hayst
     assert ask(damaged, question) == ask(whole, question)
 
 
-@pytest.mark.parametrize("store", [None, "8bit", "file"])
+@pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_a_saved_full_cache_is_continued_with_sparse_attention(demo_llama, haystack, path, store):
     begun(demo_llama, haystack, 1).save(path)
-    loaded = Conversation.load(path, *demo_llama, sparse=SPARSE, store=store, max_tokens=12)
-    assert loaded.store == (store or "memory")
+    sparse = Sparse.from_string(f"{SPARSE},store={store}")
+    loaded = Conversation.load(path, *demo_llama, sparse=sparse, max_tokens=12)
+    assert loaded.policy == sparse
     assert is_answered(loaded, haystack[1][1]) and loaded.report.read_per_token
     loaded.save(path)
     again = Conversation.load(path, *demo_llama, sparse="top_k=9", max_tokens=12)
-    assert (again.policy, again.store) == (loaded.policy, loaded.store)
+    assert again.policy == loaded.policy
     assert ask(again, haystack[1][2].question) == ask(loaded, haystack[1][2].question)

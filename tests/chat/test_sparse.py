@@ -17,6 +17,7 @@ from mlx_snapkv.sparse.prompt_caches import books
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
 SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
+IN_FILES = f"{SPARSE},store=file"
 
 
 def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
@@ -37,12 +38,12 @@ def read(last=False):
 
 def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
     """Chunks choose what they read, and chunks of the questions choose four times as many entries."""
-    conversation, facts = about_a_text(*demo_llama, 2048, 6, store="file")
+    conversation, facts = about_a_text(*demo_llama, 2048, 6, sparse=IN_FILES)
     for fact in facts:
         assert is_answered(conversation, fact)
         assert conversation.report.read_per_chunk in read(last=True)
     report = conversation.report
-    assert report.policy == f"sparse:{SPARSE}" and 100 < report.read_per_token <= 128
+    assert report.policy == f"sparse:{IN_FILES}" and 100 < report.read_per_token <= 128
     caches = books(conversation.prompt_cache)
     assert report.file_bytes and [cache.nbytes for cache in caches] == [0] * len(caches)
     # The means of pages stay in memory for later turns.
@@ -88,7 +89,7 @@ def interrupted():
 
 @pytest.mark.parametrize("failing", [full, interrupted])
 def test_a_failed_turn_leaves_the_conversation_as_it_was(demo_llama, failing):
-    conversation, (first, second) = about_a_text(*demo_llama, 1024, 2, store="file")
+    conversation, (first, second) = about_a_text(*demo_llama, 1024, 2, sparse=IN_FILES)
     with failing():
         ask(conversation, first.question)
     assert not conversation.messages and not conversation.read and conversation.attached
@@ -114,8 +115,9 @@ def test_a_conversation_is_read_in_full_while_it_fits_the_budget(demo_llama):
 
 def test_a_turn_with_its_own_document_can_be_undone(demo_model):
     """This holds even if a later message was cancelled while it was read."""
-    plain, (first, second) = about_a_text(*demo_model, 1024, 2, store="8bit")
-    conversation, _ = about_a_text(*demo_model, 1024, 2, store="8bit")
+    sparse = f"{SPARSE},store=8bit"
+    plain, (first, second) = about_a_text(*demo_model, 1024, 2, sparse=sparse)
+    conversation, _ = about_a_text(*demo_model, 1024, 2, sparse=sparse)
     for each in (plain, conversation):
         ask(each, first.question)
     known = conversation.read
@@ -133,4 +135,4 @@ def test_a_turn_with_its_own_document_can_be_undone(demo_model):
     conversation.attached.clear()
     assert conversation.read == known and held(conversation) == {len(known)}
     assert ask(conversation, second.question) == ask(plain, second.question)
-    assert conversation.policy == Sparse.from_string(SPARSE)
+    assert conversation.policy == Sparse.from_string(sparse)

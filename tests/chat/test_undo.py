@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from chat_helpers import SMALL, ask, begun, is_answered
 
@@ -12,23 +14,23 @@ SPARSE = Sparse(budget=64, when="always")
 
 
 @pytest.mark.parametrize(
-    ("demo_model", "policy", "store"),
+    ("demo_model", "policy"),
     [
-        ("demo_llama", None, None),
-        ("demo_llama", SMALL, None),
-        ("demo_llama", GATED, None),
-        ("demo_llama", TWO, None),
-        ("demo_llama", SPARSE, "4bit"),
-        ("demo_llama", SPARSE, "file"),
-        ("demo_qwen", None, None),
-        ("demo_qwen", SMALL, None),
-        ("demo_qwen", SPARSE, "memory"),
+        ("demo_llama", None),
+        ("demo_llama", SMALL),
+        ("demo_llama", GATED),
+        ("demo_llama", TWO),
+        ("demo_llama", replace(SPARSE, store="4bit")),
+        ("demo_llama", replace(SPARSE, store="file")),
+        ("demo_qwen", None),
+        ("demo_qwen", SMALL),
+        ("demo_qwen", SPARSE),
     ],
     indirect=["demo_model"],
 )
-def test_an_undone_turn_leaves_no_trace(demo_model, haystack, policy, store):
+def test_an_undone_turn_leaves_no_trace(demo_model, haystack, policy):
     document, facts = haystack
-    plain, undone = (begun(demo_model, haystack, 1, policy=policy, store=store) for _ in "ab")
+    plain, undone = (begun(demo_model, haystack, 1, policy=policy) for _ in "ab")
     undone.attach(document[:200])
     ask(undone, facts[1].question)
     assert undone.undo() == facts[1].question

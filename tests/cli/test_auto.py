@@ -8,7 +8,7 @@ from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.planning import auto
 from mlx_snapkv.planning.config import CompressionConfig
 
-SPARSE = CompressionConfig(Sparse(top_k=64, when="always"), store="memory")
+SPARSE = CompressionConfig(Sparse(top_k=64, when="always"))
 SMALL = CompressionConfig(Compress(SnapKV(top_k=64, lookahead=0)))
 BLOCKS = CompressionConfig(Compress(KeyDiff(budget=256, block=64)))
 AUTO = ["--model", "demo", "--policy", "auto"]

@@ -86,7 +86,10 @@ def test_flags_are_the_defaults_of_requests_and_a_seed_makes_runs_reproducible(b
             ["--policy", SNAPKV.replace("lookahead=4", "lookahead=0"), "--kv-bits", "8"],
             {"kv_bits": 8},
         ),
-        (["--sparse", "top_k=24"], {"store": "memory"}),
+        (
+            ["--sparse", "top_k=24", "--store", "8bit"],
+            {"policy": "sparse:top_k=24,store=8bit"},
+        ),
     ],
 )
 def test_bits_and_store_of_the_command_apply_to_all_requests(batch, options, words):

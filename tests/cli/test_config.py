@@ -121,6 +121,15 @@ def test_a_store_in_the_file_is_ignored_without_sparse_attention_and_a_flag_is_n
     assert code == 2 and "--store memory says where sparse attention keeps all entries" in err
 
 
+def test_a_typed_store_overrides_the_store_in_the_file(run):
+    text = 'model = "demo"\nstore = "4bit"\n[generate]\nsparse = "budget=9,n_window=1"\n'
+    stores = {(): "4bit", ("--store", "8bit"): "8bit", ("--sparse", "budget=9,store=file"): "file"}
+    for typed, store in stores.items():
+        code, out, _ = run(text, *ASK, "-m", "2", *typed, "--json")
+        assert code == 0
+        assert f",store={store}" in json.loads(out)["compression"]["policy"]
+
+
 def test_a_mistake_in_a_variable_names_it(run):
     _, _, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_KV_BITS="5")
     assert err == "mlx-snapkv: MLX_SNAPKV_KV_BITS must be 2, 3, 4, 6 or 8, got '5'\n"

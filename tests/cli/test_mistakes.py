@@ -55,6 +55,9 @@ generate --prompt x --model demo --json-schema true --prefill-response y | drop 
 generate --prompt x --model demo --sparse "" --policy tova | says which entries stay, and --sparse says which are
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
+generate --prompt x --model demo --sparse store=4bit --store 8bit | --sparse store=4bit and --store 8bit differ: give
+compare --prompt x --model demo --policy tova --store 4bit | but tova evicts: give --sparse instead, or drop --store
+generate --prompt x --model demo --sparse store=foo      | --sparse store=foo: sparse option store must be memory, 8bit
 generate --prompt x --model demo --store memory          | --store memory says where sparse attention keeps all entries
 batch {}/requests -o {}/a.jsonl --model none --store file | --store file says where sparse
 serve --model none --store 4bit                          | --store 4bit says where sparse attention keeps

@@ -72,7 +72,8 @@ def test_a_text_is_saved_and_asked_with_its_own_setting(ask_saved, save, story, 
     assert re.search(rf"prompt tokens, {READ}{chunk}, KV memory", err.splitlines()[-1])
     assert ("of files" in err) == bool(store)
     result = json.loads(ask_saved(path, fact.question, "--json")[1])
-    assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == NAME
+    name = f"{NAME},store=file" if store else NAME
+    assert result["prompt_cache"]["policy"] == result["compression"]["policy"] == name
 
 
 def test_a_saved_full_cache_is_asked_with_sparse_attention(ask_saved, save, story, path):
@@ -92,7 +93,7 @@ def test_a_chat_continues_from_a_saved_sparse_prompt(call, save, story, path):
     chat = ["chat", "--model", "demo", "--sparse", "budget=20%", "--store", "file"]
     code, out, err = call(*chat, "-m", "8", stdin="\n".join(lines).encode())
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
-    assert err.count(f"tokens loaded, policy {NAME}, store file, as it was") == 2
+    assert err.count(f"tokens loaded, policy {NAME},store=file, as it was") == 2
 
 
 def test_a_short_text_is_saved_as_a_full_cache_and_continued(ask_saved, save, story, path):
@@ -124,6 +125,22 @@ def test_policy_in_a_chat_starts_a_conversation_with_sparse_attention(call, docu
     assert "entries stay" in first and "entries stay" not in second
 
 
+def test_flags_of_the_store_apply_to_later_policies_of_a_chat_that_name_none(call):
+    lines = ["/policy sparse:budget=9", "/policy sparse:budget=9,store=4bit", "/policy snapkv"]
+    chat = ["chat", "--model", "demo", "--sparse", "budget=8,store=file"]
+    code, _, err = call(*chat, "--store", "file", stdin="\n".join(lines).encode())
+    policies = re.findall(r"with policy (\S+)", err)
+    assert code == 0
+    assert policies == ["sparse:budget=9,store=file", "sparse:budget=9,store=4bit", "snapkv"]
+
+
+def test_files_go_to_the_folder_of_the_flag_if_sparse_names_the_store(call, story, tmp_path):
+    in_files = ["--sparse", f"{SPARSE[1]},store=file", "--store-dir", str(tmp_path)]
+    code, out, err = asked(call, story, *in_files)
+    assert (code, out) == (0, story[1][0].value + "\n")
+    assert f" in {tmp_path} (" in cost(err)[0]
+
+
 def test_a_chat_compares_with_the_answer_from_all_entries(call, story):
     path, facts = story
     lines = [f"/file {path}", facts[0].question, "/compare", "/stats", "/policy"]
@@ -146,7 +163,7 @@ def test_compare_in_a_chat_is_refused_after_entries_were_evicted(call, document)
 def test_plans_count_the_memory_and_time_of_sparse_attention(call):
     asked = ["plan", "--model", "demo", "--context", "16k", "--json"]
     full, sparse = json.loads(call(*asked, "--sparse", "top_k=512")[1])["plans"]
-    assert sparse["policy"] == "sparse:top_k=512" and sparse["store"] == "memory"
+    assert sparse["policy"] == "sparse:top_k=512"
     assert sparse["reading"] < full["reading"] / 2 and sparse["kv"] > full["kv"]
     # --kv-bits is for a policy's entries, so sparse attention is not listed.
     plans = json.loads(call(*asked, "--kv-bits", "8")[1])["plans"]

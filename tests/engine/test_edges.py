@@ -78,7 +78,7 @@ def test_a_prompt_of_a_few_tokens_is_served_with_sparse_attention(
 ):
     for n in (1, 9):
         reports, cache = [], make_prompt_cache(tiny_model)
-        options = {"sparse": sparse, "on_report": reports.append, "store": store}
+        options = {"sparse": f"{sparse},store={store}", "on_report": reports.append}
         options |= {"prompt_cache": cache, "max_tokens": 3}
         for turn in (tokens[:n], tokens[:1], tokens[:n]):
             assert len(list(generate_step(turn, tiny_model, **options))) == 3

@@ -16,7 +16,7 @@ from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.prefill_cache import SparsePrefillKVCache
 
 # Chunks and tokens choose what they read from files, or tokens only.
-WAYS = [{"sparse": "budget=40"}, {"sparse": "budget=40,read=dense"}]
+WAYS = ["budget=40,store=file", "budget=40,read=dense,store=file"]
 SENTENCE = r"^entries kept in a file can't be read: [^\n]+$"
 
 
@@ -32,30 +32,28 @@ def state(caches):
 
 
 @pytest.mark.parametrize("which", [0, -1])  # the first layer's keys, the last layer's values
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_a_failed_request_leaves_its_caches_unchanged(tokens, how, which):
+@pytest.mark.parametrize("sparse", WAYS)
+def test_a_failed_request_leaves_its_caches_unchanged(tokens, sparse, which):
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
-    options = {"store": "file"} | how
-    steps(model, tokens[:150], 3, prompt_cache=caches, **options)
-    wanted = steps(model, tokens[150:], prompt_cache=copy.deepcopy(caches), **options)
+    steps(model, tokens[:150], 3, prompt_cache=caches, sparse=sparse)
+    wanted = steps(model, tokens[150:], prompt_cache=copy.deepcopy(caches), sparse=sparse)
     before, mend = state(caches), cut_short(descriptors(model, caches)[which])
     with pytest.raises(SnapKVError, match=SENTENCE):
-        steps(model, tokens[150:], prompt_cache=caches, **options)
+        steps(model, tokens[150:], prompt_cache=caches, sparse=sparse)
     assert state(caches) == before
     mend()
-    assert_same(steps(model, tokens[150:], prompt_cache=caches, **options), wanted)
+    assert_same(steps(model, tokens[150:], prompt_cache=caches, sparse=sparse), wanted)
 
 
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, how, monkeypatch):
+@pytest.mark.parametrize("sparse", WAYS)
+def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, sparse, monkeypatch):
     """Each token reads the files. When they are readable again, the caches continue as after a stopped answer."""
     exact_up_to(monkeypatch, 0)
     model, made = make_llama(head_dim=32), []
-    options = {"store": "file"} | how
     for damaged in (False, True):
         caches = make_prompt_cache(model)
-        answer = generate_step(tokens, model, prompt_cache=caches, **options)
+        answer = generate_step(tokens, model, prompt_cache=caches, sparse=sparse)
         list(zip(range(2), answer))  # the first token reads all entries, the second chooses
         if damaged:
             mends = [cut_short(number) for number in descriptors(model, caches)]
@@ -66,16 +64,17 @@ def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, how, monkeypatc
             for mend in mends:
                 mend()
         answer.close()
-        made.append(steps(model, tokens[:9], prompt_cache=caches, **options))
+        made.append(steps(model, tokens[:9], prompt_cache=caches, sparse=sparse))
     assert_same(*made)
 
 
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_a_turn_that_fails_can_be_asked_again(demo_llama, how):
+@pytest.mark.parametrize("sparse", WAYS)
+def test_a_turn_that_fails_can_be_asked_again(demo_llama, sparse):
     """Files are cut short between two turns; the conversation forgets only the failed turn."""
     model, tokenizer = demo_llama
-    options = {"store": "file", "max_tokens": 4} | how
-    conversation, other = (Conversation(model, tokenizer, **options) for _ in range(2))
+    conversation, other = (
+        Conversation(model, tokenizer, sparse=sparse, max_tokens=4) for _ in range(2)
+    )
     for each in (conversation, other):
         list(each.send("The access code of the amber falcon is 482913. " * 20))
     before = list(conversation.messages), list(conversation.read)
@@ -95,8 +94,8 @@ def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeyp
     """The chunk is in the middle of a long prompt, whose first chunks are in files already."""
     model = make_llama(head_dim=32)
     tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
-    options = {"sparse": f"budget=50%,read_top_k={PAGE_SIZE}", "store": "file"}
-    wanted = steps(model, tokens, 3, **options)
+    sparse = f"budget=50%,read_top_k={PAGE_SIZE},store=file"
+    wanted = steps(model, tokens, 3, sparse=sparse)
     choose = SparsePrefillKVCache._read_before
 
     def damaged(self, captured):
@@ -106,6 +105,6 @@ def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeyp
     cache = make_prompt_cache(model)
     with monkeypatch.context() as patch, pytest.raises(SnapKVError, match=SENTENCE):
         patch.setattr(SparsePrefillKVCache, "_read_before", damaged)
-        steps(model, tokens, 3, prompt_cache=cache, **options)
+        steps(model, tokens, 3, prompt_cache=cache, sparse=sparse)
     assert all(c.empty() for c in cache)
-    assert_same(steps(model, tokens, 3, prompt_cache=cache, **options), wanted)
+    assert_same(steps(model, tokens, 3, prompt_cache=cache, sparse=sparse), wanted)

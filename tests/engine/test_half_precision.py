@@ -76,7 +76,7 @@ def test_half_precision_is_as_near_to_the_full_cache_as_float32(
     """In prompts of 900 tokens, some chunks choose what they read, too."""
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":
-        how["store"] = "memory" if entries is None else f"{entries}bit"
+        how["sparse"] += "" if entries is None else f",store={entries}bit"
     elif entries is not None:
         how |= {"kv_bits": entries, "kv_group_size": 32}
     wanted = divergence(model, how, n)

@@ -18,7 +18,7 @@ from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE},when=always"
-IN_FILES = {"sparse": SPARSE, "store": "file"}
+IN_FILES = f"{SPARSE},store=file"
 
 
 def random_tokens(n, seed=0):
@@ -42,30 +42,28 @@ def test_entries_in_files_and_in_memory_give_equal_answers(make, residual, monke
     monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # no token is among the last
     model, made = make(head_dim=32), []
     for way in ("memory", "file"):
-        cache, options = (
-            make_prompt_cache(model),
-            {"sparse": f"{SPARSE},residual={residual}", "store": way},
-        )
+        cache, sparse = make_prompt_cache(model), f"{SPARSE},residual={residual},store={way}"
         made.append([])
         for n in (CHUNK_SIZE + 350, 80, 1):
-            made[-1] += steps(model, random_tokens(n), 4, prompt_cache=cache, **options)
+            made[-1] += steps(model, random_tokens(n), 4, prompt_cache=cache, sparse=sparse)
     assert_same(*made)
 
 
 def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(wide, tokens):
     wanted = plain(wide, tokens, 30)
-    found = steps(wide, tokens, 30, sparse="budget=199,n_window=16", store="file")
+    found = steps(wide, tokens, 30, sparse="budget=199,n_window=16,store=file")
     # Each token lacks one entry of 200.
     assert all(mx.abs(found[i][1] - wanted[i][1]).max() < 0.025 for i in (0, 1))
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29
 
 
 @pytest.mark.parametrize("n", [1, 16])
-@pytest.mark.parametrize("options", [{"store": "file"}, {"store": "8bit"}])
-def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, options):
+@pytest.mark.parametrize("store", ["file", "8bit"])
+def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, store):
     """The prompt was left to mlx-lm, and no entry of the answer is evicted."""
     model = make_llama(head_dim=32)
-    found = steps(model, tokens[:n], 90, sparse="budget=20,n_window=8,when=always", **options)
+    sparse = f"budget=20,n_window=8,when=always,store={store}"
+    found = steps(model, tokens[:n], 90, sparse=sparse)
     assert_same(found, plain(model, tokens[:n], 90))
 
 
@@ -82,7 +80,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         options = {"prompt_progress_callback": lambda *_: seen.append(mx.get_peak_memory())}
-        made.append(prefill(model, tokens, sparse=SPARSE, store="file", **options))
+        made.append(prefill(model, tokens, sparse=IN_FILES, **options))
         peak = mx.get_peak_memory()
         gc.collect()
         return [x - before for x in (seen[-3], peak, mx.get_active_memory())]
@@ -107,10 +105,10 @@ def test_index_and_means_outside_memory_give_the_same_answer(monkeypatch):
         monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", block)
         cache, found = make_prompt_cache(model), []
         for n in (CHUNK_SIZE + 350, 80, 1):
-            found += steps(model, random_tokens(n), 4, prompt_cache=cache, **IN_FILES)
+            found += steps(model, random_tokens(n), 4, prompt_cache=cache, sparse=IN_FILES)
         for layer in attention_layers(model, cache):
             layer.cache_in(cache).trim(60)
-        found += steps(model, random_tokens(90), 4, prompt_cache=cache, **IN_FILES)
+        found += steps(model, random_tokens(90), 4, prompt_cache=cache, sparse=IN_FILES)
         made.append(found)
         held.append(kv_bytes(cache))
     for (a, of_a), (b, of_b) in zip(*made, strict=True):
@@ -131,7 +129,7 @@ def test_an_index_lasts_over_turns_and_is_rebuilt_if_it_is_missing(wide, monkeyp
         if lost:
             for layer in layers:
                 layer.cache_in(cache).index = None
-        steps(wide, random_tokens(n), 1, prompt_cache=cache, **IN_FILES)
+        steps(wide, random_tokens(n), 1, prompt_cache=cache, sparse=IN_FILES)
         held = {len(layer.cache_in(cache).index) for layer in layers}
         assert held == {layer.cache_in(cache).offset for layer in layers} and len(held) == 1
         assert len(made) == n_made  # one per layer; an index is rebuilt when entries have doubled
@@ -149,5 +147,6 @@ def test_the_report_of_a_text_reads_none_of_its_entries(store, dtype, monkeypatc
 
     monkeypatch.setattr(StoredKVCache, "held", held)
     model = make_llama(head_dim=32)
-    _, report = prefill(model, random_tokens(2 * CHUNK_SIZE), sparse=SPARSE, store=store)
+    sparse = f"{SPARSE},store={store}"
+    _, report = prefill(model, random_tokens(2 * CHUNK_SIZE), sparse=sparse)
     assert report.kv_dtype == dtype and report.kv_bytes_before > 0

@@ -86,7 +86,8 @@ def test_a_text_read_sparsely_is_complete_in_the_requested_store(
     """The caches are in the caller's list, if there is one, and can be saved."""
     model = make_llama(head_dim=32)
     own = make_prompt_cache(model) if given else None
-    cache, report = prefill(model, tokens, sparse=sparse, store=store, prompt_cache=own)
+    setting = f"{sparse},store={store}"
+    cache, report = prefill(model, tokens, sparse=setting, prompt_cache=own)
     assert (cache is own) == given and report.compressed == (sparse == "budget=60")
     kind = KVCache if store == "memory" else QuantizedKVCache
     kind = StoredKVCache if "file" in store else kind
@@ -97,7 +98,7 @@ def test_a_text_read_sparsely_is_complete_in_the_requested_store(
     saved.save(path, model, cache, tokens)
     answers = []
     for each in (saved.load(path, model).prompt_cache, cache):
-        options = {"sparse": sparse, "store": store, "prompt_cache": each}
+        options = {"sparse": setting, "prompt_cache": each}
         answers.append([t for t, _ in steps(model, tokens[:9], 6, **options)])
     assert answers[0] == answers[1]
 

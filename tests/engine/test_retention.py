@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from dataclasses import replace
 
 import pytest
 from entry_helpers import exact_up_to
@@ -9,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, prefill
+from mlx_snapkv import SnapKVError, Sparse, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.engine.serving import serve
@@ -17,16 +18,8 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.sparse.prompt_caches import make_caches
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,lookahead=0"
-SPARSE = {"policy": None, "sparse": "budget=40,n_sink=4,n_window=16,read=dense,when=always"}
+SPARSE = "budget=40,n_sink=4,n_window=16,read=dense,when=always"
 STORES = ["memory", "8bit", "file"]
-WRONG = [
-    ({"store": "remember"}, "store must be memory, 8bit"),
-    *(
-        ({"policy": policy, "store": "memory"}, f"^store=memory says where .* but {policy}.* evicts: give sparse")
-        for policy in ("snapkv", "h2o", "keydiff")
-    ),
-    ({"policy": None, "store": "file"}, "but no policy was given: give sparse instead, or drop store$"),
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -35,39 +28,45 @@ def wide():
     return make_llama(head_dim=32)
 
 
+WRONG = [
+    ({"sparse": "store=remember"}, "^sparse option store must be memory, 8bit, 4bit or file, got 'remember'$"),
+    ({"sparse": {"store_dir": "/no/such"}}, "^sparse option store_dir must be a writable folder, got '/no/such'$"),
+    ({"store": "file"}, r"^unknown option 'store': it is one of sparse attention, so give sparse=\{'store': 'file'\}$"),
+    ({"policy": POLICY, "store": "4bit"}, "^unknown option 'store': .* so give sparse="),
+    ({"policy": "auto", "store_dir": "."}, "^unknown option 'store_dir': .* so give sparse="),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_impossible_stores_are_refused_at_the_call(wide, tokens, options, message):
     with pytest.raises(SnapKVError, match=message):
-        steps(wide, tokens, **{"policy": POLICY} | options)
+        steps(wide, tokens, **options)
 
 
-KEEPING = [
-    SPARSE,
-    SPARSE | {"store": "file"},
-]
+KEEPING = [SPARSE, f"{SPARSE},store=file"]
 
 
-@pytest.mark.parametrize("options", KEEPING, ids=str)
-def test_a_prompt_cache_holds_the_whole_prompt_and_can_be_continued(wide, tokens, options):
+@pytest.mark.parametrize("sparse", KEEPING)
+def test_a_prompt_cache_holds_the_whole_prompt_and_can_be_continued(wide, tokens, sparse):
     """The next request votes over all entries, so it answers as one request for the whole prompt."""
     reports, cache = [], make_prompt_cache(wide)
-    steps(wide, tokens[:150], 6, prompt_cache=cache, **options)
+    steps(wide, tokens[:150], 6, prompt_cache=cache, sparse=sparse)
     # The first token of the answer was read before the compression.
     assert {c.offset for c in cache} == {151}
     for c in cache:
         c.trim(1)
-    found = steps(wide, tokens[150:], prompt_cache=cache, on_report=reports.append, **options)
+    found = steps(wide, tokens[150:], prompt_cache=cache, on_report=reports.append, sparse=sparse)
     assert reports[0].compressed and reports[0].prompt_tokens == 200
-    wanted = steps(wide, tokens, **options)
+    wanted = steps(wide, tokens, sparse=sparse)
     assert [t for t, _ in found] == [t for t, _ in wanted]
 
 
-@pytest.mark.parametrize("options", [SPARSE | {"store": "8bit"}, SPARSE | {"store": "file"}])
-def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, options):
+@pytest.mark.parametrize("store", ["8bit", "file"])
+def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, store):
     cache, reports = make_prompt_cache(wide), []
     plain(wide, tokens[:-1], 0, prompt_cache=cache)
-    options = options | {"prompt_cache": cache, "on_report": reports.append}
-    assert len(steps(wide, tokens[-1:], **options)) == 12
+    options = {"prompt_cache": cache, "on_report": reports.append}
+    assert len(steps(wide, tokens[-1:], sparse=f"{SPARSE},store={store}", **options)) == 12
     assert reports[0].compressed and reports[0].prompt_tokens == 200
 
 
@@ -75,23 +74,23 @@ def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, options):
 def test_a_compressed_prompt_cache_can_not_be_read_sparsely(wide, tokens, store):
     cache, _ = prefill(wide, tokens, POLICY)
     with pytest.raises(SnapKVError, match="needs a prompt cache with all entries"):
-        steps(wide, tokens, prompt_cache=cache, **SPARSE | {"store": store})
+        steps(wide, tokens, prompt_cache=cache, sparse=f"{SPARSE},store={store}")
 
 
 IN_MEMORY = ["memory", "8bit", "4bit"]
 WAYS = [
-    *(SPARSE | {"store": store} for store in [*IN_MEMORY, "file"]),
-    {"sparse": "budget=40,n_window=16", "store": "8bit"},
+    *(f"{SPARSE},store={store}" for store in [*IN_MEMORY, "file"]),
+    "budget=40,n_window=16,store=8bit",
 ]
 
 
 @pytest.mark.parametrize("few", [50, 8192])
-@pytest.mark.parametrize("options", WAYS, ids=str)
-def test_the_kv_memory_counts_every_array_in_memory(wide, tokens, options, few, monkeypatch):
+@pytest.mark.parametrize("sparse", WAYS)
+def test_the_kv_memory_counts_every_array_in_memory(wide, tokens, sparse, few, monkeypatch):
     """Each array counts once: arrays that a token reads, the index among them, and arrays that stay besides."""
     exact_up_to(monkeypatch, few)
-    config, _ = CompressionConfig.from_keywords(options, turns=True)
-    caches, found = make_caches(wide, config.store), []
+    config = CompressionConfig(Sparse.from_string(sparse), turns=True)
+    caches, found = make_caches(wide, config.sparse), []
 
     def compressed(report):
         stays = sum(cache.store.nbytes for cache in caches)
@@ -120,9 +119,14 @@ def test_files_are_in_the_folder_that_was_given(wide, tokens, tmp_path, monkeypa
     made, make_file = [], tempfile.TemporaryFile
     recorded = lambda **how: made.append(how["dir"]) or make_file(**how)  # noqa: E731
     monkeypatch.setattr(tempfile, "TemporaryFile", recorded)
-    options = {"sparse": SPARSE["sparse"], "store": "file"}
-    caches, _ = prefill(wide, tokens, **options, store_dir=str(tmp_path))
-    list(steps(wide, tokens[:3], prompt_cache=caches, **options, store_dir=str(tmp_path)))
+    sparse = f"{SPARSE},store=file,store_dir={tmp_path}"
+    caches, _ = prefill(wide, tokens, sparse=sparse)
+    list(steps(wide, tokens[:3], prompt_cache=caches, sparse=sparse))
     assert set(made) == {str(tmp_path)}
-    with pytest.raises(SnapKVError, match=r"^store_dir must be a writable folder, got '/no/such'$"):
-        prefill(wide, tokens, **options, store_dir="/no/such")
+
+
+def test_the_name_of_a_setting_has_its_store_and_not_the_folder(tmp_path):
+    in_files = Sparse(top_k=9, store="file")
+    assert str(in_files) == "sparse:top_k=9,store=file"
+    elsewhere = replace(in_files, store_dir=tmp_path)
+    assert str(elsewhere) == str(in_files) and elsewhere == in_files != Sparse(top_k=9)

@@ -60,7 +60,7 @@ def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
     """NumPy computes the votes: the softmax over all entries, averaged over a group's heads."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
-    caches = make_caches(model, "memory")
+    caches = make_caches(model, Sparse())
     (layer,) = attention_layers(model, caches)
     with recording(attention_classes(model)):
         model(tokens[:, :119], cache=caches)
@@ -84,34 +84,40 @@ def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
     assert cache.n_entries == 30 + 1 and cache.offset == 120
 
 
+CHOOSES = "budget=40,n_sink=4,n_window=16,when=always"
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"store": "file"}, {"policy": SNAPKV}]
-)  # fmt: skip
-def test_sparse_tokens_choose_from_the_second_token_on(options):
+    "method", [{"sparse": CHOOSES}, {"sparse": f"{CHOOSES},store=file"}, {"policy": SNAPKV}]
+)
+def test_sparse_tokens_choose_from_the_second_token_on(method):
     """The first token is computed with the end of the prompt. A policy with lookahead waits longer."""
     model, reports = make_llama(), []
     prompt = random_tokens(100)
-    sparse = None if "policy" in options else "budget=40,n_sink=4,n_window=16,when=always"
-    options = {"sparse": sparse, "on_report": reports.append, **options}
-    answer = generate_step(prompt, model, max_tokens=40, **options)
+    answer = generate_step(prompt, model, max_tokens=40, on_report=reports.append, **method)
     n_before = next(n for n, _ in enumerate(answer, start=1) if reports)
     chooses = reports[0].read_per_token is not None
-    assert (n_before, chooses) == ((1, True) if sparse else (32, False))
+    assert (n_before, chooses) == ((1, True) if "sparse" in method else (32, False))
     assert len(list(answer)) == 40 - n_before
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "file"}])
+@pytest.mark.parametrize("store", ["memory", "file"])
 def test_a_prompt_that_fits_the_budget_is_left_to_mlx_lm_without_patches(
-    tiny_model, tokens, options, monkeypatch
+    tiny_model, tokens, store, monkeypatch
 ):
     monkeypatch.delattr(patch, "_wrapped")
-    for sparse in ("budget=200", Sparse(top_k=196, n_window=50), {"budget": "100%"}):
+    of_100 = {"budget": "100%", "store": store}
+    for sparse in (
+        f"budget=200,store={store}",
+        Sparse(top_k=196, n_window=50, store=store),
+        of_100,
+    ):
         reports = []
-        found = steps(tiny_model, tokens, sparse=sparse, on_report=reports.append, **options)
+        found = steps(tiny_model, tokens, sparse=sparse, on_report=reports.append)
         assert_same(found, plain(tiny_model, tokens))
         assert "200 entries fit the budget" in reports[0].reason
     with pytest.raises(NameError, match="_wrapped"):
-        steps(tiny_model, tokens, sparse="budget=199,when=always", **options)
+        steps(tiny_model, tokens, sparse=f"budget=199,when=always,store={store}")
 
 
 WRONG = [
@@ -160,7 +166,7 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store
     After the first token, the caches hold the prompt.
     """
     sparse, earlier, n = (
-        f"budget=50%,read_top_k={PAGE_SIZE},when=always",
+        f"budget=50%,read_top_k={PAGE_SIZE},when=always,store={store}",
         random_tokens(50),
         CHUNK_SIZE + 100 + LAST_TOKENS,
     )
@@ -170,12 +176,12 @@ def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store
     for n_held in (0, 50):
         cache = make_prompt_cache(model)
         if n_held:
-            steps(model, earlier, 1, sparse=sparse, store=store, prompt_cache=cache)
+            steps(model, earlier, 1, sparse=sparse, prompt_cache=cache)
         states = [[np.array(x) for _, x in tree_flatten(c.state) if x is not None] for c in cache]
         before, held = list(cache), [getattr(c, "offset", None) for c in cache]
         with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="model failed"):
             fail_in(call, model, failing)
-            steps(model, prompt, 9, sparse=sparse, store=store, prompt_cache=cache)
+            steps(model, prompt, 9, sparse=sparse, prompt_cache=cache)
         if at == "later":
             n_read = n + 1 + (n_held and n_held + 1)
             assert {c.offset for c in cache if hasattr(c, "offset")} == {n_read}

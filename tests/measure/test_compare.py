@@ -22,7 +22,6 @@ POLICIES = [
     "h2o:budget=60,schedule=once",
 ]
 N = 12
-IN_MEMORY = {"store": "memory"}
 SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
 
 
@@ -32,7 +31,7 @@ def compared(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_compress(policy=text) for text in POLICIES]
-    methods = [Method(), *map(Method, policies), Method(SPARSE, IN_MEMORY)]
+    methods = [Method(), *map(Method, policies), Method(SPARSE)]
     return prompt, [*zip(methods, compare(model, tokenizer, prompt, methods, N))]
 
 
@@ -40,7 +39,7 @@ def test_answers_equal_generates_answers_and_differences_are_reported(demo_llama
     prompt, found = compared
     full = found[0][1]
     for method, answer in found:
-        text = generate(*demo_llama, prompt, max_tokens=N, policy=method.policy, **method.options)
+        text = generate(*demo_llama, prompt, max_tokens=N, policy=method.policy)
         assert answer.text == text, method.name
         assert method.policy is None or answer.entries < len(prompt)
         assert (answer.differs is None) == (answer.tokens == full.tokens)
@@ -54,14 +53,14 @@ def test_answers_equal_generates_answers_and_differences_are_reported(demo_llama
 def test_kl_equals_the_kl_of_fidelity(demo_llama, compared):
     model, tokenizer = demo_llama
     prompt, found = compared
-    policies = [method.policy for method, _ in found if not method.options]
+    policies = [method.policy for method, _ in found if method.policy != SPARSE]
     piece, frame = Piece("", 1, prompt[:-20], []), Frame([], [], prompt[-20:])
     read = read_piece(model, piece, frame, policies, {KNOWN}, N, tokenizer.eos_token_ids)[KNOWN]
     for policy, (method, answer) in zip(policies, found):
         record = judge(KNOWN, *read, policy)
         assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
-    (sparse,) = (answer.kl for method, answer in found if method.options)
+    (sparse,) = (answer.kl for method, answer in found if method.policy == SPARSE)
     assert sparse == pytest.approx(float(judge(KNOWN, *read, SPARSE)["kl"]), abs=1e-4)
 
 

@@ -25,7 +25,7 @@ def test_every_layer_counts(name, monkeypatch):
     monkeypatch.setattr(module, "_seconds", lambda attend: 1.0 if attend().ndim == 4 else 0.0)
     model = make_model(name)
     found = layer_speed(model, Sparse())
-    n = len(sparse_layers(attention_layers(model, make_caches(model, "memory"))))
+    n = len(sparse_layers(attention_layers(model, make_caches(model, Sparse()))))
     assert set(found.lines) == {DECODE_ALL, DECODE_FEW}
     assert all(line.most(x) == pytest.approx(n) for line in found.lines.values() for x in LENGTHS)
 

@@ -97,7 +97,7 @@ def test_sparse_attention_is_refused_where_a_cache_cannot_attend(model):
     "options",
     [
         {"policy": SNAPKV, "kv_bits": 8},
-        {"sparse": "budget=20", "store": "8bit"},
+        {"sparse": "budget=20,store=8bit"},
     ],
     ids=str,
 )

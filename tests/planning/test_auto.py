@@ -10,6 +10,7 @@ from mlx_snapkv import (
     CompressedBatchGenerator,
     Conversation,
     SnapKVError,
+    Sparse,
     batch_generate,
     generate_step,
     inspect_prompt,
@@ -127,13 +128,13 @@ def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkey
 @pytest.mark.parametrize("store", ["file", "4bit"])
 def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
     """The last candidate is no good choice, because it may leave the prompt uncompressed."""
-    request = AutoRequest(n, options={"store": store}, kv_memory=10**6)
+    request = AutoRequest(n, store=store, kv_memory=10**6)
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.candidates():
         _, sizes[setting] = planner.planned(n, request.completed(setting))
     assert sizes[taken.config] == min(sizes.values())
-    assert taken.config == replace(SPARSE, store=store)
+    assert taken.config == CompressionConfig(Sparse(store=store))
 
 
 def test_every_candidate_is_a_valid_setting(demo_llama, planner):
@@ -177,7 +178,7 @@ def test_generate_step_compresses_with_the_selected_setting(demo_llama, monkeypa
 def test_conversations_and_batches_take_auto(demo_llama):
     model, tokenizer = demo_llama
     chat = Conversation(model, tokenizer, policy=AUTO)
-    assert chat.policy is None and chat.store is None
+    assert chat.policy is None
     for asked in ({"policy": AUTO}, {"snapkv": True}):
         found = batch_generate(model, tokenizer, [[7, 8, 9]], max_tokens=2, **asked)
         assert len(found.texts) == 1
@@ -222,21 +223,21 @@ def test_functions_that_cannot_take_auto_say_so(demo_llama, asked):
 
 
 @pytest.mark.parametrize(
-    "options, setting",
+    "options, store, setting",
     [
-        ({}, KEEP_ALL),
-        ({"store": "8bit"}, replace(SPARSE, store="8bit")),
-        ({"prompt_cache": []}, KEEP_ALL),
-        ({"draft_model": "a model"}, KEEP_ALL),
+        ({}, None, KEEP_ALL),
+        ({}, "8bit", CompressionConfig(Sparse(store="8bit"))),
+        ({"prompt_cache": []}, None, KEEP_ALL),
+        ({"draft_model": "a model"}, None, KEEP_ALL),
     ],
-)  # fmt: skip
-def test_options_narrow_what_auto_selects_for_a_long_question(demo_llama, options, setting):
-    config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO)
+)
+def test_options_narrow_what_auto_selects_for_a_long_question(demo_llama, options, store, setting):
+    config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO, store=store)
     assert taken.config == setting == replace(config, has_draft_model=False)
     config.require(demo_llama[0])
     where = "fit in memory in 8 bits" if setting.store == "8bit" else "fit in memory"
     assert setting.sparse is None or f"all entries {where}" in taken.why
-    assert config.keywords["store"] == setting.store
+    assert config.store == store
 
 
 @pytest.mark.parametrize("n", [300, 600, 5000, 100_000])

@@ -41,7 +41,7 @@ def test_a_prompt_of_an_8bs_context_fits_where_the_memory_allows(of_8b):
     small = prefix_room(of_8b, {}, mac(24 << 30))
     assert 0.9 * half < small.limit < half
     assert "hold no prompt of 131,072 tokens, which takes 17.2 GB, but one of 6" in str(small)
-    quarter = prefix_room(of_8b, {"policy": Sparse(), "store": "4bit"}, mac(24 << 30))
+    quarter = prefix_room(of_8b, {"policy": Sparse(store="4bit")}, mac(24 << 30))
     assert quarter.each < room.each / 2 and " hold 1 prompt of" in str(quarter)
 
 
@@ -55,7 +55,7 @@ def test_a_given_limit_is_used_and_other_limits_hold(of_8b):
 
 
 def test_entries_in_files_take_at_most_half_of_the_free_disk(of_8b, monkeypatch):
-    options = {"policy": Sparse(), "store": "file"}
+    options = {"policy": Sparse(store="file")}
     disk = type("Disk", (), {"free": 30 * GB})
     monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda folder: disk)
     assert prefix_room(of_8b, options, mac(8 << 30)).limit == 15 * GB
@@ -71,8 +71,8 @@ def test_entries_in_files_take_at_most_half_of_the_free_disk(of_8b, monkeypatch)
         CompressionConfig(),
         CompressionConfig(Compress(SNAPKV)),
         CompressionConfig(Compress(KeyDiff(budget=200, block=32))),
-        CompressionConfig(Sparse(budget=200, n_window=32), store="memory"),
-        CompressionConfig(Sparse(budget=200, n_window=32), store="file"),
+        CompressionConfig(Sparse(budget=200, n_window=32)),
+        CompressionConfig(Sparse(budget=200, n_window=32, store="file")),
     ],
     ids=["full", "once", "block", "memory", "file"],
 )
@@ -82,7 +82,7 @@ def test_a_prefix_takes_the_planned_memory(make, config):
         cache = make_prompt_cache(model)
         mx.eval(model(tokens[None], cache=cache))
     else:
-        cache, _ = prefill(model, tokens, config.setting, store=config.store)
+        cache, _ = prefill(model, tokens, config.setting)
     taken = memory_bytes(cache) + file_bytes(cache)
     footprint = Footprint(EntrySizes(model), config)
     assert footprint.of_prefix(len(tokens)) == pytest.approx(taken, rel=0.25)

@@ -10,7 +10,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVError, generate_step, plan_memory
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import NO_POLICY_REASON, plan_request
-from mlx_snapkv.planning.settings import resolve_setting, setting_named
+from mlx_snapkv.planning.settings import setting_named
 
 N = 1200
 SPARSE = "sparse:budget=400,n_sink=4,n_window=32,read_top_k=32,when=always"
@@ -27,40 +27,28 @@ def config(method, **more):
 
 
 @pytest.mark.parametrize(
-    "method, store",
+    "method",
     [
-        (SPARSE, "memory"),
-        (SPARSE, "file"),
-        ("snapkv:budget=64,lookahead=2", None),
-        ("keydiff:budget=96,block=32 then snapkv:budget=64", None),
+        SPARSE,
+        f"{SPARSE},store=file",
+        "snapkv:budget=64,lookahead=2",
+        "keydiff:budget=96,block=32 then snapkv:budget=64",
     ],
 )
-def test_a_request_follows_its_plan(llama, method, store):
-    how, reports = config(method, store=store), []
+def test_a_request_follows_its_plan(llama, method):
+    how, reports = config(method), []
     plan = plan_request(llama, how, N)
     given = {"sparse": how.sparse} if how.sparse else {"policy": how.compress}
-    list(generate_step(TOKENS, llama, max_tokens=6, store=store, on_report=reports.append, **given))
+    list(generate_step(TOKENS, llama, max_tokens=6, on_report=reports.append, **given))
     (report,) = reports
     assert report.entries == plan.decode_quota.entries
     if how.sparse:
         assert report.read_per_chunk <= plan.sparse_reading.last.most
 
 
-@pytest.mark.parametrize(
-    "method, more, words",
-    [
-        (None, {"store": "memory"}, "but no policy was given: give sparse instead, or drop"),
-    ],
-)
-def test_no_plan_is_made_of_conflicting_options(llama, method, more, words):
-    with pytest.raises(SnapKVError, match=words):
-        policy = method and setting_named(method)
-        plan_request(llama, CompressionConfig(resolve_setting(policy=policy), **more), N)
-
-
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
     """A share below one page counts as one page; no page would mean that the chunk reads everything."""
-    how = config("sparse:budget=400,read_top_k=0.1%", store="memory")
+    how = config("sparse:budget=400,read_top_k=0.1%")
     reading = plan_request(llama, how, 2 * N).sparse_reading
     assert reading.reach.n_chosen == 16 and reading.n_before < N
 

@@ -1,6 +1,7 @@
 """Saved prompts with entries in files: a folder beside the saved file. A failed save loses nothing."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 from disk_helpers import full_disk
@@ -17,7 +18,7 @@ from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.options import Sparse
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
-SPARSE = Sparse(top_k=20, n_sink=4, n_window=16, when="always")
+SPARSE = Sparse(top_k=20, n_sink=4, n_window=16, when="always", store="file")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def small_pieces(monkeypatch):
 
 
 def save(path, model, tokens, store="file"):
-    caches, _ = prefill(model, tokens, sparse=SPARSE, store=store)
+    caches, _ = prefill(model, tokens, sparse=replace(SPARSE, store=store))
     saved.save(path, model, caches, tokens, SPARSE)
     return caches
 
@@ -38,7 +39,7 @@ def beside(path, pattern="*.entries"):
 
 def asked(model, cache, store="file"):
     """Return the tokens that follow a question, with their log-probabilities."""
-    return steps(model, question(), n=6, prompt_cache=cache, sparse=SPARSE, store=store)
+    return steps(model, question(), n=6, prompt_cache=cache, sparse=replace(SPARSE, store=store))
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
@@ -64,8 +65,7 @@ def test_an_index_is_saved_with_a_book(path, tokens, monkeypatch, resident):
     monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 32)
     model = make_llama(head_dim=32)
     caches = make_prompt_cache(model)
-    options = {"sparse": SPARSE, "store": "file"}
-    steps(model, tokens, 1, prompt_cache=caches, **options)
+    steps(model, tokens, 1, prompt_cache=caches, sparse=SPARSE)
     said = [*tokens.tolist(), 0][: caches[0].offset]
     saved.save(path, model, caches, said, SPARSE)
     loaded = saved.load(path, model).prompt_cache

@@ -68,11 +68,12 @@ def section(title):
 FILES = {
     "Adding a policy": ["mlx_snapkv/compress/policies/NAME.py", "tests/compress/test_scores.py"],
     "Adding a model type": ["mlx_snapkv/models/table.py", "tests/fixtures/model_configs.yaml"],
-    "Adding a store": ["mlx_snapkv/sparse/stores/NAME.py", "tests/cache_kinds.py"],
-    "Adding an option": [
-        "mlx_snapkv/planning/options.py",
-        "mlx_snapkv/planning/request_plan.py",
+    "Adding a store": [
+        "mlx_snapkv/sparse/stores/NAME.py",
+        "mlx_snapkv/sparse/options.py",
+        "tests/cache_kinds.py",
     ],
+    "Adding an option": ["mlx_snapkv/sparse/options.py", "mlx_snapkv/planning/request_plan.py"],
 }
 
 
@@ -174,8 +175,8 @@ from tiny_models import make_llama
 
 for store in ("small", "tiny"):
     try:
-        options = {"sparse": "budget=40,n_sink=4,n_window=16", "store": store}
-        report = mlx_snapkv.prefill(make_llama(head_dim=32), mx.arange(200) % 64, **options)[1]
+        sparse = f"budget=40,n_sink=4,n_window=16,store={store}"
+        report = mlx_snapkv.prefill(make_llama(head_dim=32), mx.arange(200) % 64, sparse=sparse)[1]
         print(mlx_snapkv.__file__, store, report.kv_bytes_before // report.kv_bytes_after)
     except mlx_snapkv.SnapKVError as error:
         print("refused:", error)
@@ -189,7 +190,7 @@ sys.exit(pytest.main([*options, "tests/sparse/test_stores.py", "tests/caches/tes
 """
 
 
-def test_a_new_file_is_a_store_in_requests_commands_and_tests(tmp_path):
+def test_a_new_file_and_its_name_are_a_store_in_requests_commands_and_tests(tmp_path):
     imported = "from mlx_snapkv.sparse.stores.memory import"
     case, before = (
         '    "offloaded, small, of 8 bits": lambda: offloaded(SmallStore(HOW)),\n',
@@ -199,8 +200,13 @@ def test_a_new_file_is_a_store_in_requests_commands_and_tests(tmp_path):
         (imported, f"from mlx_snapkv.sparse.stores.small import SmallStore\n{imported}"),
         (before, case + before),
     )
-    store = {"sparse/stores/small.py": lambda _: NEW_STORE}
-    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", store)
+    edits = {
+        "sparse/stores/small.py": lambda _: NEW_STORE,
+        "sparse/options.py": replacing(
+            ('        "file",\n', '        "file",\n        "small",\n')
+        ),
+    }
+    make_copy(ROOT / "mlx_snapkv", tmp_path / "mlx_snapkv", edits)
     make_copy(ROOT / "tests", tmp_path / "tests", {"cache_kinds.py": kinds})
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     printed = run(tmp_path, USES_STORE)
@@ -212,29 +218,28 @@ def test_a_new_file_is_a_store_in_requests_commands_and_tests(tmp_path):
 
 USES_OPTION = """
 import sys
-import option_entrances, write_docs
+import option_entrances, tables
 
 option_entrances.main("{folder}")
-page = write_docs.pages()["docs/commands.md"]
-print("documented:", page.count("\\n* `--tint`: Whether it is dark."), page.count("\\n* `--store-dir"))
+print("documented:", tables.TABLES["sparse-options"]())
 """
-BEFORE = "    def __post_init__(self) -> None:\n"
+EXPLAINED = "        when: when chunks and tokens choose"
+DECLARED = '    when: str = choice("faster", "always")\n'
+PLANNED = "    options.require(model)\n"
 OPTION_EDITS = {
-    "planning/options.py": replacing(
-        (
-            BEFORE,
-            f'    tint: str | None = option("Whether it is dark.", "dark", "dim")\n\n{BEFORE}',
-        )
+    "sparse/options.py": replacing(
+        (EXPLAINED, f"        tint: how dark it is.\n{EXPLAINED}"),
+        (DECLARED, f'{DECLARED}    tint: str = choice("light", "dark", "dim")\n'),
     ),
     "planning/request_plan.py": replacing(
         ("def plan_request(\n", "SEEN = []\n\n\ndef plan_request(\n"),
-        ("    options.require(model)\n", "    options.require(model)\n    SEEN.append(options.tint)\n"),
+        (PLANNED, f"{PLANNED}    SEEN.append(options.sparse and options.sparse.tint)\n"),
     ),
-}  # fmt: skip
+}
 DARK = (
-    "generate_step", "stream_generate", "generate", "prefill", "batch_generate", "Conversation.send",
+    "generate_step", "stream_generate", "generate", "prefill", "batch_generate", "Conversation.send", "generate",
     "batch", "chat", "/reset", "/policy", "/system", "/load of a text", "/save", "/load of a chat",
-    "cache-prompt", "/load of a tinted text", "--prompt-cache-file", "--policy auto", "config.toml", "flag",
+    "cache-prompt", "/load of a tinted text", "--prompt-cache-file", "config.toml", "flag",
 )  # fmt: skip
 
 
@@ -264,9 +269,10 @@ def test_prefixes_of_another_value_are_not_used(printed):
 
 
 def test_a_declared_option_is_checked_and_documented(printed):
-    wrong = "tint must be dark or dim, got 'pink'"
+    wrong = "sparse option tint must be light, dark or dim, got 'pink'"
     python = [line for line in printed if line.endswith(f" refuses: {wrong}")]
-    commands = [line for line in printed if line.endswith(f" ends with 2: mlx-snapkv: --{wrong}")]
+    told = f" ends with 2: mlx-snapkv: --sparse tint=pink: {wrong}"
+    commands = [line for line in printed if line.endswith(told)]
     assert (len(python), len(commands)) == (6, 6)
-    (documented,) = [line.split()[1:] for line in printed if line.startswith("documented:")]
-    assert documented[0] == documented[1] != "0"
+    (documented,) = [line for line in printed if line.startswith("documented:")]
+    assert "| `tint` | `light` | how dark it is. |" in documented

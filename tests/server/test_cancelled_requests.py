@@ -13,20 +13,16 @@ from mlx_snapkv.server.requests import EngineRequest, Finished, Loaded, PromptPr
 from mlx_snapkv.server.served_batch import ServedBatch
 
 WINDOW = "n_sink=4,n_window=16,obs_window=32"
-SAFE = [
-    (None, None),
-    (f"snapkv:budget=64,{WINDOW}", None),
-    ("sparse:budget=64,read_top_k=32", "memory"),
-]
+SAFE = [None, f"snapkv:budget=64,{WINDOW}", "sparse:budget=64,read_top_k=32"]
 CHUNK = 128
 
 
 class Served:
     """A batch of requests without a server; it collects the events of each request."""
 
-    def __init__(self, loaded, method, store):
+    def __init__(self, loaded, method):
         policy = method and setting_named(method)
-        options = {"policy": policy, "store": store, "prefill_step_size": CHUNK}
+        options = {"policy": policy, "prefill_step_size": CHUNK}
         self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
         self.checkpoints = Checkpoints(self.prefixes, loaded, options)
         self.batch = ServedBatch(
@@ -55,11 +51,11 @@ def loaded(demo_llama):
     return Loaded(*demo_llama, ("demo",))
 
 
-@pytest.mark.parametrize("method, store", SAFE)
-def test_a_retry_continues_where_the_first_request_stopped(loaded, document, method, store):
+@pytest.mark.parametrize("method", SAFE)
+def test_a_retry_continues_where_the_first_request_stopped(loaded, document, method):
     text = document[0][:4500]
-    whole = Served(loaded, method, store).answered(text)
-    served = Served(loaded, method, store)
+    whole = Served(loaded, method).answered(text)
+    served = Served(loaded, method)
     request, events = served.start(text)
     while not any(isinstance(event, PromptProgress) and event.n_read >= CHUNK for event in events):
         served.batch.step()
@@ -71,7 +67,7 @@ def test_a_retry_continues_where_the_first_request_stopped(loaded, document, met
 
 
 def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
-    served = Served(loaded, f"keydiff:budget=256,block={CHUNK}", None)
+    served = Served(loaded, f"keydiff:budget=256,block={CHUNK}")
     request, _ = served.start(document[0][:4500])
     for _ in range(2):
         served.batch.step()
@@ -80,7 +76,7 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
 
 
 def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(loaded, document):
-    served = Served(loaded, *SAFE[1])
+    served = Served(loaded, SAFE[1])
     request, _ = served.start(document[0][:4500])
     prompt = request.completion_request.prompt
     for n in (CHUNK - 1, len(prompt) - 31):

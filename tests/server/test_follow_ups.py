@@ -8,7 +8,7 @@ from server_helpers import POLICY, ask, load_named, serving, talk
 
 from mlx_snapkv import Conversation, Sparse
 
-SPARSE = Sparse(budget=256)
+SPARSE = Sparse(budget=256, store="file")
 
 
 def assert_follow_ups_at_once(served, said, facts):
@@ -25,8 +25,8 @@ def assert_follow_ups_at_once(served, said, facts):
 
 def test_follow_ups_equal_a_conversations_answers_and_four_may_come_at_once(document, demo_llama):
     text, facts = document
-    conversation = Conversation(*demo_llama, sparse=SPARSE, store="file", max_tokens=16)
-    with serving(policy=SPARSE, store="file") as served:
+    conversation = Conversation(*demo_llama, sparse=SPARSE, max_tokens=16)
+    with serving(policy=SPARSE) as served:
         said = []
         for i, fact in enumerate(facts[:3]):
             said.append(fact.question if i else f"{text}\n\n{fact.question}")
@@ -88,7 +88,7 @@ def test_a_system_prompt_is_read_once(document):
 
 def test_a_full_disk_is_a_server_error_with_one_line_in_the_log(caplog):
     body = {"messages": talk("The oak is quick. " * 200), "max_tokens": 4}
-    with serving(policy=SPARSE, store="file") as served:
+    with serving(policy=SPARSE) as served:
         with full_disk(100_000):
             found = served.post("/v1/chat/completions", json=body)
         assert found.status_code == 500

@@ -186,7 +186,7 @@ def test_model_names_and_mistakes(client):
 
 def test_a_short_prompt_continues_from_quantised_entries():
     """A prompt below the budget is decoded in mlx-lm's batches, which hold plain entries only."""
-    with serving(policy=Sparse(budget=256), store="4bit") as served:
+    with serving(policy=Sparse(budget=256, store="4bit")) as served:
         (long, _, kept), (short, n_known, plain) = (
             ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))
             for n in (80, 20)
@@ -203,7 +203,7 @@ def test_full_cache_true_answers_from_all_entries(demo_llama):
         first, full, again = (served.post("/v1/completions", each).json() for each in bodies)
     assert full["choices"][0]["text"].strip() == generate(*demo_llama, **body)
     assert first["mlx_snapkv"]["entries"] == again["mlx_snapkv"]["entries"] == 64
-    assert full["mlx_snapkv"]["entries"] is full["mlx_snapkv"]["store"] is None
+    assert full["mlx_snapkv"]["entries"] is None
     assert full["mlx_snapkv"]["reason"] == "the full cache was asked for"
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     for each in (full, again):

@@ -8,7 +8,7 @@ from mlx_snapkv import Sparse
 from mlx_snapkv.server.prefix_cache import PrefixCache
 
 DOCUMENT = list(range(320))
-SPARSE = Sparse(budget=256)
+SPARSE = Sparse(budget=256, store="file")
 
 
 def of(n, kind=KVCache):
@@ -68,7 +68,7 @@ def test_a_prefix_larger_than_the_limit_evicts_nothing(caplog):
 def test_questions_about_one_document_share_its_entries(document):
     """The limit is the room of two documents, and another document stays in the cache throughout."""
     text, facts = document
-    with serving(policy=SPARSE, store="file") as served:
+    with serving(policy=SPARSE) as served:
         prefixes, other = served.engine.prefixes, f"Another one. {text}"
         ask(served, talk(f"{other} What is it?"))
         prefixes.max_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2

@@ -77,7 +77,7 @@ def test_all_options_that_change_entries_are_part_of_a_prefix_identity():
         policy | {"kv_bits": 8, "kv_group_size": 32},
         sparse,
         {"sparse": "budget=256,read_top_k=16"},
-        sparse | {"store": "8bit"},
+        {"sparse": "budget=256,store=8bit"},
     ]
     identities = [CompressionConfig.from_keywords(each)[0].identity for each in settings]
     assert all(identities.count(each) == 1 for each in identities)
@@ -125,20 +125,20 @@ def n_known(files, tokens):
 
 
 def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
-    written(PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"}), model, ONE)
+    written(PrefixFiles(tmp_path, 1 << 30, model, {"setting": "one"}), model, ONE)
     (good,) = tmp_path.iterdir()
     data = good.read_bytes()
     (tmp_path / f"{'0' * 32}.safetensors").write_bytes(data[: len(data) // 2])
     (tmp_path / "other.safetensors").write_text("another program's file")
-    files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
+    files = PrefixFiles(tmp_path, 1 << 30, model, {"setting": "one"})
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 1
     for others, setting in ((model, "other"), (make_llama(seed=1), "one")):
-        assert PrefixFiles(tmp_path, 1 << 30, others, {"store": setting}).prefixes == []
+        assert PrefixFiles(tmp_path, 1 << 30, others, {"setting": setting}).prefixes == []
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     assert n_known(files, ONE) == 0 and "checksum does not match" in caplog.records[-1].getMessage()
     good.write_bytes(data)
-    files = PrefixFiles(tmp_path, 1 << 30, model, {"store": "one"})
-    written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"store": "one"}), model, OTHER)
+    files = PrefixFiles(tmp_path, 1 << 30, model, {"setting": "one"})
+    written(PrefixFiles(tmp_path / "other", 1 << 30, model, {"setting": "one"}), model, OTHER)
     os.replace(next((tmp_path / "other").iterdir()), good)  # while the server runs
     assert n_known(files, ONE) == 0 and "another prompt" in caplog.records[-1].getMessage()
 
@@ -162,10 +162,10 @@ def test_unfinished_files_of_a_killed_server_are_deleted_and_newer_ones_stay(mod
 def test_the_oldest_files_make_room_even_those_of_other_settings(model, tmp_path):
     foreign = tmp_path / "notes.safetensors"
     foreign.write_bytes(b"x" * 100_000)
-    written(PrefixFiles(tmp_path, 1, model, {"store": "one"}), model, ONE)
+    written(PrefixFiles(tmp_path, 1, model, {"setting": "one"}), model, ONE)
     (first,) = set(tmp_path.iterdir()) - {foreign}
     size = first.stat().st_size
-    files = PrefixFiles(tmp_path, 7 * size // 2, model, {"store": "other"})
+    files = PrefixFiles(tmp_path, 7 * size // 2, model, {"setting": "other"})
     written(files, model, OTHER)
     assert first.exists()
     written(files, model, ONE[::-1], OTHER[::-1])

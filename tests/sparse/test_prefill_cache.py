@@ -51,7 +51,7 @@ TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST_TOKENS))
 
 def sparse_caches(model, reach, store="memory", last_from=1 << 30):
     """Return caches that choose, and the views of all entries from which they read."""
-    caches = make_caches(model, store)
+    caches = make_caches(model, Sparse(store=store))
     views = []
     for layer in attention_layers(model, caches):
         stored = layer.cache_in(caches)
@@ -75,7 +75,7 @@ def read_by(model, caches, *ends):
 
 def entries_and_queries(model):
     """Return all keys and rotated queries of the first layer, which depend on no other token, and its scale."""
-    caches = make_caches(model, "memory")
+    caches = make_caches(model, Sparse())
     layer = attention_layers(model, caches)[0]
     layer.cache_in(caches).observe(0, N, N)
     read_by(model, caches, N)
@@ -256,9 +256,9 @@ OPTIONS = f"budget=50%,read_top_k={N_CHOSEN * PAGE_SIZE},when=always"
 LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST_TOKENS + 3))
 
 
-def requested(model, tokens, cache=None, store="memory", sparse=OPTIONS):
+def requested(model, tokens, cache=None, sparse=OPTIONS):
     """Return a request that has read its prompt and not yet computed its first token."""
-    config = CompressionConfig(Sparse.from_string(sparse), store=store)
+    config = CompressionConfig(Sparse.from_string(sparse))
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
     start, step = 0, request.plan.chunk_size(2048)
@@ -279,7 +279,7 @@ def test_the_last_queries_of_all_reading_layers_are_recorded(name):
         cache = layer.cache_in(request.prompt_cache)
         assert cache.query_positions == range(LONG.size - N_VOTERS, LONG.size)
         assert not cache.waits_for_readers
-    plain = make_caches(model, "memory")
+    plain = make_caches(model, Sparse())
     for layer in request.layers:
         layer.cache_in(plain).layer = layer
         layer.cache_in(plain).observe(request.plan.first, request.plan.last, LONG.size)
@@ -303,9 +303,9 @@ def test_every_store_reads_the_prompt_alike(make, store, monkeypatch):
     """
     monkeypatch.setattr(request_plan, "LAST_TOKENS", 0)
     model = make(head_dim=32)
-    options = {"sparse": OPTIONS, "max_tokens": 1}
-    ((_, wanted),) = generate_step(LONG, model, **options)
-    ((_, found),) = generate_step(LONG, model, store=store, **options)
+    stored = f"{OPTIONS},store={store}"
+    ((_, wanted),) = generate_step(LONG, model, max_tokens=1, sparse=OPTIONS)
+    ((_, found),) = generate_step(LONG, model, max_tokens=1, sparse=stored)
     if store == "file":
         assert mx.array_equal(found, wanted)
     else:
@@ -326,7 +326,7 @@ def after_follow_up(name, answer):
 def test_follow_ups_continue_from_a_prompt_that_was_read_sparsely(name, store):
     """A follow-up chooses among the entries of earlier requests, as one request for the whole text would."""
     model, reports = make_model(name), []
-    options = {"store": store, "max_tokens": 1, "on_report": reports.append}
+    options = {"max_tokens": 1, "on_report": reports.append}
 
     def away(sparse):
         cache = make_prompt_cache(model)
@@ -339,7 +339,8 @@ def test_follow_ups_continue_from_a_prompt_that_was_read_sparsely(name, store):
 
     n_pages = (LONG.size + 1 - CHUNK_WINDOW) // PAGE_SIZE - 1
     nearly, little = (
-        away(f"budget=50%,read_top_k={n * PAGE_SIZE},when=always") for n in (n_pages - 1, 1)
+        away(f"budget=50%,read_top_k={n * PAGE_SIZE},when=always,store={store}")
+        for n in (n_pages - 1, 1)
     )
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + FOLLOW_UP.size]
@@ -368,6 +369,6 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "iquestloopcoder", "plamo", "plamo2"])
 def test_a_model_type_without_sparse_attention_is_refused(name):
     sentence = rf"^sparse attention is not possible on model type '{name}': its .*\. Give a policy"
-    for options in ({}, {"store": "file"}):
+    for sparse in (True, "store=file"):
         with pytest.raises(SnapKVError, match=sentence):
-            generate_step(TOKENS, make_model(name), sparse=True, **options)
+            generate_step(TOKENS, make_model(name), sparse=sparse)

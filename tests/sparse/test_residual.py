@@ -181,7 +181,7 @@ def test_clusters_of_whole_blocks_are_kept_for_the_next_turn(small_clusters, mon
     layers = attention_layers(model, cache)
     for seed, n in ((1, 300), (2, 100)):
         prompt = mx.random.randint(0, 60, (n,), key=mx.random.key(seed))
-        options = {"sparse": "budget=24,n_window=6", "store": "file", "prompt_cache": cache}
+        options = {"sparse": "budget=24,n_window=6,store=file", "prompt_cache": cache}
         steps(model, prompt, 3, **options)
         assert {(*call.args, 0)[1] for call in made.call_args_list} == {known}
         made.reset_mock()
@@ -243,10 +243,10 @@ def test_means_bring_predictions_nearer_to_the_full_caches(
         pytest.skip("heads of 32 are llama's")
     model = make_llama(head_dim=32) if name == "llama" else make_model(name)
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
-    options = {"sparse": "budget=24,n_sink=2,n_window=6,read=dense,when=always", "store": store}
-    weighed = moved(model, prompt, **options)
+    sparse = f"budget=24,n_sink=2,n_window=6,read=dense,when=always,store={store}"
+    weighed = moved(model, prompt, sparse=sparse)
     monkeypatch.setattr(TokenRanking, "weigh_residual", lambda *args: None)
-    assert 0 < weighed < 0.6 * moved(model, prompt, **options)
+    assert 0 < weighed < 0.6 * moved(model, prompt, sparse=sparse)
 
 
 def test_a_batch_of_unequal_prompts_answers_as_single_requests(demo_llama, small_clusters):

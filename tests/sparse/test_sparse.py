@@ -44,7 +44,7 @@ def few_recent(monkeypatch):
 
 def choosing(model, quota):
     """Return the caches of a prompt of `N` tokens, whose next tokens choose."""
-    caches = make_caches(model, "memory")
+    caches = make_caches(model, Sparse())
     for layer in attention_layers(model, caches):
         layer.cache_in(caches).layer = layer
     model(TOKENS[None, :N], cache=caches)
@@ -117,7 +117,7 @@ def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries(few_re
     n_recent = cache.ranking.n_newest
     said(model, caches, TOKENS[-1:])
     n = TOKENS.size
-    full = make_caches(model, "memory")
+    full = make_caches(model, Sparse())
     layer = attention_layers(model, full)[0]
     layer.cache_in(full).layer = layer
     layer.cache_in(full).observe(n - 1, n, n)

@@ -1,12 +1,14 @@
 """Entries that were read sparsely are marked in caches and files, so that they never pass for the full cache's."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv import generate_step, prefill, saved
+from mlx_snapkv import Sparse, generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
 from mlx_snapkv.sparse.prompt_caches import copied_to_store
@@ -20,18 +22,16 @@ QUESTION = mx.arange(1, 6)
 def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_path):
     """Earlier entries equal the full cache's."""
     model = make_llama(head_dim=64)
-    caches, _ = prefill(model, TEXT, sparse=OPTIONS, store=store)
+    sparse = Sparse.from_string(f"{OPTIONS},store={store}")
+    caches, _ = prefill(model, TEXT, sparse=sparse)
     first = first_sparse(caches)
     assert first == CHUNK_SIZE  # the second chunk chooses
-    saved.save(tmp_path / "text.safetensors", model, caches, TEXT, f"sparse:{OPTIONS}")
+    saved.save(tmp_path / "text.safetensors", model, caches, TEXT, sparse)
     loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-    moved = copied_to_store(model, loaded, store)
+    moved = copied_to_store(model, loaded, sparse)
     assert first_sparse(loaded) == first_sparse(moved) == first
-    dense = "budget=64,read=dense,when=always"
-    answer = generate_step(
-        QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense, store=store
-    )
-    list(answer)
+    dense = f"budget=64,read=dense,when=always,store={store}"
+    list(generate_step(QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense))
     assert first_sparse(moved) == first
     trim_prompt_cache(moved, moved[0].offset - first)
     assert moved[0].offset == first and first_sparse(moved) is None
@@ -40,5 +40,5 @@ def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_pat
     if store == "memory":
         keys = moved[1].keys_and_values()[0]
         assert mx.allclose(keys, full[1].keys_and_values()[0], atol=1e-5)
-    in_full, _ = prefill(model, TEXT, sparse=f"{OPTIONS},read=dense", store=store)
+    in_full, _ = prefill(model, TEXT, sparse=replace(sparse, read="dense"))
     assert first_sparse(in_full) is None

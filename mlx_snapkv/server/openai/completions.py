@@ -37,7 +37,6 @@ async def _respond(request: Request, body: Body) -> Response:
         CompletionFormatter,
         is_chat=isinstance(body, ChatBody),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
-        store=request.app.state.engine.options.get("store"),
         n_answers=n_answers,
         uses_functions=body.uses_functions,
     )
@@ -63,7 +62,6 @@ class CompletionFormatter(ResponseFormatter):
         model: the model's name in the response.
         is_chat: whether these are chat completions.
         with_usage: whether a stream ends with the usage.
-        store: store that keeps the entries of sparse attention; None without it.
         n_answers: number of answers per prompt.
         uses_functions: whether the client uses `functions`, the predecessor of `tools`.
     """
@@ -73,7 +71,6 @@ class CompletionFormatter(ResponseFormatter):
         model: str,
         is_chat: bool,
         with_usage: bool,
-        store: str | None,
         n_answers: int,
         uses_functions: bool,
     ):
@@ -81,7 +78,6 @@ class CompletionFormatter(ResponseFormatter):
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
-        self._store = store
         self._n_answers = n_answers
         self._uses_functions = uses_functions
         self._head = head(is_chat, model)
@@ -188,7 +184,6 @@ class CompletionFormatter(ResponseFormatter):
             names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
             fields = {name: getattr(report, name) for name in names}
             fields["entries"] = report.entries if report.compressed else None
-            fields["store"] = self._store
             staying = {name: getattr(report, name) for name in STAYING}
             fields |= {name: n_bytes for name, n_bytes in staying.items() if n_bytes}
             summary["mlx_snapkv"] = fields

@@ -41,9 +41,10 @@ def test_an_answer_by_the_kernels_equals_the_plain_paths(shim, indexed, residual
     assert mx.abs(by_kernels - logits).mean() < (0.005 if indexed else 1e-5)
 
 
-@pytest.mark.parametrize("options", [{"store": "8bit"}, {"store": "file"}])
-def test_entries_in_a_store_take_the_plain_path(options, monkeypatch):
+@pytest.mark.parametrize("store", ["8bit", "file"])
+def test_entries_in_a_store_take_the_plain_path(store, monkeypatch):
     monkeypatch.setattr(token, "why_unused", lambda *shape: None)
     reports = []
-    steps(make_llama(head_dim=64), PROMPT, 4, sparse=SPARSE, on_report=reports.append, **options)
+    sparse = f"{SPARSE},store={store}"
+    steps(make_llama(head_dim=64), PROMPT, 4, sparse=sparse, on_report=reports.append)
     assert reports[0].plain_path == "the kernels read plain entries in memory"

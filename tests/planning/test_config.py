@@ -1,0 +1,56 @@
+"""mlx-lm's options that exclude a setting are refused in one sentence, when the setting is chosen or is to compress."""
+
+import re
+
+import pytest
+from request_helpers import assert_same, plain, steps
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.settings import setting_named
+
+
+def made(method, **options):
+    config, _ = CompressionConfig.from_keywords({"policy": setting_named(method), **options})
+    return config
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"kv_bits": 4}, "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give store=8bit"),
+        ({"draft_model": object()}, "draft_model can't be combined with sparse: drop one of them"),
+    ],
+)  # fmt: skip
+def test_options_that_exclude_sparse_attention_are_refused_when_it_is_chosen(options, sentence):
+    with pytest.raises(SnapKVError, match=re.escape(sentence)):
+        made("sparse", **options)
+
+
+@pytest.mark.parametrize(
+    "method, options, sentence",
+    [
+        ("snapkv", {"max_kv_size": 9}, "max_kv_size can't be combined with a policy or sparse attention: drop one"),
+        ("sparse", {"max_kv_size": 9}, "max_kv_size can't be combined with a policy or sparse attention: drop one"),
+        ("snapkv", {"kv_bits": 4, "draft_model": object()}, "can't check quantised entries exactly: drop kv_bits"),
+        ("h2o", {"draft_model": object()}, "h2o goes on evicting: use snapkv with on_full=grow, or drop draft_model"),
+    ],
+)  # fmt: skip
+def test_options_that_exclude_a_compression_are_refused_only_when_a_prompt_is_compressed(
+    method, options, sentence
+):
+    config = made(method, **options)
+    with pytest.raises(SnapKVError, match=re.escape(sentence)):
+        config.require_compressible()
+
+
+def test_options_that_exclude_nothing_are_not_refused():
+    made("snapkv", draft_model=object()).require_compressible()
+    made("h2o", kv_bits=4).require_compressible()
+    made("sparse").require_compressible()
+
+
+@pytest.mark.parametrize("method", [{"policy": "snapkv:budget=300"}, {"sparse": "budget=300"}])
+def test_a_prompt_that_is_not_compressed_may_have_a_rotating_cache(tiny_model, tokens, method):
+    found = steps(tiny_model, tokens, max_kv_size=64, **method)
+    assert_same(found, plain(tiny_model, tokens, max_kv_size=64))
