@@ -94,20 +94,21 @@ class PrefixCache:
             return False
         new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
         # A prefix is replaced if the new caches serve all of its tokens.
-        not_replaced = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
-        self._set_prefixes([*not_replaced, new])
-        while self.nbytes + self.file_nbytes > self.max_bytes:
-            self.trim_to(n_sequences=len(self) - 1)
+        prefixes = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
+        prefixes.append(new)
+        n_bytes = sum(_n_bytes(p.caches) for p in prefixes)
+        while n_bytes > self.max_bytes:
+            evicted = _next_to_evict(prefixes)
+            prefixes.remove(evicted)
+            n_bytes -= _n_bytes(evicted.caches)
+        self._set_prefixes(prefixes)
         return True
 
     def trim_to(self, *, n_sequences: float = math.inf, n_bytes: float = math.inf) -> None:
         """Evict prefixes until these limits hold: first prefixes that another one covers, then the oldest."""
         while self._prefixes and (len(self) > n_sequences or self.nbytes > n_bytes):
-            evicted = next(filter(self._is_covered, self._prefixes), self._prefixes[0])
+            evicted = _next_to_evict(self._prefixes)
             self._set_prefixes([p for p in self._prefixes if p is not evicted])
-
-    def _is_covered(self, prefix: Prefix) -> bool:
-        return any(other.covers(prefix) for other in self._prefixes if other is not prefix)
 
     def drop(self, path: Path) -> None:
         """Drop caches whose entries are in the damaged file `path`, in memory and in `files`."""
@@ -124,6 +125,15 @@ class PrefixCache:
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
+
+
+def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
+    """Return the first prefix that another one covers; if there is none, the oldest."""
+
+    def is_covered(prefix: Prefix) -> bool:
+        return any(other.covers(prefix) for other in prefixes if other is not prefix)
+
+    return next(filter(is_covered, prefixes), prefixes[0])
 
 
 def _n_bytes(caches: list) -> int:

@@ -55,6 +55,20 @@ def test_caches_that_cannot_be_cut_serve_only_continuations_and_are_evicted_by_a
     assert kept(prefixes) == [[1000], [1001], [1002]]
 
 
+def test_the_size_that_other_threads_see_never_exceeds_the_limit(monkeypatch):
+    sizes, set_prefixes = [], PrefixCache._set_prefixes
+
+    def noted(self, prefixes):
+        set_prefixes(self, prefixes)
+        sizes.append(self.nbytes)
+
+    monkeypatch.setattr(PrefixCache, "_set_prefixes", noted)
+    prefixes = PrefixCache(3 * of(320)[0].nbytes)
+    for first in range(10):
+        prefixes.insert([first, *DOCUMENT[1:]], of(320))
+    assert len(sizes) >= 10 and max(sizes) == prefixes.max_bytes == prefixes.nbytes
+
+
 def test_a_prefix_larger_than_the_limit_evicts_nothing(caplog):
     prefixes = PrefixCache(2 * of(320)[0].nbytes)
     prefixes.insert(DOCUMENT, of(320))
