@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -86,6 +87,17 @@ class Settings:
             first_lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
             text = re.sub(first_lines, "", system.text, flags=re.IGNORECASE)
             body.messages[0] = replace(system, text=text)
+
+
+class AllowedOrigins(CORSMiddleware):
+    """Starlette's CORS for pages of the allowed origins. `Gate` answers requests of other origins with a sentence."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a preflight, and add CORS headers to a response, if the request's origin is allowed."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        is_allowed = origin is not None and self.is_allowed_origin(origin)
+        app = super().__call__ if is_allowed else self.app
+        await app(scope, receive, send)
 
 
 class Gate:

@@ -10,7 +10,6 @@ from pathlib import Path
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -18,7 +17,7 @@ from .._version import __version__
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from ..paths import reason
-from .access import REQUEST_ID_HEADERS, Gate, Settings
+from .access import REQUEST_ID_HEADERS, AllowedOrigins, Gate, Settings
 from .anthropic.messages import router as anthropic
 from .changing_lines import ChangingLines
 from .engine import Engine
@@ -48,7 +47,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.add_middleware(Gate, settings=settings, metrics=engine.metrics)
     if settings.origins:
         app.add_middleware(
-            CORSMiddleware,
+            AllowedOrigins,
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
