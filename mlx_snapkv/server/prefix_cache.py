@@ -4,6 +4,7 @@ import copy
 import math
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
@@ -78,6 +79,8 @@ class PrefixCache:
         """Keep caches that have read `tokens`. Log a warning if they alone exceed the limit."""
         if not tokens:
             return
+        # An array that is not computed yet holds the arrays that it is computed from: those of a whole batch.
+        mx.eval([cache.state for cache in caches])
         is_kept = self._insert(as_ids(tokens), caches)
         if not is_kept:
             size = format_bytes(_n_bytes(caches))

@@ -1,5 +1,8 @@
 """Many questions about one document need the memory, and the disk space, of one."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from server_helpers import ask, serving, talk
@@ -77,6 +80,27 @@ def test_a_prefix_larger_than_the_limit_evicts_nothing(caplog):
     assert len(prefixes) == 1 and n == caches[0].offset == 319
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("1,500 tokens are not kept") and "--prefix-bytes" in told
+
+
+def test_prefixes_take_no_more_memory_than_they_count():
+    with serving(policy=None) as served:
+
+        def post(n):
+            body = {"prompt": f"{n} " * 600, "max_tokens": 4 + 8 * n, "logit_bias": {"1": -100}}
+            assert served.post("/v1/completions", body).status_code == 200
+
+        post(0)  # computes the weights
+        gc.collect()
+        prefixes = served.engine.prefixes
+        before = mx.get_active_memory() - prefixes.nbytes
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(post, range(6)))
+        while served.metric("mlx_snapkv_open_requests"):
+            pass
+        while served.metric('mlx_snapkv_kv_bytes{kind="requests"}'):
+            pass
+        gc.collect()
+        assert mx.get_active_memory() - before < 1.05 * prefixes.nbytes
 
 
 def test_questions_about_one_document_share_its_entries(document):
