@@ -11,7 +11,7 @@ RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 # A model that only `eval` fetches: 1.1 GB, and 7.1 GB in float32.
 LARGER := qwen2.5-coder-1.5b-instruct
 
-.PHONY: help demo test lint docs bench bench-gpu bench-shapes eval mlx-lm-tests agents real-models clean
+.PHONY: help demo test lint docs bench bench-gpu bench-shapes eval mlx-lm-tests agents soak real-models clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -70,6 +70,9 @@ mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package pa
 agents: $(VENV)/.installed-dev ## Claude Code, Codex, opencode, aider and client libraries against the server; writes docs/agents.json and its tables (needs npm; an hour)
 	$(RUN) scripts/try_agents.py
 	$(RUN) scripts/write_docs.py
+
+soak: $(VENV)/.installed-dev real-models ## eight agents' sessions on the server, with two models: memory, equal answers, no errors (half an hour)
+	$(RUN) scripts/soak.py
 
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py

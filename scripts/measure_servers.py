@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import mlx.core as mx
@@ -112,12 +112,12 @@ def write_float32(name: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[tuple[str, int]]:
-    """Run a server during the block; yield its URL and process id."""
+def running(command: list[str], log: IO[str] | None = None) -> Iterator[tuple[str, int]]:
+    """Run a server during the block; yield its URL and process id. What it prints goes to `log`."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
+    with contextlib.nullcontext(log) if log else tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
         try:
             until, status = time.monotonic() + WAIT, 0

@@ -1,0 +1,308 @@
+"""Let agents work on the server, and check its memory, its answers and its errors afterwards.
+
+    python scripts/soak.py      # SmolLM2 and a small hybrid, ten minutes each; exit code 1 if a check fails
+    python scripts/soak.py --model FOLDER --minutes 2 --formats mistral
+
+For each format of tool calls, a server process serves the model for its share of the time. Eight sessions use the three
+APIs. Their contexts grow until the server refuses them, and are then replaced by a summary. Sessions go back to earlier
+turns, send requests again, leave streams, and force calls and JSON. Their prefixes exceed the prefix cache.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+from measure_servers import running, write_float32
+from results_page import ROOT, memory_of, options
+from soak_apis import APIS
+from soak_models import CALLS, write_folder
+from soak_session import TOO_LONG, WAIT, Sent, Session, post
+
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.planning.units import format_bytes
+
+SMOLLM2 = ROOT / "real-models" / "smollm2-135m-instruct"
+HYBRID = "demo-qwen3-next"
+WARM_UP = 60  # seconds until memory is read for the first time; at most `WARM_UP_SHARE` of all
+WARM_UP_SHARE = 0.4
+MAX_GROWTH = 1.1  # memory at the end, as a multiple of the memory after the warm-up
+PROGRESS = 10  # seconds between two lines
+# glibc keeps what a thread has freed for this thread. With one arena, and with large arrays outside of it, the memory
+# of the process is what the server holds.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+N_SHOWN = 3  # failures that are shown in full
+METRIC = re.compile(
+    r'mlx_snapkv_(?:kv_bytes\{kind="(?P<kind>\w+)"\}|(?P<name>open_requests)) (?P<value>\S+)'
+)
+
+
+@dataclass
+class Reading:
+    """A server's memory, in bytes, and its open requests.
+
+    Attributes:
+        resident: memory of the process.
+        prefixes, requests: KV memory of the prefix cache and of running requests, as the server counts them.
+        open_requests: number of requests that wait or are answered.
+    """
+
+    resident: int
+    prefixes: int
+    requests: int
+    open_requests: int
+
+    @classmethod
+    def of(cls, url: str, pid: int) -> "Reading":
+        """Return the memory of the server at `url`, whose process is `pid`."""
+        lines = httpx.get(f"{url}/metrics", timeout=WAIT).text.splitlines()
+        found = {
+            m["kind"] or m["name"]: int(float(m["value"])) for m in map(METRIC.match, lines) if m
+        }
+        names = ("prefixes", "requests", "open_requests")
+        return cls(memory_of(pid), *(found[name] for name in names))
+
+    @property
+    def beside_prefixes(self) -> int:
+        """Return the memory of the process without its prefixes."""
+        return self.resident - self.prefixes
+
+    def __str__(self) -> str:
+        """Return the figures in a few words."""
+        sizes = map(format_bytes, (self.resident, self.prefixes, self.requests))
+        return "resident {}, prefixes {}, requests {}".format(*sizes)
+
+
+@dataclass
+class Soak:
+    """A model in one format of calls, and the sessions that use it.
+
+    Attributes:
+        folder: the model's folder.
+        flags: flags of the server.
+        prefix_bytes: limit of the prefix cache.
+        seconds: time of the sessions.
+        sessions: the sessions.
+        max_growth: see `MAX_GROWTH`.
+        failures: a sentence for each check that failed.
+    """
+
+    folder: Path
+    flags: list[str]
+    prefix_bytes: int
+    seconds: float
+    sessions: list[Session]
+    max_growth: float = MAX_GROWTH
+    failures: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Let the sessions work, and check the server and its answers."""
+        with self._server() as (url, pid, log):
+            early, late, max_prefixes = self._work(url, pid)
+            self._check_memory(early, late)
+            self._check_prefixes(max_prefixes)
+            self._check_requests()
+            self._check_log(log)
+        with self._server() as (url, _, _):
+            self._check_answers(url)
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[tuple[str, int, IO[str]]]:
+        """Run a server; yield its URL, its process id and its log."""
+        command = ["mlx_snapkv", "serve", "--model", str(self.folder), *self.flags]
+        command += ["--prefix-bytes", str(self.prefix_bytes)]
+        with tempfile.TemporaryFile("w+") as log, running(command, log) as (url, pid):
+            yield url, pid, log
+
+    def _work(self, url: str, pid: int) -> tuple[Reading, Reading, int]:
+        """Let the sessions work; return the memory after the warm-up and at the end, and the most prefix bytes."""
+        begin = time.monotonic()
+        warm_up = min(WARM_UP, WARM_UP_SHARE * self.seconds)
+        with self._progress(url, pid) as readings:
+            early = self._work_until(begin + warm_up, url, pid)
+            late = self._work_until(begin + self.seconds, url, pid)
+        return early, late, max(reading.prefixes for reading in [*readings, late])
+
+    def _work_until(self, until: float, url: str, pid: int) -> Reading:
+        """Let the sessions work until a time, and return the memory when no request is open."""
+        with ThreadPoolExecutor(len(self.sessions)) as pool:
+            list(pool.map(lambda session: session.run(url, until), self.sessions))
+        reading = Reading.of(url, pid)
+        for _ in range(100):  # a request whose client has left may be open for a moment
+            if not reading.open_requests and not reading.requests:
+                break
+            time.sleep(0.1)
+            reading = Reading.of(url, pid)
+        return reading
+
+    @contextlib.contextmanager
+    def _progress(self, url: str, pid: int) -> Iterator[list[Reading]]:
+        """Print the memory every `PROGRESS` seconds during the block; yield a list of readings, one each second."""
+        over = threading.Event()
+        readings: list[Reading] = []
+
+        def watch() -> None:
+            while not over.wait(1):
+                readings.append(Reading.of(url, pid))
+                if len(readings) % PROGRESS == 0:
+                    print(f"    {len(self._sent)} requests, {readings[-1]}", flush=True)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield readings
+        finally:
+            over.set()
+            watcher.join()
+
+    @property
+    def _sent(self) -> list[Sent]:
+        return [sent for session in self.sessions for sent in session.sent]
+
+    def _check(self, holds: bool, sentence: str) -> None:
+        """Print a sentence, and note it if it does not hold."""
+        print(f"  {'ok' if holds else 'FAILED'}: {sentence}", flush=True)
+        if not holds:
+            self.failures.append(f"{self.folder.name}: {sentence}")
+
+    def _check_memory(self, early: Reading, late: Reading) -> None:
+        """Check that memory beside prefixes has not grown since the warm-up, and that no request is left."""
+        growth = late.beside_prefixes / early.beside_prefixes
+        told = f"after the warm-up: {early}; at the end: {late}"
+        sentence = f"memory beside prefixes is {growth:.2f} of that after the warm-up ({told})"
+        self._check(growth <= self.max_growth, sentence)
+        is_idle = not late.requests and not late.open_requests
+        sentence = f"{late.open_requests} requests, {late.requests} bytes of requests are left"
+        self._check(is_idle, sentence)
+
+    def _check_prefixes(self, max_prefixes: int) -> None:
+        """Check that prefixes have stayed within their limit."""
+        used, limit = map(format_bytes, (max_prefixes, self.prefix_bytes))
+        self._check(max_prefixes <= self.prefix_bytes, f"prefixes took up to {used} of {limit}")
+
+    def _check_requests(self) -> None:
+        """Check that no request failed, except for prompts that were too long, and that JSON obeys its schema."""
+        counts = sum((Counter(session.counts) for session in self.sessions), Counter[str]())
+        done = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+        failed = [sent for sent in self._sent if sent.error and TOO_LONG not in sent.error]
+        shown = "".join(f"\n    {sent.status} {sent.error[:300]}" for sent in failed[:N_SHOWN])
+        sentence = f"{len(failed)} of {len(self._sent)} requests failed ({done}){shown}"
+        self._check(not failed, sentence)
+        texts = [sent.answer.text for sent in self._sent if sent.answer and sent.has_schema]
+        wrong = [text for text in texts if not _obeys(text)]
+        self._check(
+            not wrong, f"{len(wrong)} of {len(texts)} JSON answers are wrong {wrong[:N_SHOWN]}"
+        )
+
+    def _check_log(self, log: IO[str]) -> None:
+        """Check that the server's log has no traceback and no status of 500 or more."""
+        log.seek(0)
+        lines = log.read().splitlines()
+        bad = [line for line in lines if "Traceback" in line or re.search(r"/v1/\S+ 5\d\d ", line)]
+        self._check(not bad, f"{len(bad)} errors in {len(lines)} lines of the log {bad[:N_SHOWN]}")
+
+    def _check_answers(self, url: str) -> None:
+        """Check that answers equal the answers to the requests alone, sent one by one for half of the time."""
+        by_request: dict[str, list[Sent]] = {}
+        for sent in self._sent:
+            if sent.answer is not None:
+                by_request.setdefault(sent.key, []).append(sent)
+        groups = list(by_request.values())
+        random.Random(0).shuffle(groups)
+        until = time.monotonic() + self.seconds / 2
+        n_compared = 0
+        differing: list[tuple[Sent, Sent]] = []
+        with httpx.Client(base_url=url, timeout=WAIT) as client:
+            for group in groups:
+                alone = post(client, APIS[group[0].path], group[0].body, streams=False)
+                differing += [(sent, alone) for sent in group if sent.answer != alone.answer]
+                n_compared += len(group)
+                if time.monotonic() > until:
+                    break
+        n_answers = sum(map(len, groups))
+        shown = "".join(
+            f"\n    {sent.answer}\n    alone: {alone.answer or alone.error}"
+            for sent, alone in differing[:N_SHOWN]
+        )
+        sentence = f"{len(differing)} of {n_compared} answers differ from the answers to the requests alone"
+        self._check(not differing, f"{sentence} ({n_answers} answers in all){shown}")
+
+
+def _obeys(text: str) -> bool:
+    """Return whether a text is JSON of the schema that sessions ask for."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+        return set(value) == {"done", "next"} and isinstance(value["done"], bool)
+    return False
+
+
+def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace) -> list[str]:
+    """Let sessions use a model with a format of calls, and return the checks that failed.
+
+    Args:
+        model: a folder, or the name of an embedded model.
+        tool_format: a key of `CALLS`.
+        seconds: time of the sessions.
+        args: the other options of the command.
+    """
+    name = Path(model).name
+    print(f"{name}, {tool_format}, {args.sessions} sessions, {seconds:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as holder:
+        source = Path(model)
+        if model in MODELS:
+            # In half precision a batch rounds its results otherwise than a request alone.
+            source = Path(holder) / "float32"
+            write_float32(model, source)
+        folder = Path(holder) / f"{name}-{tool_format}"
+        write_folder(source, tool_format, folder)
+        sessions = [Session(n, args.seed) for n in range(args.sessions)]
+        flags = ["--max-context", str(args.max_context), *args.serve.split()]
+        made = Soak(folder, flags, args.prefix_bytes, seconds, sessions, args.max_growth)
+        made.run()
+    return made.failures
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    made = options(__doc__)
+    models = [str(SMOLLM2), HYBRID]
+    made.add_argument("--model", nargs="+", default=models, help="folders or embedded models")
+    made.add_argument("--minutes", type=float, default=10, help="for each model")
+    made.add_argument("--formats", nargs="+", choices=list(CALLS), default=list(CALLS))
+    made.add_argument("--sessions", type=int, default=8)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--max-context", type=int, default=1200, help="of the server, in tokens")
+    made.add_argument("--prefix-bytes", type=int, default=40_000_000, help="of the server")
+    made.add_argument("--serve", default="", help="more flags of the server")
+    made.add_argument("--max-growth", type=float, default=MAX_GROWTH, help="of memory")
+    return made
+
+
+def main() -> None:
+    """Soak each model in each format, print the checks that failed, and exit with 1 if there are any."""
+    args = parser().parse_args()
+    os.environ |= ALLOCATOR
+    seconds = 60 * args.minutes / len(args.formats)
+    failures = []
+    for model in args.model:
+        for tool_format in args.formats:
+            failures += soak(model, tool_format, seconds, args)
+    print(*(failures or ["All checks hold."]), sep="\n")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

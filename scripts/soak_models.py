@@ -1,0 +1,62 @@
+"""Folders with models for a soak test: a model whose chat template writes calls of tools in one of four formats."""
+
+import json
+import shutil
+from pathlib import Path
+
+# How each format writes a call of the tool `f`, whose arguments are `f.arguments`. A format has its name from mlx-lm.
+CALLS = {
+    "json_tools": """<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>""",
+    "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
+    "qwen3_coder": """<tool_call>
+<function={{ f.name }}>
+{% for key, value in f.arguments.items() %}<parameter={{ key }}>
+{{ value }}
+</parameter>
+{% endfor %}</function>
+</tool_call>""",
+    "glm47": """<tool_call>{{ f.name }}
+{% for key, value in f.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value }}</arg_value>
+{% endfor %}</tool_call>""",
+}
+# The texts before a message's role, after it, and after the message, in two kinds of models.
+CHATML = "<|im_start|>", "\n", "<|im_end|>\n"
+EMBEDDED = "<|", "|>", "<|end|>"
+
+
+def template(call: str, before: str, after_role: str, end: str) -> str:
+    """Return a chat template with tools, which writes calls by the template `call`."""
+    return (
+        f"{{% if tools %}}{before}system{after_role}Tools:{{% for t in tools %}}\n{{{{ t.function | tojson }}}}"
+        f"{{% endfor %}}{end}{{% endif %}}{{% for m in messages %}}{before}{{{{ m.role }}}}{after_role}"
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        f"{call}{{% endfor %}}{end}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{before}assistant{after_role}{{% endif %}}"
+    )
+
+
+def write_folder(model: Path, tool_format: str, folder: Path) -> None:
+    """Write a folder with a model's files, and a chat template with a format of calls.
+
+    Args:
+        model: the model's folder. The weights are linked, not copied.
+        tool_format: a key of `CALLS`.
+        folder: the new folder.
+    """
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file.resolve())
+        elif file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    about = folder / "tokenizer_config.json"
+    fields = json.loads(about.read_text(encoding="utf-8"))
+    kind = CHATML if CHATML[0] in fields["chat_template"] else EMBEDDED
+    fields |= {
+        "chat_template": template(CALLS[tool_format], *kind),
+        "tool_parser_type": tool_format,
+    }
+    about.write_text(json.dumps(fields), encoding="utf-8")

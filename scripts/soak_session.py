@@ -1,0 +1,192 @@
+"""An agent's session for a soak test: a conversation that grows, branches, is shortened, and loses its connection."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+from soak_apis import API, APIS, Answer, Body, Messages
+
+WORDS = (
+    "the file has an old path and the test of a small cache fails when two keys are read in one step so the line "
+    "with the name must be changed before the next run or the log shows what the server did not send"
+).split()
+N_TOKENS = 16  # tokens of an answer
+N_FORMATTED = 40  # tokens of an answer that must be JSON
+TOO_LONG = "prompt is too long"  # begins the server's refusal
+WAIT = 600  # seconds for an answer
+
+
+@dataclass
+class Sent:
+    """A request that the server has answered or refused.
+
+    Attributes:
+        path, body: the request.
+        status: the HTTP status.
+        answer: the answer; None if there is none.
+        error: the error's sentence, for a status of 400 or more and for an error within a stream.
+    """
+
+    path: str
+    body: Body
+    status: int
+    answer: Answer | None = None
+    error: str = ""
+
+    @property
+    def has_schema(self) -> bool:
+        """Return whether the answer must be JSON."""
+        return bool(self.body.keys() & {"response_format", "text", "output_config"})
+
+    @property
+    def key(self) -> str:
+        """Return a text by which equal requests are found, whether they stream or not."""
+        return self.path + json.dumps({**self.body, "stream": False}, sort_keys=True)
+
+
+@dataclass
+class Session:
+    """One agent, with one API, on one conversation.
+
+    Attributes:
+        number: number of the session; it selects the API.
+        seed: seed of all its decisions.
+        sent: its requests, in order.
+        counts: how often it did what.
+    """
+
+    number: int
+    seed: int
+    sent: list[Sent] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        """Begin without history."""
+        self._random = random.Random(f"{self.seed} {self.number}")
+        self._api: API = list(APIS.values())[self.number % len(APIS)]
+        self._history: Messages = []
+
+    def run(self, url: str, until: float) -> None:
+        """Work on a server until a time of `time.monotonic`, or until a request fails."""
+        actions = {self._turn: 12, self._retry: 2, self._branch: 2, self._disconnect: 3}
+        with httpx.Client(base_url=url, timeout=WAIT) as client:
+            while time.monotonic() < until:
+                (act,) = self._random.choices(list(actions), list(actions.values()))
+                name = act.__name__.strip("_")
+                self.counts[name] = self.counts.get(name, 0) + 1
+                act(client)
+
+    def _turn(self, client: httpx.Client) -> None:
+        """Send the next message of the user, or results of calls, and take the answer into the history."""
+        self._add_message()
+        streams = self._random.random() < 0.6
+        self._note(post(client, self._api, self._body(), streams))
+
+    def _retry(self, client: httpx.Client) -> None:
+        """Send the last request again, as a client does whose connection was lost."""
+        if self.sent:
+            last = self.sent[-1]
+            again = post(client, self._api, last.body, streams=not last.body["stream"])
+            self.sent.append(again)
+
+    def _branch(self, client: httpx.Client) -> None:
+        """Go back to an earlier message of the user, and replace it and all that follows."""
+        places = [n for n, message in enumerate(self._history) if message["role"] == "user"]
+        if places:
+            del self._history[self._random.choice(places) :]
+        self._turn(client)
+
+    def _disconnect(self, client: httpx.Client) -> None:
+        """Leave in the middle of a stream, and send the same request again."""
+        self._add_message()
+        body = self._body()
+        n_lines = self._random.randrange(12)
+        with client.stream("POST", self._api.path, json={**body, "stream": True}) as response:
+            for _ in zip(range(n_lines), response.iter_lines()):
+                pass
+        self._note(post(client, self._api, body, streams=True))
+
+    def _note(self, sent: Sent) -> None:
+        """Keep a request, and add its answer to the history; shorten the history if the prompt was too long."""
+        self.sent.append(sent)
+        if sent.answer is None:
+            self._compact()
+            return
+        calls = [
+            {
+                "id": self._call_id(n),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for n, (name, arguments) in enumerate(sent.answer.calls)
+        ]
+        text = sent.answer.text or ("" if calls else ".")
+        message: Body = {"role": "assistant", "content": text}
+        self._history.append(message | ({"tool_calls": calls} if calls else {}))
+
+    def _call_id(self, n: int) -> str:
+        """Return an id of nine letters and digits, which some templates require."""
+        return f"{len(self._history):04}{n:05}"
+
+    def _compact(self) -> None:
+        """Replace the history by a summary, as agents do when a prompt is too long."""
+        self.counts["compact"] = self.counts.get("compact", 0) + 1
+        self._history = [{"role": "user", "content": f"Summary of the work: {self._words(20)}"}]
+        self._history.append({"role": "assistant", "content": "Understood."})
+
+    def _add_message(self) -> None:
+        """Add results of the calls that the last answer made; without calls, a message of the user."""
+        last = self._history[-1] if self._history else {}
+        for call in last.get("tool_calls", ()):
+            result = {"role": "tool", "tool_call_id": call["id"], "content": self._words(40)}
+            self._history.append(result)
+        if not last.get("tool_calls"):
+            self._history.append({"role": "user", "content": f"{self._words(16)}?"})
+
+    def _body(self) -> Body:
+        """Return the body of the next request: in most cases the model is free, else a call or JSON is forced."""
+        kind = self._random.choices(("free", "call", "JSON"), (6, 3, 1))[0]
+        more = {
+            "free": {self._api.LIMIT: N_TOKENS},
+            "call": {self._api.LIMIT: N_FORMATTED, **self._api.forced()},
+            "JSON": {self._api.LIMIT: N_FORMATTED, **self._api.formatted()},
+        }
+        body = {"model": "local", "temperature": 0, **self._api.body(self._history)}
+        return body | more[kind]
+
+    def _words(self, n: int) -> str:
+        return " ".join(self._random.choices(WORDS, k=n))
+
+
+def post(client: httpx.Client, api: API, body: Body, streams: bool) -> Sent:
+    """Send a request, and return it with its answer."""
+    body = {**body, "stream": streams}
+    if not streams:
+        response = client.post(api.path, json=body)
+        if response.status_code != 200:
+            return Sent(api.path, body, response.status_code, error=response.text)
+        return Sent(api.path, body, 200, api.answer(response.json()))
+    with client.stream("POST", api.path, json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            return Sent(api.path, body, response.status_code, error=response.text)
+        events = list(_events(response.iter_lines()))
+    failed = [event for event in events if _failed(event)]
+    if failed:
+        return Sent(api.path, body, 200, error=json.dumps(failed[0]))
+    return Sent(api.path, body, 200, api.streamed(events))
+
+
+def _events(lines: Iterator[str]) -> Iterator[Body]:
+    """Yield the objects in a stream's lines."""
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _failed(event: Body) -> bool:
+    """Return whether an event of any API is an error."""
+    return bool(event.get("error")) or event.get("type") in ("error", "response.failed")
