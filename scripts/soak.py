@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import IO
 
 import httpx
@@ -41,7 +42,7 @@ WARM_UP = 60  # seconds until memory is read for the first time; at most `WARM_U
 WARM_UP_SHARE = 0.4
 MAX_GROWTH = 1.1  # memory at the end, as a multiple of the memory after the warm-up
 PROGRESS = 10  # seconds between two lines
-# glibc keeps what a thread has freed for this thread. With one arena, and with large arrays outside of it, the memory
+# glibc keeps what a thread has freed for that thread. With one arena, and with large arrays outside of it, the memory
 # of the process is what the server holds.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 N_SHOWN = 3  # failures that are shown in full
@@ -76,9 +77,9 @@ class Reading:
         return cls(memory_of(pid), *(found[name] for name in names))
 
     @property
-    def beside_prefixes(self) -> int:
-        """Return the memory of the process without its prefixes."""
-        return self.resident - self.prefixes
+    def own(self) -> int:
+        """Return the memory of the process without prefixes and running requests."""
+        return self.resident - self.prefixes - self.requests
 
     def __str__(self) -> str:
         """Return the figures in a few words."""
@@ -111,9 +112,10 @@ class Soak:
     def run(self) -> None:
         """Let the sessions work, and check the server and its answers."""
         with self._server() as (url, pid, log):
-            early, late, max_prefixes = self._work(url, pid)
+            early, late = self._work(url, pid)
             self._check_memory(early, late)
-            self._check_prefixes(max_prefixes)
+            self._check_idle(self._idle(url, pid))
+            self._check_prefixes(max(reading.prefixes for reading in [*early, *late]))
             self._check_requests()
             self._check_log(log)
         with self._server() as (url, _, _):
@@ -127,19 +129,18 @@ class Soak:
         with tempfile.TemporaryFile("w+") as log, running(command, log) as (url, pid):
             yield url, pid, log
 
-    def _work(self, url: str, pid: int) -> tuple[Reading, Reading, int]:
-        """Let the sessions work; return the memory after the warm-up and at the end, and the most prefix bytes."""
+    def _work(self, url: str, pid: int) -> tuple[list[Reading], list[Reading]]:
+        """Let the sessions work; return the readings of the warm-up and those after it, one for each second."""
         begin = time.monotonic()
         warm_up = min(WARM_UP, WARM_UP_SHARE * self.seconds)
-        with self._progress(url, pid) as readings:
-            early = self._work_until(begin + warm_up, url, pid)
-            late = self._work_until(begin + self.seconds, url, pid)
-        return early, late, max(reading.prefixes for reading in [*readings, late])
-
-    def _work_until(self, until: float, url: str, pid: int) -> Reading:
-        """Let the sessions work until a time, and return the memory when no request is open."""
-        with ThreadPoolExecutor(len(self.sessions)) as pool:
+        with self._progress(url, pid) as readings, ThreadPoolExecutor(len(self.sessions)) as pool:
+            until = begin + self.seconds
             list(pool.map(lambda session: session.run(url, until), self.sessions))
+        n_warm_up = max(2, round(len(readings) * warm_up / (time.monotonic() - begin)))
+        return readings[:n_warm_up], readings[n_warm_up:]
+
+    def _idle(self, url: str, pid: int) -> Reading:
+        """Return the memory when no request is open, or after ten seconds."""
         reading = Reading.of(url, pid)
         for _ in range(100):  # a request whose client has left may be open for a moment
             if not reading.open_requests and not reading.requests:
@@ -178,14 +179,23 @@ class Soak:
         if not holds:
             self.failures.append(f"{self.folder.name}: {sentence}")
 
-    def _check_memory(self, early: Reading, late: Reading) -> None:
-        """Check that memory beside prefixes has not grown since the warm-up, and that no request is left."""
-        growth = late.beside_prefixes / early.beside_prefixes
-        told = f"after the warm-up: {early}; at the end: {late}"
-        sentence = f"memory beside prefixes is {growth:.2f} of that after the warm-up ({told})"
-        self._check(growth <= self.max_growth, sentence)
-        is_idle = not late.requests and not late.open_requests
-        sentence = f"{late.open_requests} requests, {late.requests} bytes of requests are left"
+    def _check_memory(self, early: list[Reading], late: list[Reading]) -> None:
+        """Check that the server's own memory has not grown since the warm-up.
+
+        The medians of equally many readings are compared: a single one also shows what a chunk of a prompt takes.
+        """
+        n = -(-len(early) // 2)
+        before, after = (median(reading.own for reading in each[-n:]) for each in (early, late))
+        told = f"{format_bytes(round(before))} at the warm-up's end, {format_bytes(round(after))} at the end"
+        sentence = f"memory beside prefixes and requests grew to {after / before:.2f} ({told})"
+        self._check(after <= self.max_growth * before, sentence)
+
+    def _check_idle(self, reading: Reading) -> None:
+        """Check that no request is left."""
+        is_idle = not reading.requests and not reading.open_requests
+        sentence = (
+            f"{reading.open_requests} requests, {reading.requests} bytes of requests are left"
+        )
         self._check(is_idle, sentence)
 
     def _check_prefixes(self, max_prefixes: int) -> None:
