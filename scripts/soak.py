@@ -42,8 +42,7 @@ WARM_UP = 60  # seconds until memory is read for the first time; at most `WARM_U
 WARM_UP_SHARE = 0.4
 MAX_GROWTH = 1.1  # memory at the end, as a multiple of the memory after the warm-up
 PROGRESS = 10  # seconds between two lines
-# glibc keeps what a thread has freed for that thread. With one arena, and with large arrays outside of it, the memory
-# of the process is what the server holds.
+# glibc keeps freed memory for the thread that freed it, unless there is one arena and large arrays are outside of it.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 N_SHOWN = 3  # failures that are shown in full
 METRIC = re.compile(
@@ -273,7 +272,7 @@ def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace)
     with tempfile.TemporaryDirectory() as holder:
         source = Path(model)
         if model in MODELS:
-            # In half precision a batch rounds its results otherwise than a request alone.
+            # Half precision rounds a batch and a single request differently.
             source = Path(holder) / "float32"
             write_float32(model, source)
         folder = Path(holder) / f"{name}-{tool_format}"

@@ -131,7 +131,7 @@ class PrefixCache:
 
 
 def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
-    """Return the first prefix that another one covers; if there is none, the oldest."""
+    """Return the first prefix that another one covers, or else the oldest one."""
 
     def is_covered(prefix: Prefix) -> bool:
         return any(other.covers(prefix) for other in prefixes if other is not prefix)
