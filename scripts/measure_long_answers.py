@@ -63,8 +63,8 @@ def answers(
     if not method.shares_reading:
         cache, options = make_prompt_cache(model), {"policy": method.policy}
         answer = decode(model, tokenizer, reading.tokens, len(full), cache, **options)
-        return reference.generated(method.policy), answer.tokens
-    cache, report = reading.compressed(method.policy, answering=True)
+        return reference.generate(method.policy), answer.tokens
+    cache, report = reading.compress(method.policy, answering=True)
     found = reference.predictions(copy.deepcopy(cache))
     begun = full[: n_tokens_read(model, cache) - len(reading.tokens) + 1]
     answer = decode(model, tokenizer, reading.tokens, len(full), cache, report, begun)

@@ -59,7 +59,7 @@ def measure_text(model, tokenizer, piece: Piece) -> Iterator[Record]:
     reading.force(piece.following)
     reference = Reference(reading, piece.following)
     for n, policy in POLICIES.items():
-        found = reference.predictions(reading.compressed(policy, answering=True)[0])
+        found = reference.predictions(reading.compress(policy, answering=True)[0])
         full = reference.logprobs[-len(found) :]
         kl, same = divergence(full, found), mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         for span, behind in SPANS.items():
@@ -95,7 +95,7 @@ def answers(tokenizer, reading: Reading, n_forced: int) -> Iterator[tuple[str, s
         if len(full) <= max(1, n) + 1:
             yield str(n), tokenizer.decode(full[n_forced:])
             continue
-        cache, report = reading.compressed(policy, answering=True)
+        cache, report = reading.compress(policy, answering=True)
         n_same = max(n_forced, reference.n_agreed(copy.deepcopy(cache)))
         answer = decode(
             reading.model,

@@ -37,7 +37,7 @@ def measured(lines):
 
 
 def speed(lines):
-    return Speed().extended(measured(lines))
+    return Speed().with_measurements(measured(lines))
 
 
 def remember(model, lines, sparse=Sparse()):  # noqa: B008

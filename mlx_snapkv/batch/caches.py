@@ -20,12 +20,12 @@ from ..entries.quantization import (
     Stored,
     arrays,
     each,
-    grown,
     n_bytes,
     n_rows,
     pack,
     rows,
-    with_room,
+    rows_to_allocate,
+    with_new_rows,
     write,
 )
 from ..entries.queries import Captured
@@ -191,7 +191,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self.quantization = members[0].quantization
         for member in members:
             member.flush()
-        self.keys, self.values = _stacked([member.keys_and_values() for member in members])
+        self.keys, self.values = _stack([member.keys_and_values() for member in members])
         self._make_room(self._n_needed())
         for member in members:
             member.keys = member.values = None
@@ -265,7 +265,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def extend(self, other: EvictingBatchCache) -> None:
         """Append the requests of another batch, and copy all entries to new arrays."""
         super().extend(other)
-        self.keys, self.values = _stacked([self._stored, other._stored])
+        self.keys, self.values = _stack([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep the requests with the indices `keep`, and drop rows that they do not need."""
@@ -315,8 +315,8 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         """Enlarge the arrays to at least `n` rows."""
         n_now = n_rows(self.keys)
         if n > n_now:
-            n_added = with_room(n) - n_now
-            self.keys, self.values = grown(self._stored, n_added)
+            n_added = rows_to_allocate(n) - n_now
+            self.keys, self.values = with_new_rows(self._stored, n_added)
 
     @property
     def _stored(self) -> Stored:
@@ -329,13 +329,13 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return n_bytes(self._stored)
 
 
-def _stacked(slots: list[Stored]) -> Stored:
+def _stack(slots: list[Stored]) -> Stored:
     """Concatenate slots along the batch axis. Shorter slots are padded."""
     n = max(map(n_rows, slots))
     padded = []
     for slot in slots:
         n_missing = n - n_rows(slot)
-        padded.append(grown(slot, n_missing) if n_missing else slot)
+        padded.append(with_new_rows(slot, n_missing) if n_missing else slot)
     return each(lambda *parts: mx.concatenate(list(parts)), *padded)
 
 

@@ -15,7 +15,7 @@ from ..caches.layers import is_compressed, n_tokens_read
 from ..compress.policy import Policy
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.restore import trimmed_to
+from ..engine.restore import trim_to
 from ..engine.serving import require_servable, serve
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
@@ -201,7 +201,7 @@ class Conversation:
         caches = self.prompt_cache
         self._empty_cache()
         can_trim = n_shared > 0 and not is_compressed(caches)
-        if can_trim and trimmed_to(n_shared, caches):
+        if can_trim and trim_to(n_shared, caches):
             self.read = read
             self.prompt_cache = caches
 
@@ -320,7 +320,7 @@ class Conversation:
         """
         sequence = self.read + tokens
         n_read = len(sequence)
-        if not trimmed_to(len(sequence), self.prompt_cache):
+        if not trim_to(len(sequence), self.prompt_cache):
             before.caches.restore()
             n_read = len(self.read)
         elif self.policy is not None:

@@ -83,13 +83,13 @@ def run_command(session: Session, line: str) -> None:
     if arguments and not command.arguments:
         raise SnapKVError(f"{name} takes no arguments, got {arguments!r}")
     if command.arguments == FILE:
-        arguments = _unquoted(arguments)
+        arguments = _strip_quotes(arguments)
         if not arguments:
             raise SnapKVError(f"{name} needs a file name")
     command.do(session, arguments)
 
 
-def _unquoted(text: str) -> str:
+def _strip_quotes(text: str) -> str:
     """Remove quotation marks around a file name."""
     return re.sub(r"""^(["'])(.*)\1$""", r"\2", text)
 

@@ -97,7 +97,7 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def typed(text: str, types: set[str]) -> Any:
+def convert(text: str, types: set[str]) -> Any:
     """Convert a text to one of the types, or return the text itself.
 
     If strings are allowed, too, only lists, objects, and the exact JSON of another value are converted.

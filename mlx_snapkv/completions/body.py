@@ -36,7 +36,7 @@ from .fields import (
 from .messages import Message, is_answer, messages_of
 from .response_format import ResponseFormat
 from .tool_choice import AnyToolChoice
-from .validation import error_sentence, require, shortened, validate_body
+from .validation import error_sentence, require, shorten, validate_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -209,7 +209,7 @@ def parse(url: Any, body: Any) -> Body:
     Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field is supported only by the server.
     """
     if not isinstance(url, str) or url not in BODIES:
-        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shortened(url)}")
+        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")
     parsed = validate_body(BODIES[url], body)
     if isinstance(parsed, CompletionBody) and parsed.each() != [parsed]:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")

@@ -63,7 +63,7 @@ def as_json(value: Any) -> str:
 
 
 def part_type(part: dict[str, Any]) -> str:
-    """Return a part's `type`, shortened for a sentence; "part" without a type."""
+    """Return a part's `type`, shorten for a sentence; "part" without a type."""
     kind = part.get("type")
     return kind[:MAX_TYPE_LENGTH] if isinstance(kind, str) else "part"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .argument_types import parameters_of, properties_of, typed, types_of
+from .argument_types import convert, parameters_of, properties_of, types_of
 
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 QUOTED = r"""\s*["']?(?P<{}>[^\s<>"'][^<>"'\n]*?)["']?"""
@@ -178,7 +178,7 @@ def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dic
         return dict(json.loads(value, strict=False))
     declared = {groups["type"]} if groups.get("type") else None
     schema = properties_of(parameters).get(key)
-    return {key: typed(value, declared or types_of(schema, parameters))}
+    return {key: convert(value, declared or types_of(schema, parameters))}
 
 
 def _value_end(

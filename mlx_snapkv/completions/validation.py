@@ -23,7 +23,7 @@ def require(ok: bool, rule: str, value: Any) -> None:
         value: the value that the error quotes.
     """
     if not ok:
-        raise ValueError(f"{rule}, got {shortened(value)}")
+        raise ValueError(f"{rule}, got {shorten(value)}")
 
 
 def error_sentence(place: str, rule: str) -> str:
@@ -55,8 +55,8 @@ def required_for(kind: str) -> AfterValidator:
     return AfterValidator(validate)
 
 
-def shortened(value: Any) -> str:
-    """Return the `repr` of a value, shortened to `MAX_VALUE_LENGTH` characters."""
+def shorten(value: Any) -> str:
+    """Return the `repr` of a value, shorten to `MAX_VALUE_LENGTH` characters."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
 
@@ -77,11 +77,11 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
     """Describe an error of pydantic about a body in a sentence that names the field."""
     place = _path(error["loc"], body)
     kind = error["type"]
-    got = shortened(error["input"])
+    got = shorten(error["input"])
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not isinstance(body, dict):
-        return f"body must be an object, got {shortened(body)}"
+        return f"body must be an object, got {shorten(body)}"
     if kind == "value_error":
         return error_sentence(place, rule=str(error["ctx"]["error"]))
     if kind == "missing":

@@ -25,7 +25,7 @@ class AttentionCount:
     received: mx.array | None = None
     waiting: list[mx.array] = field(default_factory=list)
 
-    def counted(self, received: mx.array | None) -> AttentionCount:
+    def with_counts(self, received: mx.array | None) -> AttentionCount:
         """Return an object with a new count of received attention and no waiting queries."""
         return replace(self, received=received, waiting=[])
 

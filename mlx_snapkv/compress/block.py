@@ -8,7 +8,15 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..caches.contract import loadable
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, with_room, write
+from ..entries.quantization import (
+    Quantization,
+    Stored,
+    n_rows,
+    rows,
+    rows_to_allocate,
+    with_new_rows,
+    write,
+)
 from ..entries.queries import Captured
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
@@ -164,11 +172,11 @@ class BlockKVCache(EvictingCache):
 
     def replace_entries(self, entries: Entries) -> None:
         """Replace all entries by `entries` of tokens before `offset`, in order of position."""
-        entries = entries.packed(self.quantization)
+        entries = entries.with_quantization(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.counting = self.counting.counted(entries.received)
+        self.counting = self.counting.with_counts(entries.received)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position, with the last `n_queries` queries as voters."""
@@ -192,7 +200,7 @@ class BlockKVCache(EvictingCache):
         queries = mx.contiguous(captured.read(captured.queries[:, :, :n_voting]))
         self.counting = self.counting.with_queries(queries)
         if n_voting > 1 or len(self.counting.waiting) >= self.block:
-            self.counting = self.counting.counted(self._received())
+            self.counting = self.counting.with_counts(self._received())
 
     def _received(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32; None if unknown."""
@@ -230,13 +238,13 @@ class BlockKVCache(EvictingCache):
         if self.keys is None or self._n > n_before:
             buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
             n_after = self._n_rows_to_allocate(n_before)
-            self.keys, self.values = grown(buffers, n_after - n_before)
+            self.keys, self.values = with_new_rows(buffers, n_after - n_before)
         write((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
         """Return the number of rows of the next buffers, at least `size()`, given the number of rows before."""
         is_unlimited = self.quota.entries >= UNLIMITED
-        n_after = with_room(self._n) if is_unlimited else self.capacity
+        n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
         if n_before == 0 and self.expected_size:
             n_after = min(n_after, self.expected_size)
         return max(self._n, n_after)

@@ -7,7 +7,16 @@ import numpy as np
 
 from ..caches.contract import loadable
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, grown, n_rows, rows, with_room, write
+from ..entries.quantization import (
+    Quantization,
+    Stored,
+    each,
+    n_rows,
+    rows,
+    rows_to_allocate,
+    with_new_rows,
+    write,
+)
 from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
@@ -107,13 +116,13 @@ class SnapKVCache(EvictingCache):
         """Enlarge the buffers if necessary. A sliding window is allocated completely."""
         n_before = n_rows(self.keys)
         if self.grows:
-            n_after = with_room(self._n) if self._n > n_before else n_before
+            n_after = rows_to_allocate(self._n) if self._n > n_before else n_before
         elif self._n <= self.n_keep:
             n_after = self.n_keep
         else:
             n_after = max(self._n, self.n_keep + SLACK)
         if n_after > n_before:
-            self.keys, self.values = grown((self.keys, self.values), n_after - n_before)
+            self.keys, self.values = with_new_rows((self.keys, self.values), n_after - n_before)
 
     def place(self) -> int:
         """Count a new token, and return the row where the caller must write its entry."""

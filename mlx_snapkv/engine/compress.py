@@ -243,7 +243,7 @@ def _compressed_cache(
     policy = plan.decode_policy
     entries, later = split_entries(layer, full, plan)
     kept, later = (
-        x.packed(plan.options.quantization or x.quantization)
+        x.with_quantization(plan.options.quantization or x.quantization)
         for x in (entries.take(choice.kept), later)
     )
     mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)

@@ -167,7 +167,7 @@ class PacedModel(WrappedModel):
             self._progress(self._done + int(n_tokens * part), self._total)
 
 
-def paced(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Wrap mlx-lm's `start(model, **options)`: with a `prompt_progress_callback`, it uses a `PacedModel`."""
 
     def begin(model: Any, **options: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
-from .loop_model import observing_queries, one_by_one, paced
+from .loop_model import observing_queries, one_by_one, with_pacing
 from .report import CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
@@ -130,7 +130,7 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
         next_logprobs.append(logprobs)
         return mx.argmax(logprobs, axis=-1)
 
-    start = paced(partial(mlx_generate.generate_step, tokens))
+    start = with_pacing(partial(mlx_generate.generate_step, tokens))
     with mlx_generate.wired_limit(model, [mlx_generate.generation_stream]):
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
             raise AssertionError("mlx-lm yielded a token although max_tokens is 0")

@@ -13,7 +13,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, extend, speed_of
-from ..sparse.prompt_caches import copied_to_store
+from ..sparse.prompt_caches import copy_to_store
 from .compress import KeptCallback, measuring
 from .compress_mode import PolicyMode
 from .loop_model import RequestModel
@@ -165,5 +165,5 @@ def make_request(
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.sparse is not None and not owned:
-        caches = copied_to_store(model, caches, plan.sparse)
+        caches = copy_to_store(model, caches, plan.sparse)
     return Request(model, plan, caches, on_kept)

@@ -37,7 +37,7 @@ class CacheCopy:
         )
 
 
-def trimmed_to(n_tokens: int, prompt_cache: list) -> bool:
+def trim_to(n_tokens: int, prompt_cache: list) -> bool:
     """Trim a prompt cache to its first `n_tokens` tokens. If a cache does more than grow, return False instead."""
     caches = layer_caches(prompt_cache)
     if all(cache.offset <= n_tokens for cache in caches):

@@ -19,7 +19,7 @@ from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
 from ..sparse.prompt_caches import caches_to_continue, make_caches
 from .compress import KeptCallback
-from .loop_model import evicts, observing_queries, one_by_one, paced, trimming_drafts
+from .loop_model import evicts, observing_queries, one_by_one, trimming_drafts, with_pacing
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
 from .request import Request, make_request
@@ -56,7 +56,7 @@ def serve(
         options: mlx-lm's keywords for `start`.
         on_kept: called for each layer with the entries that a policy keeps.
     """
-    start = paced(start)
+    start = with_pacing(start)
     report_to = on_report or (lambda report: None)
     config = config.with_mlx_options(options)
     prompt_cache = options.get("prompt_cache")

@@ -105,7 +105,7 @@ class SparseMode:
             # A layer that lends its entries passes them on as arrays, so its tokens read all of them.
             if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
-                layer.put(caches, full_cache(stored.stored_entries().packed(None)))
+                layer.put(caches, full_cache(stored.stored_entries().with_quantization(None)))
         for layer in self._choosing:
             cache = SparseKVCache(self._make_ranking(layer))
             layer.put(caches, cache)
@@ -171,7 +171,7 @@ class SparseMode:
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)
         queries = cache.queries if cache.n_queries else None
-        view.index = cache.index = view.grown_index(cache.index, queries)
+        view.index = cache.index = view.extend_index(cache.index, queries)
         return view
 
     def _make_ranking(self, layer: AttentionLayer) -> TokenRanking:

@@ -23,8 +23,8 @@ def hold_memory(model: Any) -> None:
 
     Raises: SnapKVError: MLX finds no GPU on a Mac.
     """
-    if (said := complaint_here(has_metal=mx.metal.is_available())) is not None:
-        raise SnapKVError(said)
+    if (complaint := complaint_here(has_metal=mx.metal.is_available())) is not None:
+        raise SnapKVError(complaint)
     machine = this_machine()
     mx.set_cache_limit(machine.buffers)
     # At this limit, MLX frees unused buffers before it allocates more.

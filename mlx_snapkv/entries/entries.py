@@ -244,7 +244,7 @@ class Entries:
             explicit_positions=function(self.positions),
         )
 
-    def packed(self, quantization: Quantization | None) -> Entries:
+    def with_quantization(self, quantization: Quantization | None) -> Entries:
         """Return the entries with another quantisation; None dequantises them."""
         if quantization == self.quantization:
             return self

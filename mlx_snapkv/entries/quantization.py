@@ -127,12 +127,12 @@ def join(*stored: Stored) -> Stored:
     return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
-def grown(stored: Stored, n_new: int) -> Stored:
+def with_new_rows(stored: Stored, n_new: int) -> Stored:
     """Return a copy with `n_new` additional rows of zeros."""
     return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, n_new), (0, 0)]), stored)
 
 
-def with_room(n: int) -> int:
+def rows_to_allocate(n: int) -> int:
     """Return the number of rows to allocate for `n` growing entries: a compromise between copies and unused memory."""
     n_new = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
     return n + n_new

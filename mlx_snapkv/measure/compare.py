@@ -238,7 +238,7 @@ class _Comparison:
         self._reading = read_once(model, tokens, policies, **options)
         self._read_seconds = time.perf_counter() - started
         name = methods[0].name
-        cache, report = self._reading.compressed(None)
+        cache, report = self._reading.compress(None)
         answer = self._decode(name, cache, report, begun=self._reading.answer(1))
         self.full = self._figures(name, answer, self._read_seconds)
         self._reference = Reference(self._reading, self.full.tokens)
@@ -277,12 +277,12 @@ class _Comparison:
 
     def _answer_from_reading(self, method: Method) -> _Attempt:
         """Answer with a policy that compresses the shared reading."""
-        cache, report = self._reading.compressed(method.policy, answering=True)
+        cache, report = self._reading.compress(method.policy, answering=True)
         compressed = copy.deepcopy(cache)  # for the predictions, because decoding changes the cache
         # The cache has read some answer tokens, and predicts the next one.
         n_begun = n_tokens_read(self._model, cache) - len(self._tokens) + 1
         answer = self._decode(method.name, cache, report, begun=self.full.tokens[:n_begun])
-        kept = self._share_kept(compressed)
+        kept = self._kept_share(compressed)
         return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
 
     def _answer_by_itself(self, method: Method) -> _Attempt:
@@ -297,14 +297,14 @@ class _Comparison:
 
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
-        kept = None if compressed is None else self._share_kept(compressed)
+        kept = None if compressed is None else self._kept_share(compressed)
         # Sparse attention's cache has all entries, and each token of a request chooses among them.
         evicts = isinstance(method.policy, Compress)
         if compressed is not None and evicts and not lookahead_of(method.policy):
             logprobs = self._reference.predictions(compressed)
         else:
             options.pop("prompt_progress_callback", None)
-            logprobs = self._reference.generated(**options)  # type: ignore[arg-type]
+            logprobs = self._reference.generate(**options)  # type: ignore[arg-type]
         return _Attempt(answer=answer, kept=kept, logprobs=logprobs)
 
     def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
@@ -340,7 +340,7 @@ class _Comparison:
             tokens_per_second=tokens_per_second,
         )
 
-    def _share_kept(self, cache: list) -> np.ndarray:
+    def _kept_share(self, cache: list) -> np.ndarray:
         """Return the value of `Compared.kept` for a compressed cache."""
         n_prompt = len(self._tokens)
         n_kept = np.zeros(n_prompt)

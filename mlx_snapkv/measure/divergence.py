@@ -68,7 +68,7 @@ class Reference:
             return self._first[:0]
         return log_softmax(logits_after(model, cache, unread)[-len(self) :])
 
-    def generated(
+    def generate(
         self,
         policy: Any,
         on_report: Callable[[CompressionReport], None] = lambda report: None,

@@ -205,9 +205,9 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
         policy: setting of the method; None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
-        predictions, cache_figures = _generated(reading, reference, policy)
+        predictions, cache_figures = _generate(reading, reference, policy)
     else:
-        cache, report = _compressed(setting, reading, reference, policy)
+        cache, report = _compressed_cache(setting, reading, reference, policy)
         cache_figures = _cache_figures(reading, cache, report)
         predictions = reference.logprobs if policy is None else reference.predictions(cache)
     return {
@@ -219,7 +219,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
     }
 
 
-def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
+def _generate(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
     """Let `generate_step` read the prompt, and return its predictions and the figures of its cache."""
     cache = make_prompt_cache(reading.model)
     cache_figures: list[Record] = []
@@ -228,11 +228,11 @@ def _generated(reading: Reading, reference: Reference, policy: Setting) -> tuple
         # The figures belong to the compression; the answer adds entries later.
         cache_figures.append(_cache_figures(reading, cache, report))
 
-    predictions = reference.generated(policy, note_figures, prompt_cache=cache)
+    predictions = reference.generate(policy, note_figures, prompt_cache=cache)
     return predictions, cache_figures[0]
 
 
-def _compressed(
+def _compressed_cache(
     setting: str, reading: Reading, reference: Reference, policy: Setting | None
 ) -> tuple[list, CompressionReport]:
     """Return the cache that predicts the judged tokens, and the report of its compression."""
@@ -242,8 +242,8 @@ def _compressed(
         later = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later)
     if setting == KNOWN:
-        return reading.compressed(policy, answering=True)
-    return reading.compressed(without_lookahead(policy))
+        return reading.compress(policy, answering=True)
+    return reading.compress(without_lookahead(policy))
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:

@@ -28,7 +28,7 @@ from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
 from ..planning.settings import resolve_compress
 from .recorder import Attended, Recorder
-from .sentences import Sentence, Span, ranked, special_tokens, token_spans
+from .sentences import Sentence, Span, rank_sentences, special_tokens, token_spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Inspection:
         heads: number of KV heads of each of `layers`.
         positions: int32 `(n_layers, n_kv_heads, n_kept)`, the prompt positions that each head keeps, ascending. Where a
             layer has fewer heads or entries, the rest is -1. If no entry was evicted, these are all positions.
-        sentences: sentences with any kept entry, in the order of `ranked`; empty if no entry was evicted.
+        sentences: sentences with any kept entry, in the order of `rank_sentences`; empty if no entry was evicted.
         report: report of the compression.
         answer: the answer's text.
         answer_tokens: text of each answer token.
@@ -254,7 +254,7 @@ def _make_inspection(
         counts = recorder.counts(compress.decode_policy.quota(n_prompt))
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
-        sentences = ranked(prompt_text, prompt_spans, is_special, counts, has_votes)
+        sentences = rank_sentences(prompt_text, prompt_spans, is_special, counts, has_votes)
     # The first answer token may share a character with the prompt's last token, and then shares its span.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(

@@ -66,7 +66,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
     for n in LENGTHS:
         times = _token_seconds(model, config, layers[0], n)
         found += [Measurement(kind, n, len(layers) * seconds) for kind, seconds in times.items()]
-    return Speed().extended(found)
+    return Speed().with_measurements(found)
 
 
 def _token_seconds(

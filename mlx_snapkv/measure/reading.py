@@ -1,9 +1,9 @@
 """Read a prompt once, and compress it by any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
-cache, report = reading.compressed(policy)                 # the document's cache, as `prefill` returns it
-prompt = reading.followed_by(question)                     # document and question; only the question is read
-cache, report = prompt.compressed(policy, answering=True)  # the cache of `generate_step` after its compression
+cache, report = reading.compress(policy)                 # the document's cache, as `prefill` returns it
+prompt = reading.followed_by(question)                   # document and question; only the question is read
+cache, report = prompt.compress(policy, answering=True)  # the cache of `generate_step` after its compression
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -92,7 +92,7 @@ class SharedKVCache(RecordingKVCache):
 class Reading:
     """A prompt that was read on full caches, with the queries that each policy needs. `read_once` makes it.
 
-    `compressed` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
+    `compress` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
 
     Args:
         model: an mlx-lm model.
@@ -175,7 +175,7 @@ class Reading:
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Replace the model's answer by `tokens`. This must precede `answer` and `compressed`."""
+        """Replace the model's answer by `tokens`. This must precede `answer` and `compress`."""
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
@@ -187,7 +187,7 @@ class Reading:
                 return self._answer[: i + 1]
         return self._answer[:n]
 
-    def compressed(
+    def compress(
         self, policy: Setting | None, answering: bool = False
     ) -> tuple[list, CompressionReport]:
         """Return the prompt cache that `prefill` would return for a policy, and its report.
@@ -212,7 +212,7 @@ class Reading:
         return request.prompt_cache, request.compress()
 
     def _request(self, policy: Setting, answering: bool) -> Request:
-        """Return a request whose prompt has been read but not compressed; see `compressed`."""
+        """Return a request whose prompt has been read but not compressed; see `compress`."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
@@ -255,7 +255,7 @@ def read_once(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the prompt.
-        policies: the policies that may be passed to `Reading.compressed`.
+        policies: the policies that may be passed to `Reading.compress`.
         suffixes: token ids that `Reading.followed_by` may append to the prompt.
         **options: keywords of mlx-lm's `generate_step`; by default, chunks have `largest_chunk()` tokens.
 

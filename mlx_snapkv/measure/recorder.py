@@ -159,7 +159,7 @@ class Recorder:
         return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
-        """Return the `counts` of `sentences.ranked`, `(5, n_tokens)`, for layers that keep `quota`.
+        """Return the `counts` of `sentences.rank_sentences`, `(5, n_tokens)`, for layers that keep `quota`.
 
         A head chooses among the entries between the sink and the recent window, which it always keeps.
         """

@@ -105,7 +105,7 @@ def sentences_of(text: str) -> Iterator[str]:
                 yield piece
 
 
-def ranked(
+def rank_sentences(
     text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
 ) -> tuple[Sentence, ...]:
     """Rank the sentences with any kept entry, by votes or, without votes, by the heads that chose their entries.

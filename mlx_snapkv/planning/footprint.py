@@ -8,7 +8,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
 from ..entries.attention import ONE_PASS_BYTES
-from ..entries.quantization import with_room
+from ..entries.quantization import rows_to_allocate
 from ..sparse.growing_rows import ENTRIES_IN_MEMORY, ENTRIES_MOVED
 from ..sparse.index import ranks_by_index
 from ..sparse.prompt_caches import in_files
@@ -170,7 +170,7 @@ class Footprint:
             extra_in_prefill=extra,
             kept=n_prompt * token_bytes,
             caches=caches,
-            chunk=max(x.held(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
+            chunk=max(x.chunk_bytes(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
             step=copied,
         )
 
@@ -192,7 +192,7 @@ class Footprint:
         most_seen = n_prompt if sizes.plain else n_seen
         # Blocks are never split, so nothing limits their scores.
         limit = None if plan.options.evicts_in_blocks else scores_limit()
-        held = max(x.held(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
+        held = max(x.chunk_bytes(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
         # Attention is counted from logits, which are computed in blocks of this size.
         counting = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return held + int(MARGIN * (copied + means)) + counting
@@ -215,7 +215,7 @@ class Footprint:
         entry_bytes = n * self.sizes.in_memory(self.config.store)
         if not ranks_by_index(n):
             return entry_bytes
-        n_rows_allocated = with_room(self.index_rows_in_memory(n))
+        n_rows_allocated = rows_to_allocate(self.index_rows_in_memory(n))
         return entry_bytes + n_rows_allocated * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
@@ -274,4 +274,4 @@ def _grown(n: int, plan: Plan, max_tokens: int) -> int:
     n_new = max_tokens
     if plan.compress is not None and not plan.compress.decode_policy.grows:
         n_new = min(max_tokens, plan.decode_policy.block)  # the cache evicts after each block
-    return with_room(n + n_new)
+    return rows_to_allocate(n + n_new)

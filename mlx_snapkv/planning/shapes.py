@@ -33,7 +33,9 @@ class LayerShape:
     window: int = 0  # maximum number of entries that a query sees
     per_entry: int = 0  # bytes per visible entry: MLA's latents, expanded for every head
 
-    def held(self, chunk: int, seen: int, limit: int | None = None, margin: float = 1) -> int:
+    def chunk_bytes(
+        self, chunk: int, seen: int, limit: int | None = None, margin: float = 1
+    ) -> int:
         """Return the bytes for a chunk of `chunk` tokens that sees `seen` entries, including its own.
 
         Args:

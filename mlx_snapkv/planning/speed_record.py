@@ -65,7 +65,7 @@ class Line(NamedTuple):
     y: float = 0.0
     xy: float = 0.0
 
-    def extended(self, length: float, seconds: float) -> Line:
+    def with_measurements(self, length: float, seconds: float) -> Line:
         """Add a measurement to the line."""
         new = 1.0, length, length * length, seconds, length * seconds
         return Line(*((1 - FORGETTING) * old + added for old, added in zip(self, new)))
@@ -160,12 +160,12 @@ class Speed:
         sparse += n_answer * of_few(lines[DECODE_FEW], mean_answered)
         return sparse, read + n_answer * of_all(lines[DECODE_ALL], mean_answered)
 
-    def extended(self, measurements: Iterable[Measurement]) -> Speed:
+    def with_measurements(self, measurements: Iterable[Measurement]) -> Speed:
         """Add measurements, except those whose seconds are not positive or not finite."""
         lines = dict(self.lines)
         for kind, length, seconds in measurements:
             if 0 < seconds < math.inf:
-                lines[kind] = lines.get(kind, Line()).extended(length, seconds)
+                lines[kind] = lines.get(kind, Line()).with_measurements(length, seconds)
         return Speed(lines)
 
 
@@ -182,7 +182,9 @@ def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
     if path is None or key is None:
         return
     speeds = _read()
-    speeds[key] = speeds.pop(key, Speed()).extended(measurements)  # the latest key comes last
+    speeds[key] = speeds.pop(key, Speed()).with_measurements(
+        measurements
+    )  # the latest key comes last
     latest = list(speeds.items())[-MOST_KEYS:]
     content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest}}
     with contextlib.suppress(OSError, ValueError):

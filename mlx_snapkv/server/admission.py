@@ -107,7 +107,7 @@ class Admission:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
-    def bounded(self, body: Body, request: CompletionRequest) -> CompletionRequest:
+    def limit_answer(self, body: Body, request: CompletionRequest) -> CompletionRequest:
         """Limit the answer of a request to the memory of this machine; see `Memory`.
 
         Answers with a JSON schema keep their own limit, because the JSON has to be complete.

@@ -287,7 +287,7 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
-        request.completion_request = self._admission.bounded(request.body, prepared)
+        request.completion_request = self._admission.limit_answer(request.body, prepared)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start, and make room for it in memory."""

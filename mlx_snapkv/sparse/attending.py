@@ -58,7 +58,7 @@ class AttendingCache(LayerCache):
         """
         keys, values, bias = self.choose(Captured(queries, scale, sinks), keys, values)
         if bias is not None:
-            mask = biased(bias, keys.shape[2], mask)
+            mask = mask_with_bias(bias, keys.shape[2], mask)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
@@ -72,7 +72,7 @@ class AttendingCache(LayerCache):
         return False
 
 
-def biased(bias: mx.array, n: int, mask: Any = None) -> mx.array:
+def mask_with_bias(bias: mx.array, n: int, mask: Any = None) -> mx.array:
     """Return an additive mask `(B, n_heads, L, n)` for `n_means` cluster means followed by `n - n_means` entries.
 
     Args:

@@ -56,7 +56,7 @@ class Clusters(NamedTuple):
 
     def followed_by(self, other: Clusters) -> Clusters:
         """Append the clusters of the entries that come next."""
-        return _joined([self, other])
+        return _join([self, other])
 
     def sizes(self, positions: mx.array) -> mx.array:
         """Count the entries at uint32 `positions` `(B, n_kv_heads, k)` by cluster: `(B, n_kv_heads, n_clusters)`."""
@@ -119,7 +119,7 @@ class WholeBlocks:
         return Clusters(self.ids + first, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 
-def _joined(parts: list[Clusters]) -> Clusters:
+def _join(parts: list[Clusters]) -> Clusters:
     """Concatenate the clusters of successive entries."""
     ids = []
     n = 0
@@ -157,7 +157,7 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
         values = mean_by_cluster(entries.read_values(first, stop), ids, n)
         mx.eval(values)  # limits memory to one block
         blocks.append(Clusters(ids, keys, values))
-    return _joined(blocks)
+    return _join(blocks)
 
 
 def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
@@ -171,7 +171,7 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     evenly_spaced = mx.linspace(0, keys.shape[2] - 1, n + 2)[1:-1].astype(mx.int32)
     means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
-        ids = _nearest(keys.astype(mx.float32), means.astype(mx.float32))
+        ids = _nearest_centres(keys.astype(mx.float32), means.astype(mx.float32))
         mx.eval(ids)  # limits memory to one round
         means = mean_by_cluster(keys, ids, n)
     return ids, means
@@ -187,7 +187,7 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
     return (sums / mx.maximum(sizes, 1)).astype(entries.dtype)
 
 
-def _nearest(keys: mx.array, centres: mx.array) -> mx.array:
+def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
     """Return the index of the nearest centre of each key, uint16 `(B, n_kv_heads, m)`."""
     # The squared norm of the key is omitted from the distance: it does not change which centre is nearest.
     distances = mx.square(centres).sum(axis=-1)[:, :, None] + keys @ (-2 * centres).mT

@@ -58,7 +58,7 @@ class FullView(Entries):
         """Include the entries up to position `n`, and index their keys."""
         self._entries.limit = n
         if self.index is not None:
-            self._completed(self.index)
+            self._complete(self.index)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
@@ -87,16 +87,16 @@ class FullView(Entries):
         heads = None if queries is None else self.layer.group_heads(queries, keys.shape[1])
         index = KeyIndex(keys, heads, self.make_spill)
         index.n_sampled_from = n
-        return self._completed(index)
+        return self._complete(index)
 
-    def grown_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
+    def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """Index the keys that `index` lacks, or build a new index if the keys have outgrown it."""
         n = len(self)
         if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
             return self.make_index(queries)
-        return self._completed(index)
+        return self._complete(index)
 
-    def _completed(self, index: KeyIndex) -> KeyIndex:
+    def _complete(self, index: KeyIndex) -> KeyIndex:
         """Append to `index` the keys that it lacks, and return it."""
         index.reserve(len(self))
         for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):

@@ -16,12 +16,12 @@ from ..entries.quantization import (
     Stored,
     arrays,
     each,
-    grown,
     join,
     n_bytes,
     n_rows,
     rows,
-    with_room,
+    rows_to_allocate,
+    with_new_rows,
     write,
 )
 
@@ -184,7 +184,7 @@ class _Buffer:
     def reserve(self, n: int) -> None:
         """Allocate memory for at least `n` rows."""
         if n > n_rows(self.stored):
-            self.stored = grown(rows(self.stored, 0, self.n), with_room(n) - self.n)
+            self.stored = with_new_rows(rows(self.stored, 0, self.n), rows_to_allocate(n) - self.n)
 
     def append(self, new: Stored) -> None:
         end = self.n + n_rows(new)

@@ -116,7 +116,7 @@ class KeyIndex:
         return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
-    def restored(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
+    def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
         """Recreate a saved index without codes, which `fill` adds; None if it does not fit the shape of `keys`."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape

@@ -64,7 +64,7 @@ def store_quantization(
     return Quantization(bits, 64 if 64 in groups else 32)
 
 
-def copied_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
+def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
     """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
     Raises: SnapKVError: the prompt cache is compressed, or the store can't keep this model's entries.
@@ -86,7 +86,7 @@ def move_entries(model, caches: list, *, into: list) -> None:
     Raises: SnapKVError: a layer's cache does not hold all entries.
     """
     for layer in attention_layers(model, into):
-        layer.put(caches, _moved_into(layer.cache_in(into), layer.cache_in(caches)))
+        layer.put(caches, _move_into(layer.cache_in(into), layer.cache_in(caches)))
 
 
 def caches_to_continue(model, caches: list, store: str | None) -> list:
@@ -113,12 +113,12 @@ def caches_to_batch(model, caches: list) -> list:
             continue
         plain: Any = KVCache()
         if cache.offset:
-            plain = full_cache(cache.stored_entries().packed(None), cache.sparse_from)
+            plain = full_cache(cache.stored_entries().with_quantization(None), cache.sparse_from)
         layer.put(forms, plain)
     return forms
 
 
-def _moved_into(empty: Any, cache: Any) -> Any:
+def _move_into(empty: Any, cache: Any) -> Any:
     """Move the entries of `cache` into the cache `empty`, and return the cache that now has them.
 
     A cache that is compressed, or whose store is the right one already, is returned unchanged.
@@ -138,7 +138,7 @@ def _moved_into(empty: Any, cache: Any) -> Any:
     if loaded.offset == 0:
         return empty
     if wanted.store is None:
-        return full_cache(loaded.stored_entries().packed(None), loaded.sparse_from)
+        return full_cache(loaded.stored_entries().with_quantization(None), loaded.sparse_from)
     empty.fill(loaded.stored_entries())  # without dequantising: quantising twice would lose more
     empty.sparse_from = loaded.sparse_from
     return empty

@@ -133,7 +133,7 @@ class Example:
         """Return a causal mask for entries at `positions` `(n,)`: bool `(m, n)`."""
         return positions <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
 
-    def sampled(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
+    def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
         """Yield `(spans, weight)`: spans of entries to read together, and how many entries each of these represents.
 
         The spans cover all entries of a short text, and a sample of the middle of a long text.
@@ -198,7 +198,7 @@ def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sum
     """Return each query's top logit, and its `Sums` over all entries and over the entries that it would have read."""
     top = mx.array(HIDDEN)
     full = read = mx.array(0.0), mx.array(0.0)
-    for entry_spans, weight in example.sampled():
+    for entry_spans, weight in example.sampled_spans():
         positions = mx.concatenate([mx.arange(*span) for span in entry_spans])
         keys = mx.concatenate([entries.read_keys(*span) for span in entry_spans], axis=2)
         values = mx.concatenate([entries.read_values(*span) for span in entry_spans], axis=2)

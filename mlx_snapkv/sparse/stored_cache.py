@@ -257,4 +257,4 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         keys, values, index = v
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=(keys, values))
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
-        self.index = None if index is None else KeyIndex.restored(index, keys, SpillFile)
+        self.index = None if index is None else KeyIndex.from_state(index, keys, SpillFile)

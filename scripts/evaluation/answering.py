@@ -112,7 +112,7 @@ class Answers:
                 if question.begun:
                     prompt.force(question.begun)
             full = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
-            cache, report = prompt.compressed(method.policy, answering=True)
+            cache, report = prompt.compress(method.policy, answering=True)
             if method.policy is None:
                 self._full[i] = self._answer(method, i, cache, report, full)
                 yield self._full[i]
@@ -133,13 +133,13 @@ class Answers:
     def _of_full_cache(self, i: int) -> Record:
         """Return a record of the full cache's answer."""
         if i not in self._full:
-            self._full[i] = self._answer(Method(), i, *self._reading.compressed(None))
+            self._full[i] = self._answer(Method(), i, *self._reading.compress(None))
         return self._full[i]
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
         """Return the document's cache, compressed by a method, and the report if questions do not change it."""
         if method.shares_reading:
-            return self._reading.compressed(method.policy)
+            return self._reading.compress(method.policy)
         policy: Any = method.policy
         if not isinstance(policy, Sparse):
             return prefill(self._model, self._document, policy)

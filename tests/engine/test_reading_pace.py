@@ -132,7 +132,9 @@ def test_measurements_are_of_whole_chunks():
 
 
 def recorded(few, every):
-    return Speed().extended([Measurement(READ_FEW, 9000, few), Measurement(READ_ALL, 9000, every)])
+    return Speed().with_measurements(
+        [Measurement(READ_FEW, 9000, few), Measurement(READ_ALL, 9000, every)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monke
     (32, lambda entries: (entries.latest_votes(5), entries.votes)),
     (32, lambda entries: entries.above_average),
     (8, lambda entries: Entries(entries.keys, entries.values, entries.observed.latest(2)).attention),
-    (32, lambda entries: entries.packed(Quantization(4, 64)).votes),
+    (32, lambda entries: entries.with_quantization(Quantization(4, 64)).votes),
     (32, KeyNorm(budget=9).score),
     (32, KeyDiff(budget=9).score),
 ], ids=["votes", "latest", "above average", "attention", "4 bits", "key norm", "keydiff"])  # fmt: skip

@@ -12,7 +12,7 @@ from mlx_snapkv.compress.selection import top_positions
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.sparse.attending import biased
+from mlx_snapkv.sparse.attending import mask_with_bias
 from mlx_snapkv.sparse.clusters import Clusters
 from mlx_snapkv.sparse.index import KeyIndex
 from mlx_snapkv.sparse.options import PAGE_SIZE
@@ -33,7 +33,7 @@ def made(spread, bias):
 
 def entries_of(keys, queries, bits=None):
     entries = Entries(keys, keys, Queries(queries, range(T - N, T), D**-0.5))
-    return entries.packed(bits and Quantization(bits, 32))
+    return entries.with_quantization(bits and Quantization(bits, 32))
 
 
 def in_float32(entries):
@@ -102,6 +102,6 @@ def test_the_bias_of_a_mean_may_exceed_float16():
     clusters = Clusters((places >= 44).astype(mx.uint16), keys, keys)
     residual = Residual(clusters, mx.array([[[300, 40]]]), 0 * one, one / 2)
     bias = residual.bias(heads, 1.0, places)
-    mask = biased(residual.bias(heads.astype(mx.float16), 1.0, places), 5)
+    mask = mask_with_bias(residual.bias(heads.astype(mx.float16), 1.0, places), 5)
     assert bias[..., 0].item() > 65504 == mask[..., 0].item()
     assert mask[..., 1].item() == -mx.inf and mask.dtype == mx.float16 and not mask[..., 2:].any()

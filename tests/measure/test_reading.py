@@ -75,7 +75,7 @@ NOT_TIMED = {"prefill_seconds": None, "selection_seconds": None, "attention_shar
 @pytest.mark.parametrize("policy", SHARING + ALONE)
 def test_a_shared_reading_keeps_what_prefill_keeps(tiny_model, tokens, read, policy):
     for reading in read(tiny_model, tokens):
-        cache, report = reading.compressed(policy_of(policy))
+        cache, report = reading.compress(policy_of(policy))
         own, wanted = prefill(tiny_model, reading.tokens, policy)
         assert_same_entries(tiny_model, cache, own)
         assert report.to_dict() | NOT_TIMED == wanted.to_dict() | NOT_TIMED
@@ -92,7 +92,7 @@ def test_a_shared_reading_equals_one_for_a_single_policy_bit_for_bit(
     alone = read_once(tiny_model, tokens.tolist(), [chosen], [TAIL])
     for mine, shared in zip((alone, alone.followed_by(TAIL)), read(tiny_model, tokens)):
         for answering in (False, True):
-            (cache, _), (other, _) = (r.compressed(chosen, answering) for r in (mine, shared))
+            (cache, _), (other, _) = (r.compress(chosen, answering) for r in (mine, shared))
             assert_same_entries(tiny_model, cache, other, atol=0)
             assert mx.array_equal(
                 logits_after(tiny_model, cache, TAIL), logits_after(tiny_model, other, TAIL)
@@ -105,7 +105,7 @@ def assert_continues_as_generate_step(model, reading, policy, n=24):
     """Assert that tokens after the compression have generate_step's answer and log-probabilities."""
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
-    cache, _ = reading.compressed(policy, answering=True)
+    cache, _ = reading.compress(policy, answering=True)
     fed = attention_layers(model, cache)[0].entries_in(cache).offset
     of_full = fed - len(reading.tokens) + 1
     assert of_full == max(1, policy.decode_policy.lookahead) + 1
@@ -124,7 +124,7 @@ def test_a_shared_reading_works_with_every_kind_of_layer(tokens, model_type):
     policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "lookahead=0")]
     reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
     for policy in policies:
-        cache, _ = reading.compressed(policy)
+        cache, _ = reading.compress(policy)
         assert_same_entries(model, cache, prefill(model, reading.tokens, policy)[0], atol=1e-4)
         assert_continues_as_generate_step(model, reading, policy, 14)
 
@@ -156,13 +156,13 @@ def test_logits_of_one_call_equal_logits_token_by_token(tokens, model_type, poli
 def test_an_uncompressed_policy_has_a_reason_and_an_unknown_policy_is_refused(tiny_model, tokens):
     roomy = policy_of("streaming_llm:budget=1000,schedule=once")
     reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
-    cache, report = reading.compressed(roomy)
+    cache, report = reading.compress(roomy)
     assert report.reason == reason_to_leave(roomy, tokens.size, None)
     assert mx.array_equal(
         logits_after(tiny_model, cache, TAIL), logits_after(tiny_model, reading.full_cache(), TAIL)
     )
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
-        reading.compressed(policy_of(f"{BASE},lookahead=0"))
+        reading.compress(policy_of(f"{BASE},lookahead=0"))
     with pytest.raises(SnapKVError, match="was not read for h2o"):
-        reading.compressed(policy_of(ALONE[0]), answering=True)
+        reading.compress(policy_of(ALONE[0]), answering=True)
     assert not any(shares_reading(policy_of(text)) for text in ALONE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_snapkv.measure.sentences import ranked, special_tokens, token_spans
+from mlx_snapkv.measure.sentences import rank_sentences, special_tokens, token_spans
 
 
 @given(text=st.text(max_size=60))
@@ -42,7 +42,9 @@ def _ranked(tokens, kept):
     row = np.array([t in kept for t in tokens], float)
     ones = np.ones(len(tokens))
     special = np.array([t.startswith("<") for t in tokens])
-    return ranked("".join(tokens), spans, special, np.stack([row, ones, row, ones, row]), False)
+    return rank_sentences(
+        "".join(tokens), spans, special, np.stack([row, ones, row, ones, row]), False
+    )
 
 
 def test_a_templates_text_is_in_no_sentence():

@@ -47,6 +47,6 @@ def test_a_layer_is_planned_to_store_at_most_the_limit():
     shape, limit = LayerShape(100, scores=32, window=UNLIMITED), 48 << 20
     others = replace(shape, scores=0)
     for seen, stored in ((512, 32 * 512 * 512), (4000, limit), (1 << 20, 32 * 32 << 20)):
-        both = [x.held(512, seen, limit) for x in (shape, others)]
+        both = [x.chunk_bytes(512, seen, limit) for x in (shape, others)]
         assert both[0] - both[1] == stored
-    assert shape.held(512, 4000) == 512 * (100 + 32 * 4000)
+    assert shape.chunk_bytes(512, 4000) == 512 * (100 + 32 * 4000)

@@ -37,7 +37,7 @@ ONE = [Measurement(DECODE_ALL, 1000, 0.5)]
 def line(*points):
     found = Line()
     for length, seconds in points:
-        found = found.extended(length, seconds)
+        found = found.with_measurements(length, seconds)
     return found
 
 

@@ -11,7 +11,7 @@ from tiny_models import make_llama
 from mlx_snapkv import Sparse, generate_step, prefill, saved
 from mlx_snapkv.caches.layers import first_sparse
 from mlx_snapkv.sparse.options import CHUNK_SIZE, PAGE_SIZE
-from mlx_snapkv.sparse.prompt_caches import copied_to_store
+from mlx_snapkv.sparse.prompt_caches import copy_to_store
 
 OPTIONS = f"budget=50%,read_top_k={4 * PAGE_SIZE},when=always"
 TEXT = mx.array(np.random.default_rng(1).integers(1, 64, 3 * CHUNK_SIZE))
@@ -28,7 +28,7 @@ def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_pat
     assert first == CHUNK_SIZE  # the second chunk chooses
     saved.save(tmp_path / "text.safetensors", model, caches, TEXT, sparse)
     loaded = saved.load(tmp_path / "text.safetensors", model).prompt_cache
-    moved = copied_to_store(model, loaded, sparse)
+    moved = copy_to_store(model, loaded, sparse)
     assert first_sparse(loaded) == first_sparse(moved) == first
     dense = f"budget=64,read=dense,when=always,store={store}"
     list(generate_step(QUESTION, model, max_tokens=1, prompt_cache=moved, sparse=dense))

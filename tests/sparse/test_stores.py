@@ -97,7 +97,9 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
             stores.append((copy.deepcopy(store), rows))
         elif step == "grow":
             more = rows_of(n, seed)
-            holding(store, Entries(*more).packed(data.draw(st.sampled_from([None, how]))))
+            holding(
+                store, Entries(*more).with_quantization(data.draw(st.sampled_from([None, how])))
+            )
             stores[i] = store, [mx.concatenate(both, axis=2) for both in zip(rows, more)]
         else:
             left = max(0, store.n_entries - n)

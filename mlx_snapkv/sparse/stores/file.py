@@ -267,7 +267,7 @@ class FileStore(JoinedView, Store):
 
     def append(self, entries: Entries) -> None:
         """Append entries to the last files, or to new ones if these are shared. An error leaves the store unchanged."""
-        new = entries.packed(None)
+        new = entries.with_quantization(None)
         stored = new.stored_keys, new.stored_values
         earlier_parts = self._parts
         part = None

@@ -10,11 +10,11 @@ from ...entries.quantization import (
     Quantization,
     Stored,
     arrays,
-    grown,
     n_bytes,
     n_rows,
     rows,
     unpack,
+    with_new_rows,
     write,
 )
 from ..selection import take_entries
@@ -54,14 +54,14 @@ class MemoryStore(Store):
 
     def append(self, entries: Entries) -> None:
         """Quantise entries if the store does, and append them to the cache's buffers."""
-        new = entries.packed(self.quantization)
+        new = entries.with_quantization(self.quantization)
         cache = self.cache
         n = self.n_entries
         stored = new.stored_keys, new.stored_values
         if cache.keys is None or n + len(new) > n_rows(cache.keys):
             before = rows((cache.keys, cache.values) if n else stored, 0, n)
             # Reallocation copies all entries, so buffers grow by an eighth at a time.
-            cache.keys, cache.values = grown(before, max(KVCache.step, len(new), n // 8))
+            cache.keys, cache.values = with_new_rows(before, max(KVCache.step, len(new), n // 8))
         write((cache.keys, cache.values), n, stored)
         cache.offset += len(new)
         mx.eval(cache.keys)
