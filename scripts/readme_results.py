@@ -52,7 +52,7 @@ def results() -> list[str]:
     ]
 
 
-def _parts() -> list[dict[str, Any]]:
+def named_parts() -> list[dict[str, Any]]:
     """Return the results of docs/quality.json for the models in `NAMES`."""
     named = [(NAMES.get(p["model"].rpartition("/")[2]), p) for p in load("quality")["parts"]]
     return [{**part, "model": name} for name, part in named if name]
@@ -60,7 +60,7 @@ def _parts() -> list[dict[str, Any]]:
 
 def _predictions() -> list[tuple[str, ...]]:
     """Return the KL of texts, with a row for each model and kind of text."""
-    parts = {p["part"]: p for p in _parts() if p["part"].split("-")[0] in TEXTS}
+    parts = {p["part"]: p for p in named_parts() if p["part"].split("-")[0] in TEXTS}
     rows = []
     for name, part in parts.items():
         own = {s["method"]: s for s in part["summary"] if s["setting"] == "text"}
@@ -82,7 +82,7 @@ def _sparse_kl(part: dict[str, Any] | None) -> str:
 
 def _scores() -> list[tuple[str, ...]]:
     """Return RULER's scores, with a row for each model and length."""
-    ruler = {p["part"]: p for p in _parts() if p["part"].startswith("ruler")}
+    ruler = {p["part"]: p for p in named_parts() if p["part"].startswith("ruler")}
     rows = []
     for name, part in ruler.items():
         own = {s["method"]: s for s in part["summary"]}

@@ -21,7 +21,7 @@ WAIT = 600  # seconds for an answer
 
 @dataclass
 class Sent:
-    """A request that the server has answered or refused.
+    """A request, and the answer or the refusal of the server.
 
     Attributes:
         path, body: the request.

@@ -10,6 +10,7 @@ from typing import Any
 
 import policies_page
 import readme_results
+import sceptics_page
 import sparse_page
 from results_page import Row, figures, load, measured, right, table
 
@@ -303,6 +304,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "modes": lambda: sparse_page.modes("modes"),
     "modes-asked": lambda: sparse_page.modes("modes-asked"),
     "lookahead": lookahead,
+    "losses": sceptics_page.losses,
     "agents": agents,
     "agents-context": agents_context,
 }

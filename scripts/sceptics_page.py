@@ -1,0 +1,63 @@
+"""Make the table of what eviction loses, for the page for sceptics."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from readme_results import named_parts
+from results_page import table
+
+from mlx_snapkv.measure.methods import FULL_CACHE
+from mlx_snapkv.measure.tables import grouped
+
+MOST_LOSSES = 12
+LEAST_LOSS = 0.2  # as a part of RULER's best score
+SETTINGS = {"known": "at the prompt's end", "later": "after the compression"}
+
+
+def losses() -> list[str]:
+    """Return the tasks of RULER at which policies lose most, as a table, the largest loss first.
+
+    A policy has one row for each task, of the model at which it loses most. Where the question is known, answers with a
+    lookahead are left out, because the full cache decodes their scored tokens.
+    """
+    worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
+    keys = "task", "setting", "method"
+    found = [own[0] for own in grouped(worst_first, *keys).values()]
+    rows = [
+        (
+            f"{loss['model']}, {loss['length']:,}",
+            f"`{loss['task']}` ({loss['asked']})",
+            SETTINGS[loss["setting"]],
+            f"`{loss['method']}`",
+            f"{100 * loss['full cache']:.0f}",
+            f"{100 * loss['with policy']:.0f}",
+        )
+        for loss in found[:MOST_LOSSES]
+    ]
+    header = "model, tokens", "task (questions)", "question", "policy", "full cache", "with policy"
+    return table(header, rows)
+
+
+def _losses() -> Iterator[dict[str, Any]]:
+    """Yield each task at which SnapKV or KeyDiff loses at least `LEAST_LOSS`."""
+    for part in named_parts():
+        if part["task"] != "data":
+            continue
+        full = {s["setting"]: s for s in part["summary"] if s["method"] == FULL_CACHE}
+        for own in part["summary"]:
+            is_policy = own["method"].startswith(("snapkv", "keydiff"))
+            if not is_policy or (own["setting"] == "known" and "lookahead" in own["method"]):
+                continue
+            before = full[own["setting"]]
+            for task, score in own["by_task"].items():
+                if before["by_task"][task] - score >= LEAST_LOSS:
+                    yield {
+                        "model": part["model"],
+                        "length": own["length"],
+                        "task": task,
+                        "asked": own["asked"] // len(own["by_task"]),
+                        "setting": own["setting"],
+                        "method": own["method"],
+                        "full cache": before["by_task"][task],
+                        "with policy": score,
+                    }
