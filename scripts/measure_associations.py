@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy_attention
 from evaluation.answering import run
-from evaluation.associations import LATE, VARIANTS, associations, facts
+from evaluation.associations import VARIANTS, associations, facts
 from evaluation.datasets import Dataset
 from evaluation.haystack import Haystack
 from results_page import ROOT, Row, about, options, shown_arguments
@@ -46,7 +46,7 @@ def summarised(records: list[Record]) -> list[Row]:
 
     `full` is the number of right answers of the full cache, `kept` the number of questions that both answer rightly.
     """
-    rows = [record | {"variant": _variant(record)} for record in records]
+    rows = [record | {"variant": record["task"]} for record in records]
     full = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
     found = []
     keys = ("length", "variant", "method", "setting")
@@ -63,16 +63,11 @@ def missed(records: list[Record]) -> list[Row]:
     full = {_place(r): r["answer"] for r in records if r["method"] == FULL_CACHE and r["score"]}
     return [
         {key: record[key] for key in ("method", "setting", "length", "document")}
-        | {"variant": _variant(record), **record["expected"]}
+        | {"variant": record["task"], **record["expected"]}
         | {"answer": record["answer"].strip(), "full": full[_place(record)].strip()}
         for record in records
         if not record["score"] and _place(record) in full
     ]
-
-
-def _variant(record: Record) -> str:
-    """Return the variant of a question, which is a text's variant or `LATE`."""
-    return LATE if record["expected"]["late"] else record["task"]
 
 
 def _place(record: Record) -> tuple:

@@ -64,8 +64,8 @@ is a sentence of an essay, a comment in code, a message of a log, a remark in a 
 
 - *one*, *several*: the number of facts in a text. Each fact is asked for by itself.
 - *contradicting*: each fact comes first with an older value, and later with a correction.
-- *late*: the answer begins with a description of the text in about 180 tokens, which every method is given. The value
-  comes after it.
+- *late*: there are four facts. Each answer begins with a description of the text in about 180 tokens, which every
+  method is given. The value comes after it.
 - *known* and *later*: with a policy, the question ends the prompt that is compressed, or the text is compressed before
   the question is read. Sparse attention evicts nothing. It reads each text by itself, sparsely, and each question as
   the next turn, with `when=always`.

@@ -6,7 +6,6 @@ in this way, because a question whose words are in the text is answered by looki
 
 import itertools
 import json
-import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +30,9 @@ ASKED_LATE = (
 CORRECTION = "Correction of an earlier note: {}"
 ANSWER_TOKENS = 24
 
+LATE = "late"  # the variant whose questions are answered at the end of a long answer
 # Number of facts in a text, by variant. A contradicting fact takes two sentences.
-VARIANTS = {"one": 1, "several": 8, "contradicting": 4}
-LATE = (
-    "late"  # questions about the texts of "several" that are answered at the end of a long answer
-)
-N_LATE = 4  # facts of such a text that are also asked for late
+VARIANTS = {"one": 1, "several": 8, "contradicting": 4, LATE: 4}
 
 
 @dataclass(frozen=True)
@@ -132,11 +128,10 @@ def associations(
         rng = random.Random("{} {task} {length} {document}".format(seed, **place))
         own = chosen(place["task"], place["document"], seed)
         parts = [(d, haystack.hiding(rng, s)) for d, s in sentences(place["task"], own, rng)]
-        late = own[:N_LATE] if place["task"] == "several" else []
-        asked = [(fact, ASKED, []) for fact in own] + [(fact, ASKED_LATE, forced) for fact in late]
-        tails = [encode(form.format(fact.question) + after) for fact, form, _ in asked]
-        limits = [len(first) + ANSWER_TOKENS for *_, first in asked]
-        most = max(map(operator.add, map(len, tails), limits))
+        form, first = (ASKED_LATE, forced) if place["task"] == LATE else (ASKED, [])
+        tails = [encode(form.format(fact.question) + after) for fact in own]
+        limit = len(first) + ANSWER_TOKENS
+        most = max(map(len, tails)) + limit
 
         def head(text: str) -> list[int]:
             return encode(before + INTRODUCTION + text)
@@ -146,8 +141,8 @@ def associations(
         )
         read = head(found)
         questions = [
-            Question(read + tail, _expected(fact, form), partial(score, fact), limit, first)
-            for (fact, form, first), tail, limit in zip(asked, tails, limits)
+            Question(read + tail, _expected(fact), partial(score, fact), limit, first)
+            for fact, tail in zip(own, tails)
         ]
         return Document(questions, len(read))
 
@@ -162,6 +157,6 @@ def associations(
     return Dataset(tokenizer, setting, places, make)
 
 
-def _expected(fact: Fact, form: str) -> dict[str, Any]:
-    """Return the question, the fact, and whether the question is answered late, for the record."""
-    return {"question": fact.question, "fact": fact.sentence, "late": form == ASKED_LATE}
+def _expected(fact: Fact) -> dict[str, Any]:
+    """Return the question and the fact, for the record."""
+    return {"question": fact.question, "fact": fact.sentence}
