@@ -25,7 +25,7 @@ class LayerCache(ABC):
     # Whether entries are only appended, so that the newest tokens can be trimmed.
     grows: bool = False
     observes: bool = False  # whether it records queries, for which the attention class is patched
-    chooses: bool = False  # whether its queries choose the entries that a call reads
+    chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can store its entries in one array with those of other requests.
     stacks: bool = False
     needs_layer: bool = False  # whether its `layer` must be set after loading; see `matching.adopt`

@@ -107,7 +107,7 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        """Return the config of every turn, without mlx-lm's options."""
+        """Return the config that all turns share, without mlx-lm's options."""
         return CompressionConfig(self.policy, turns=True)
 
     def reset(self) -> None:

@@ -109,7 +109,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if --kv-bits has no effect on a prompt and its answer, which have `n_tokens` together."""
+        """Yield a note if --kv-bits has no effect on a prompt and answer of `n_tokens` tokens together."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start

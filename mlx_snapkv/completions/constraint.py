@@ -163,7 +163,7 @@ class Constraint:
         self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
         if end is None or n_free > self._max_growth:
             return allowed
-        is_free = np.zeros_like(allowed)  # tokens that certainly leave enough
+        is_free = np.zeros_like(allowed)  # tokens that leave enough for the end
         bits = self._matcher.compute_bitmask()
         if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
             is_free = allowed & self._without_quotes[: allowed.size]

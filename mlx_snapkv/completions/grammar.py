@@ -72,7 +72,7 @@ def json_format(
     """
     answer = f"%json {_enforceable(schema)}"
     if may_call and tokenizer.tool_call_start:
-        # Any tokens may follow the start marker of a call: `<[*]>` is one token.
+        # Any tokens may follow a call's start marker; `<[*]>` matches one token.
         answer = f"({answer} | {_terminals(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
     return AnswerFormat(_grammar(answer, tokenizer, state, {what: schema}))
 

@@ -141,7 +141,7 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
     tokens = rendered.tokens
     if tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens):
         return "normal"
-    # Messages may contain the marker of reasoning in their text, so only the generation prompt counts.
+    # The text of messages may contain the reasoning marker, so check only the generation prompt.
     in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
     return "reasoning" if in_thoughts else "normal"
 

@@ -19,7 +19,7 @@ MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 ACKNOWLEDGEMENT = "OK."  # text of the assistant between a tool result and the user's next message
 OMITTED = "(what was said before is left out)"
 
-Chat = tuple[list[Message], dict[str, Any]]  # turns, and options of the template
+Chat = tuple[list[Message], dict[str, Any]]  # turns, and the chat template's options
 Change = Callable[[list[Message], dict[str, Any]], Chat]
 
 

@@ -31,7 +31,7 @@ def make_sampler(
     if options["top_k"] >= vocabulary_size:
         rule = f"less than the vocabulary's {vocabulary_size}"
         raise OptionError("top_k", rule, options["top_k"])
-    # A top_p of 0 means no limit in mlx-lm's flags, and so in `defaults`. From a client it means greedy decoding.
+    # For mlx-lm's flags, and so in `defaults`, a top_p of 0 means no limit. From a client it means greedy decoding.
     asks_for_likeliest = body.top_p is not None and body.top_p < NEARLY_ZERO
     if options["temp"] < NEARLY_ZERO or asks_for_likeliest:
         return None

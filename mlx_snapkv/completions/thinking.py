@@ -81,7 +81,7 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
 
 
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
-    """Return the request of Anthropic's field `thinking`: an object with a type and a budget, or only the type."""
+    """Parse Anthropic's field `thinking`, an object with a type and sometimes a budget."""
     fields = thinking if isinstance(thinking, dict) else {}
     thinks = fields.get("type", thinking) not in ("disabled", False)
     budget = fields.get("budget_tokens")

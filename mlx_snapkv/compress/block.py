@@ -242,7 +242,7 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return the number of rows of the next buffers, at least `size()`, given the number of rows before."""
+        """Return how many rows to allocate for the next buffers, at least `size()`, given the present number."""
         is_unlimited = self.quota.entries >= UNLIMITED
         n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
         if n_before == 0 and self.expected_size:

@@ -40,7 +40,7 @@ class PolicyMode:
         self.layers = layers
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
-        # A block already has the length that fits between two evictions.
+        # Blocks already fit between two evictions.
         self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
@@ -66,7 +66,7 @@ class PolicyMode:
 
 
 def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
-    """Return the reason why no entry of the prompt was evicted under schedule="block"; None if some were."""
+    """Explain why schedule="block" evicted no entry of the prompt; return None if it did evict."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"

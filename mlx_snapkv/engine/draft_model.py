@@ -107,7 +107,14 @@ class DraftedAnswer:
             yield from self._drafted(responses)
 
     def _drafted(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
-        """Yield the rest of the answer from mlx-lm's speculative loop. Its figures cover the whole answer."""
+        """Yield the rest of the answer from mlx-lm's speculative loop.
+
+        Token counts and speeds cover the whole answer. The loop starts with the latest token of `earlier`, so both models
+        have read the tokens before it.
+
+        Args:
+            earlier: the responses so far, which the model alone has decoded.
+        """
         tokens = [response.token for response in earlier]
         latest = earlier[-1]
         for cache in layer_caches(self._main):

@@ -35,7 +35,7 @@ class Pace:
     """
 
     def __init__(self, n_prompt: int, setup_in_tokens: float = 0):
-        """Start before the first token, reading all entries."""
+        """Begin an answer, whose first tokens read all entries."""
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt

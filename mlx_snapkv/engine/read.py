@@ -39,7 +39,7 @@ def prefill_caches(
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
             view = FullView([stored.store], layer)
-            # Page means of files are kept for later turns, because computing them reads all keys.
+            # For entries in files, later turns reuse the page means, because computing them reads all keys.
             means = stored.page_means if stored.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last, reading.last_from, pace.chooses

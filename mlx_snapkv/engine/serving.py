@@ -41,10 +41,13 @@ def serve(
     *,
     on_kept: KeptCallback | None = None,
 ) -> Iterator[Any]:
-    """Start a request: return mlx-lm's iterator `start(model, **options)`, which compresses between two of its steps.
+    """Start a request, and return mlx-lm's iterator `start(model, **options)`.
 
-    If the request fails before its first item, the caller's prompt cache is unchanged: a policy reads the prompt on
-    other caches, and for sparse attention `_all_or_nothing` restores it. Conversations restore their own caches.
+    The cache is compressed between two of its steps.
+
+    If the request fails before its first item, the caller's prompt cache is unchanged: a policy reads the
+    prompt into separate caches, and for sparse attention `_all_or_nothing` restores the cache. Conversations restore
+    their own caches.
 
     Args:
         start: mlx-lm's function, such as `generate_step`, with the prompt bound.

@@ -69,7 +69,7 @@ def measure_speed(
     def add(context: int, measured: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
         for contender, figures in measured:
             row = {"context": context, "contender": contender.name, "entries": contender.entries}
-            # If a length is measured twice, its row starts with the figures of decoding.
+            # The row of this length may hold the decoding speed already.
             earlier = rows.get((context, contender.name), {})
             rows[context, contender.name] = row | figures | earlier
         on_rows(list(rows.values()))

@@ -54,7 +54,7 @@ def family_of(cls: type) -> AttentionFamily:
 
 
 def _recorder_among(values: Iterable[Any]) -> Any:
-    """Return the recording cache among the arguments of a call, alone or in a `CacheList`; None without one."""
+    """Return the recording cache that a call receives, alone or in a `CacheList`, or None."""
     for value in values:
         for cache in getattr(value, "caches", (value,)):
             if hasattr(cache, "record"):

@@ -136,7 +136,7 @@ def _renamed_rope_parameters(
                 raise _refused(name, f"no {key}")
         elif config.get(field_name) is None:
             changes[field_name] = value
-            # `rotary_dim` is a number of dimensions, but transformers writes a share.
+            # `rotary_dim` counts dimensions, but transformers writes a share.
             if field_name == "rotary_dim":
                 changes[field_name] = int(_head_dim(config) * value)
     return changes | _rope_scaling(name, config, parameters, fields)

@@ -142,6 +142,6 @@ def plan_memory(
     Raises: SnapKVError: the setting can't serve the model or a prompt of this length.
     """
     setting = resolve_setting(snapkv, policy, sparse)
-    # A string is passed on as it is, since the plan repeats it.
+    # A string is passed on unparsed, because the plan prints the policy as the user wrote it.
     policy_or_setting = policy if isinstance(policy, str) else setting
     return Planner(model, **options).plan(context, policy_or_setting, kv_bits)

@@ -147,7 +147,7 @@ def compressed_chunk_size(
     Args:
         compress: the policies for prompt and answer.
         limit: the caller's `prefill_step_size`; None for no limit.
-        plan: the queries that vote.
+        plan: where the voting queries begin (`first`), and the length of the prompt.
         n_new: number of prompt tokens that have not been read.
     """
     policy = compress.policy
@@ -159,11 +159,14 @@ def compressed_chunk_size(
 
 
 def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
-    """Return a chunk size near `size` for which the last chunk is short and has little more than the voters.
+    """Return a chunk size near `size` for which the last chunk holds little more than the voting queries.
+
+    A large multiple of `MULTIPLE` is reduced in steps of `MULTIPLE`. Any other size divides the tokens before the
+    voting queries evenly.
 
     Args:
         size: maximum number of tokens per chunk.
-        plan: the queries that vote.
+        plan: where the voting queries begin (`first`), and the length of the prompt.
         n_new: number of prompt tokens that have not been read.
     """
     n_read = plan.n_prompt - n_new

@@ -114,7 +114,7 @@ class Speed:
         return next((n for n in lengths if self.pays(few, every, n)), None)
 
     def seconds(self, n_prompt: int, n_answer: int) -> tuple[float, float] | None:
-        """Predict the seconds of a prompt and its answer, with sparse attention and with the full cache.
+        """Predict how many seconds a prompt and its answer take, with sparse attention and with the full cache.
 
         Return None if measurements are missing. Unknown slopes count against sparse attention.
         """
@@ -212,15 +212,15 @@ def _read() -> dict[str, Speed]:
         if content["format"] != FORMAT:
             return {}
         return {
-            key: Speed({kind: _line(sums) for kind, sums in lines.items()})
+            key: Speed({kind: _parse_line(sums) for kind, sums in lines.items()})
             for key, lines in content["speeds"].items()
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 
-def _line(sums: Any) -> Line:
-    """Parse a line of the file. Raises: ValueError, TypeError: the sums are invalid."""
+def _parse_line(sums: Any) -> Line:
+    """Parse the sums of a fitted line. Raises: ValueError, TypeError: no measurements have these sums."""
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.n <= 0 or line.y <= 0:
         raise ValueError("no measurements have these sums")

@@ -112,7 +112,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether `path` is a file that was not renamed yet, or a folder of entries that no book names."""
+    """Return whether `path` is a file that has not been renamed yet, or an entries folder that no book refers to."""
     if not path.is_dir():
         return UNFINISHED.fullmatch(path.name) is not None
     match = _FOLDER_NAME.fullmatch(path.name)

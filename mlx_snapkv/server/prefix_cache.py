@@ -108,7 +108,7 @@ class PrefixCache:
         return True
 
     def trim_to(self, *, n_sequences: float = math.inf, n_bytes: float = math.inf) -> None:
-        """Evict prefixes until these limits hold: first prefixes that another one covers, then the oldest."""
+        """Evict prefixes until the cache is within these limits: first prefixes that others cover, then the oldest."""
         while self._prefixes and (len(self) > n_sequences or self.nbytes > n_bytes):
             evicted = _next_to_evict(self._prefixes)
             self._set_prefixes([p for p in self._prefixes if p is not evicted])

@@ -154,7 +154,7 @@ class Sparse(Hyperparameters):
 
     @property
     def reads_sparsely(self) -> bool:
-        """Return whether chunks of the prompt choose the entries that they read."""
+        """Return whether prompt chunks read only entries that they choose."""
         return self.read == "sparse"
 
     def reach(self, n_prompt: int, n_cheap: int = 0) -> Reach:

@@ -166,7 +166,7 @@ class Example:
 
 
 def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
-    """Measure how far each head's output is from full attention for each of `PAIRS`.
+    """Measure how far each head's output is from full attention, for each pair (mass, temperature) of `PAIRS`.
 
     Args:
         entries: object with `read_keys(start, stop)` and `read_values(start, stop)`, which return
