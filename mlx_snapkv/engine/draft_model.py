@@ -109,8 +109,8 @@ class DraftedAnswer:
     def _drafted(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
-        Token counts and speeds cover the whole answer. The loop starts with the latest token of `earlier`, so both models
-        have read the tokens before it.
+        Token counts and speeds cover the whole answer. The loop starts with the latest token of `earlier`, so both
+        models have read the tokens before it.
 
         Args:
             earlier: the responses so far, which the model alone has decoded.
