@@ -21,12 +21,12 @@ WAIT = 600  # seconds for an answer
 
 @dataclass
 class Sent:
-    """A request, and the answer or the refusal of the server.
+    """A request with its response.
 
     Attributes:
         path, body: the request.
         status: the HTTP status.
-        answer: the answer; None if there is none.
+        answer: the answer, or None.
         error: the error's sentence, for a status of 400 or more and for an error within a stream.
     """
 
