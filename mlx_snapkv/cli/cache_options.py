@@ -262,7 +262,7 @@ class StoreOptions:
     @property
     def given(self) -> dict[str, Any]:
         """Return the values of the flags that are set, by option of `Sparse`."""
-        values = {"store": self.store, "store_dir": self.store_dir}
+        values = {name: getattr(self, name) for name in STORE_OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
 
     def completed(self, setting: Setting | None) -> Setting | None:
@@ -296,6 +296,9 @@ class StoreOptions:
                 NamedOption("store"),
             )
         return self.completed(setting)
+
+
+STORE_OPTIONS = tuple(each.name for each in fields(StoreOptions))
 
 
 @dataclass(frozen=True)

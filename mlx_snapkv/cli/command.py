@@ -124,7 +124,7 @@ class Command(TyperCommand):
             params["policy"] = None
         # compare includes sparse attention by default, and auto may select it.
         may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
-        names_store = is_typed(ctx, "sparse") and "store=" in str(params["sparse"])
+        names_store = is_typed(ctx, "sparse") and _stores_in(params["sparse"])
         if names_store or (not may_be_sparse and params.get("sparse") is None):
             self._reset_configured(ctx, {"store"})
 
@@ -167,7 +167,7 @@ class Command(TyperCommand):
         """Reject typed options that need another option (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
         # A store may still come from --sparse, from /policy in a chat, from auto, or from a saved prompt.
         may_get_store = (
-            "store=file" in str(ctx.params.get("sparse"))
+            "file" in _stores_in(ctx.params.get("sparse"))
             or self.name == "chat"
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
@@ -180,6 +180,11 @@ class Command(TyperCommand):
                 flag = flag_of(name)
                 other = f"{flag_of(required)} {text}".rstrip()
                 raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
+
+
+def _stores_in(sparse: Any) -> list[str]:
+    """Return the stores that the values of --sparse name, such as "file" in "top_k=1024,store=file"."""
+    return re.findall(r"\bstore\s*=\s*(\w+)", str(sparse))
 
 
 def _is_named(message: str, option: str, value: Any) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Options that can't be combined with a saved prompt.
 EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
 # Options for which a saved prompt has its own values. Only the command line changes them.
-SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", "store", "store_dir")
+SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *cache_options.STORE_OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 

@@ -134,8 +134,9 @@ def test_flags_of_the_store_apply_to_later_policies_of_a_chat_that_name_none(cal
     assert policies == ["sparse:budget=9,store=file", "sparse:budget=9,store=4bit", "snapkv"]
 
 
-def test_files_go_to_the_folder_of_the_flag_if_sparse_names_the_store(call, story, tmp_path):
-    in_files = ["--sparse", f"{SPARSE[1]},store=file", "--store-dir", str(tmp_path)]
+@pytest.mark.parametrize("named", ["store=file", "store = file"])
+def test_files_go_to_the_folder_of_the_flag_if_sparse_names_the_store(call, story, tmp_path, named):
+    in_files = ["--sparse", f"{SPARSE[1]},{named}", "--store-dir", str(tmp_path)]
     code, out, err = asked(call, story, *in_files)
     assert (code, out) == (0, story[1][0].value + "\n")
     assert f" in {tmp_path} (" in cost(err)[0]
