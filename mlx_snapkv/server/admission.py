@@ -160,4 +160,4 @@ class Admission:
     def trim_prefixes(self, kv_bytes: int) -> None:
         """Shrink the prefix cache to the memory that remains if requests take `kv_bytes`."""
         if self._memory is not None:
-            self._prefixes.trim_to(n_bytes=self._memory.limit - kv_bytes)
+            self._prefixes.trim_to(self._memory.limit - kv_bytes)

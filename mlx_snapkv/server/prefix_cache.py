@@ -1,7 +1,7 @@
 """The prefix cache: caches of earlier prompts, from which prompts that start with the same tokens continue."""
 
 import copy
-import math
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -97,21 +97,14 @@ class PrefixCache:
             return False
         new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
         # A prefix is replaced if the new caches serve all of its tokens.
-        prefixes = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
-        prefixes.append(new)
-        n_bytes = sum(_n_bytes(p.caches) for p in prefixes)
-        while n_bytes > self.max_bytes:
-            evicted = _next_to_evict(prefixes)
-            prefixes.remove(evicted)
-            n_bytes -= _n_bytes(evicted.caches)
-        self._set_prefixes(prefixes)
+        not_replaced = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
+        self._set_prefixes(_evict([*not_replaced, new], self.max_bytes, _n_bytes))
         return True
 
-    def trim_to(self, *, n_sequences: float = math.inf, n_bytes: float = math.inf) -> None:
-        """Evict prefixes until the cache is within these limits: first prefixes that others cover, then the oldest."""
-        while self._prefixes and (len(self) > n_sequences or self.nbytes > n_bytes):
-            evicted = _next_to_evict(self._prefixes)
-            self._set_prefixes([p for p in self._prefixes if p is not evicted])
+    def trim_to(self, n_bytes: int) -> None:
+        """Evict prefixes until the others take at most `n_bytes` of memory."""
+        if self.nbytes > n_bytes:
+            self._set_prefixes(_evict(self._prefixes, n_bytes, memory_bytes))
 
     def drop(self, path: Path) -> None:
         """Drop caches whose entries are in the damaged file `path`, in memory and in `files`."""
@@ -128,6 +121,23 @@ class PrefixCache:
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
+
+
+def _evict(prefixes: list[Prefix], limit: int, bytes_of: Callable[[list], int]) -> list[Prefix]:
+    """Return the prefixes that stay when others are evicted: first prefixes that others cover, then the oldest.
+
+    Args:
+        prefixes: the prefixes, oldest first.
+        limit: the most bytes of the prefixes that stay.
+        bytes_of: returns the bytes of a prefix's caches.
+    """
+    kept = list(prefixes)
+    n_bytes = sum(bytes_of(p.caches) for p in kept)
+    while kept and n_bytes > limit:
+        evicted = _next_to_evict(kept)
+        kept.remove(evicted)
+        n_bytes -= bytes_of(evicted.caches)
+    return kept
 
 
 def _next_to_evict(prefixes: list[Prefix]) -> Prefix:

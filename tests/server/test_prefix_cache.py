@@ -33,15 +33,15 @@ def test_when_room_is_short_the_newest_question_of_a_document_replaces_the_other
         prefixes.insert([*DOCUMENT, *[question] * 20], of(340))
     assert len(prefixes) == 6
     one = prefixes.nbytes // 6
-    prefixes.trim_to(n_sequences=5)
+    prefixes.trim_to(5 * one)
     assert [tail[0] for tail in kept(prefixes)[2:]] == [1001, 1002, 1003]
-    prefixes.trim_to(n_bytes=4 * one)
+    prefixes.trim_to(4 * one)
     assert prefixes.nbytes == 4 * one
     prefixes.max_bytes = 3 * one
     prefixes.insert([*DOCUMENT, *[1004] * 20], of(340))
     assert [len(tail) for tail in kept(prefixes)] == [20, 100, 20]
     assert prefixes.fetch([*DOCUMENT, 1004, 1, 1], 1)[1] == 321
-    prefixes.trim_to(n_sequences=1)
+    prefixes.trim_to(one)
     assert prefixes.fetch([*long_answer, 1], 1)[1] == 420
     prefixes.insert([*long_answer, 7, 7], of(422))  # replaces its own beginning
     assert len(prefixes) == 1
@@ -54,7 +54,7 @@ def test_caches_that_cannot_be_cut_serve_only_continuations_and_are_evicted_by_a
         prefixes.insert([*DOCUMENT, question], of(321, RotatingKVCache))
     assert prefixes.fetch([*DOCUMENT, 1001, 1], 1)[1] == 321
     assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == (None, 0)
-    prefixes.trim_to(n_sequences=3)
+    prefixes.trim_to(prefixes.nbytes - 1)
     assert kept(prefixes) == [[1000], [1001], [1002]]
 
 
