@@ -85,11 +85,17 @@ def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
     return tokens[: next(ends, len(tokens))]
 
 
-def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
-    """Yield the figures of each method for a prompt of about `length` tokens, if the full cache fits into memory."""
+def fits(model: Any, length: int, n_tokens: int) -> bool:
+    """Return whether the full cache of a prompt and its answer fits into memory; say so if it does not."""
     peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
     if peak > usable:
         say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
+    return peak <= usable
+
+
+def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
+    """Yield the figures of each method for a prompt of about `length` tokens, if the full cache fits into memory."""
+    if not fits(model, length, n_tokens):
         return
     document, (fact, *_) = make_haystack(tokenizer, random.Random(0), 4, length)
     prompt = question_prompt(tokenizer, document, fact.question)

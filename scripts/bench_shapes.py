@@ -9,20 +9,17 @@ method, because the first request may compile kernels. The table is printed, row
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_gpu import FIRST, FULL_CACHE, Row, measured
+from bench_gpu import FIRST, FULL_CACHE, Row, fits, measured, say
 from mlx.utils import tree_map
-from mlx_lm.models import llama, qwen3_moe
+from model_shapes import llama_8b, qwen3_30b_a3b
 
 from mlx_snapkv.measure.contenders import random_prompt
-from mlx_snapkv.planning.machine import this_machine
-from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.speed_record import PATH_VARIABLE
 from mlx_snapkv.planning.units import format_bytes
 
@@ -34,49 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 COLUMNS = ["shape", "prompt", "cache", "request", "first token", "tokens/s", "peak memory"]
 N_REQUESTS = 2
-
-
-def llama_8b() -> Any:
-    """Return a model with the shape of Llama 3.1 8B."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=4096,
-        num_hidden_layers=32,
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        vocab_size=128_256,
-        rope_theta=500_000.0,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=False,
-    )
-    return llama.Model(args)
-
-
-def qwen3_30b_a3b() -> Any:
-    """Return a model with the shape of Qwen3 30B-A3B."""
-    args = qwen3_moe.ModelArgs(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        intermediate_size=6144,
-        num_attention_heads=32,
-        num_experts=128,
-        num_experts_per_tok=8,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        moe_intermediate_size=768,
-        rms_norm_eps=1e-6,
-        vocab_size=151_936,
-        num_key_value_heads=4,
-        head_dim=128,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        max_position_embeddings=262_144,
-        norm_topk_prob=True,
-    )
-    return qwen3_moe.Model(args)
 
 
 SHAPES = {"8b": llama_8b, "30b-a3b": qwen3_30b_a3b}
@@ -94,11 +48,7 @@ def with_random_weights(model: Any) -> Any:
 def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[list[str]]:
     """Yield a row of the table for each length, method and request; lengths that don't fit into memory are skipped."""
     for length in lengths:
-        peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
-        if peak > usable:
-            say(
-                f"{shape}, {length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}"
-            )
+        if not fits(model, length, n_tokens):
             continue
         prompt = random_prompt(length).tolist()
         full: list[Row] = []
@@ -118,11 +68,6 @@ def as_cells(row: Row, full: Row) -> list[str]:
         f"{1 / token:.1f} ({full['token_seconds'] / token:.2f}x)",
         format_bytes(row["peak_bytes"]),
     ]
-
-
-def say(text: str) -> None:
-    """Print a line of progress on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from measure_associations import METHODS
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, Row, shared_options
 
@@ -28,12 +29,6 @@ from mlx_snapkv.measure.tables import grouped, put_figure
 from mlx_snapkv.measure.texts import Texts, frame_of
 from mlx_snapkv.planning.settings import setting_named
 
-METHODS = (
-    "snapkv:budget=12.5%",
-    "keydiff:budget=12.5%,schedule=once",
-    "sparse:budget=6.25%",
-    "sparse:budget=3.125%",
-)
 SPAN = 64  # tokens whose mean is a point of the picture
 # Kind of an answer: the folder of its texts, and what is asked for.
 REQUESTS = {

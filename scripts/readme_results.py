@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.llama import Model, ModelArgs
+from model_shapes import llama_8b
 from results_page import load, right, table
 
 from mlx_snapkv.measure.intervals import interval
@@ -117,18 +117,8 @@ def _conversation() -> tuple[str, ...]:
 
 @cache
 def _planner() -> Planner:
-    """Return the planner of a model in the shape of LLaMA 3 8B in bfloat16, whose weights are never computed."""
-    shape = ModelArgs(
-        model_type="llama",
-        hidden_size=4096,
-        num_hidden_layers=32,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        vocab_size=128256,
-    )
-    model = Model(shape)
+    """Return the planner of a model in the shape of Llama 3.1 8B in bfloat16, whose weights are never computed."""
+    model = llama_8b()
     model.set_dtype(mx.bfloat16)
     return Planner(model)
 

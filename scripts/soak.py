@@ -204,7 +204,7 @@ class Soak:
 
     def _check_requests(self) -> None:
         """Check that no request failed, except for prompts that were too long, and that JSON obeys its schema."""
-        counts = sum((Counter(session.counts) for session in self.sessions), Counter[str]())
+        counts = sum((session.counts for session in self.sessions), Counter[str]())
         done = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         failed = [sent for sent in self._sent if sent.error and TOO_LONG not in sent.error]
         shown = "".join(f"\n    {sent.status} {sent.error[:300]}" for sent in failed[:N_SHOWN])

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Session:
     number: int
     seed: int
     sent: list[Sent] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self):
         """Begin without history."""
@@ -75,8 +76,7 @@ class Session:
         with httpx.Client(base_url=url, timeout=WAIT) as client:
             while time.monotonic() < until:
                 (act,) = self._random.choices(list(actions), list(actions.values()))
-                name = act.__name__.strip("_")
-                self.counts[name] = self.counts.get(name, 0) + 1
+                self.counts[act.__name__.strip("_")] += 1
                 act(client)
 
     def _turn(self, client: httpx.Client) -> None:
@@ -133,7 +133,7 @@ class Session:
 
     def _compact(self) -> None:
         """Replace the history by a summary, as agents do when a prompt is too long."""
-        self.counts["compact"] = self.counts.get("compact", 0) + 1
+        self.counts["compact"] += 1
         self._history = [{"role": "user", "content": f"Summary of the work: {self._words(20)}"}]
         self._history.append({"role": "assistant", "content": "Understood."})
 
