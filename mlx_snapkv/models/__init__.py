@@ -1,4 +1,4 @@
-"""Find the attention modules of a model, and the families that they belong to."""
+"""Find a model's attention modules and their families."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from .table import REFUSED, SUPPORTED
 
 @dataclass
 class CacheOwner:
-    """A layer that has a cache of its own.
+    """A layer with its own cache.
 
     Attributes:
-        attention: its attention module; None if its cache is not compressed.
-        family: description of the module's class.
-        borrowers: attention modules of later layers, or of later passes, that read its entries.
+        attention: the layer's attention module, or None if its cache is never compressed.
+        family: description of the attention class.
+        borrowers: attention modules of later layers, or of later passes of a looped model, that read this layer's
+            entries.
     """
 
     attention: Any
@@ -25,13 +26,16 @@ class CacheOwner:
 
 
 def attention_classes(model) -> list[type]:
-    """Return the distinct classes of a model's attention modules. Raises: UnsupportedModelError: see `attentions`."""
+    """Return the distinct classes of a model's attention modules.
+
+    Raises: UnsupportedModelError: models of this type can't be compressed.
+    """
     readers = (x for owner in attentions(model) for x in (owner.attention, *owner.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
 def attentions(model) -> list[CacheOwner]:
-    """Return the layers that have a cache of their own, in order.
+    """Return the model's layers that have their own cache, in order.
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
     """
@@ -46,12 +50,12 @@ def attentions(model) -> list[CacheOwner]:
 
 
 def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
-    """Return the layers that have a cache of their own; empty if no attention module belongs to these families."""
+    """Return the layers that have their own cache, or an empty list if no module belongs to one of the families."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:
             for attention in family.attentions_of(layer):
-                if family.borrows(attention):  # from the last layer of the same kind
+                if family.borrows(attention):  # the lender is the last layer of the same kind
                     kind = family.kind(attention)
                     owner = next(x for x in reversed(owners) if family.kind(x.attention) == kind)
                     owner.borrowers.append(attention)
@@ -62,7 +66,7 @@ def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner
 
 
 def _refusal(owners: list[CacheOwner]) -> str | None:
-    """Return why the attention modules of this model can't be compressed; None if they can."""
+    """Return the reason why a model can't be compressed, or None if it can."""
     by_family: dict[AttentionFamily, list[Any]] = {}
     for owner in owners:
         by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
@@ -74,7 +78,7 @@ def _refusal(owners: list[CacheOwner]) -> str | None:
 
 
 def _refusal_of_unknown_layers(model) -> str:
-    """Return why a model of a supported type can't be compressed if it has no known attention module."""
+    """Return the reason for a model of a supported type in which no attention module was found."""
     # The model may wrap layers of an unsupported type.
     inner = {type_of(module) for module in model.layers[0].modules()}
     reasons = [REFUSED[name] for name in inner if name in REFUSED]
@@ -82,12 +86,12 @@ def _refusal_of_unknown_layers(model) -> str:
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:
-    """Return the error for a model type that can't be compressed."""
+    """Build the error for a model type that can't be compressed."""
     return UnsupportedModelError(
         f"model type {name!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
     )
 
 
 def type_of(module) -> str:
-    """Return the name of the file in mlx-lm that defines a module. Several `model_type`s may share a file."""
+    """Return the name of the mlx-lm file that defines a module's class. Several `model_type`s may share a file."""
     return type(module).__module__.removeprefix("mlx_lm.models.")

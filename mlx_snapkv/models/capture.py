@@ -1,12 +1,12 @@
-"""Query capture: track the attention call of each thread, and record its queries.
+"""Query capture: track each thread's current attention call and record its queries.
 
-While an attention module is called with a recording cache, this call is the thread's current call. The wrappers in this
-file return what the original functions return, and pass queries to the current call.
+A call of an attention module with a recording cache becomes its thread's current call until it returns. The wrappers in
+this file behave like the functions that they wrap, and also pass the queries to the current call.
 
-Multi-head latent attention (MLA) stores one latent for all heads, and the positional part of one key. The logit of a
-query head is `embed_q(q_nope) . latent + q_pe . k_pe`. So policies see the key `[latent, k_pe]` and the query
-`[embed_q(q_nope), q_pe]`. mlx-lm's modules pass `q_nope` to the attention function, or `embed_q(q_nope)` for a single
-token, and hide `q_pe` in a mask of scores. Some pass both parts of the query together.
+Multi-head latent attention (MLA) stores one latent per token, shared by all heads, and one positional key. The logit of
+a query head is `embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and
+`[embed_q(q_nope), q_pe]` as the query. Most mlx-lm modules pass the attention function `q_nope`, or `embed_q(q_nope)`
+for a single token, and fold `q_pe` into an additive mask. Some pass both parts of the query as one array.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ class Call:
     Attributes:
         recorder: the recording cache.
         attention: the attention module.
-        family: description of the module's class.
-        arguments: positional arguments of the call.
-        borrowed: whether the module reads the entries of an earlier layer.
-        captured: results of the module's RoPE or splits during the call, in order.
+        family: description of the attention class.
+        arguments: the call's positional arguments.
+        borrowed: whether the module reads an earlier layer's entries.
+        captured: results of the module's RoPE or `split` during the call, in order.
     """
 
     recorder: Any
@@ -45,9 +45,10 @@ class Call:
     captured: list[Any] = field(default_factory=list)
 
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
-        """Record the queries that the module passed to the attention function. `absorbed` is described in `_latent`.
+        """Record the queries that the module passed to the attention function.
 
-        If other layers that read the same entries have yet to be called, note that as well.
+        If later layers still have to read the same entries, register the recorder as a lender. For `absorbed`, see
+        `_latent`.
         """
         captured = Captured(queries, scale, sinks, borrowed=self.borrowed)
         if self.family.latent:
@@ -59,11 +60,11 @@ class Call:
         _thread.lenders = lenders
 
     def _latent(self, captured: Captured, absorbed: bool) -> Captured:
-        """Return the queries of an MLA module, including their positional part, `(B, n_heads, L, width)`.
+        """Return an MLA module's queries with their positional part, `(B, n_heads, L, width)`.
 
         Args:
             captured: queries that the module passed to the attention function.
-            absorbed: whether `embed_q` was applied to them; if not, `read` of the result applies it.
+            absorbed: whether the module has applied `embed_q` to the queries. If not, the result's `read` applies it.
         """
         positional = self.captured[0]
         if self.family.captures == "split":
@@ -72,7 +73,7 @@ class Call:
             positional = positional * self.arguments[self.family.factor]
         n_plain = self.attention.qk_nope_head_dim
         queries = captured.queries
-        if absorbed or queries.shape[3] == n_plain:  # otherwise the queries have both parts
+        if absorbed or queries.shape[3] == n_plain:  # otherwise already included
             queries = mx.concatenate([queries, positional], axis=-1)
         if absorbed:
             return captured._replace(queries=queries)
@@ -85,11 +86,11 @@ class Call:
 
 
 class _Thread(threading.local):
-    """The state of one thread.
+    """State of one thread.
 
     Attributes:
-        call: the current call.
-        lenders: recording caches whose newest entries have yet to be read by later layers.
+        call: the current call, if any.
+        lenders: recording caches whose newest entries later layers have yet to read.
     """
 
     def __init__(self):
@@ -102,9 +103,9 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def capturing(call: Call) -> Iterator[None]:
-    """Make `call` this thread's current call within the `with` block.
+    """Make `call` the thread's current call inside the `with` block.
 
-    If the module computes its scores itself, its queries are recorded after the block.
+    The queries of a module that computes its own attention scores are recorded when the block ends.
     """
     _thread.call = call
     try:
@@ -118,12 +119,12 @@ def capturing(call: Call) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Forget recording caches whose entries should have been read by later layers, but were not."""
+    """Forget the caches that are still waiting for later layers to read their entries."""
     _thread.lenders = []
 
 
 def lender_to(attention: Any) -> Any:
-    """Return the recording cache whose newest entries this attention module has yet to read, or None."""
+    """Return the recording cache from which an attention module borrows its entries, or None."""
     for lender in _thread.lenders:
         if any(attention is borrower for borrower in lender.layer.borrowers):
             return lender
@@ -131,13 +132,13 @@ def lender_to(attention: Any) -> Any:
 
 
 def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) -> None:
-    """Record queries for the current call, if there is one."""
+    """Record queries if a call is being captured."""
     if _thread.call is not None:
         _thread.call.record(queries, scale, sinks, absorbed)
 
 
 class _Namespace:
-    """A module in which some attributes are replaced."""
+    """Proxy for a module that overrides some of its attributes."""
 
     def __init__(self, original: Any, **replacements: Any):
         self._original = original
@@ -148,7 +149,7 @@ class _Namespace:
 
 
 def attention_of_mlx(mlx: Any) -> Any:
-    """Return a copy of `mlx.core` whose attention function records queries, for modules that call it directly."""
+    """Return a proxy for `mlx.core` whose attention function records queries, for modules that call it directly."""
 
     def attend(queries, keys, values, **kwargs):
         record(queries, kwargs["scale"], kwargs.get("sinks"))
@@ -158,7 +159,7 @@ def attention_of_mlx(mlx: Any) -> Any:
 
 
 def splits_of_mlx(mlx: Any) -> Any:
-    """Return a copy of `mlx.core` whose `split` passes its results to the current call."""
+    """Return a proxy for `mlx.core` whose `split` also passes its results to the current call."""
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
@@ -170,7 +171,7 @@ def splits_of_mlx(mlx: Any) -> Any:
 
 
 def rope_results(rope_call):
-    """Wrap the `__call__` of a RoPE class: it also passes its result to the current call of its attention module."""
+    """Wrap a RoPE class's `__call__` to pass its result to the current call if that call's module owns the RoPE."""
 
     @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Find sizes in mlx-lm's modules under their various names: query heads, experts, vocabulary, hidden size."""
+"""Look up sizes that mlx-lm's models store under different names: query heads, experts, vocabulary, hidden size."""
 
 import sys
 from typing import Any
@@ -10,31 +10,31 @@ _EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k
 
 
 def query_heads(attention: Any) -> int:
-    """Return the number of query heads; 0 if it is unknown."""
+    """Return the number of query heads, or 0 if unknown."""
     return _first(attention, _HEADS)
 
 
 def experts_per_token(module: Any) -> int:
-    """Return the number of experts that process a token; 0 if the module has no experts."""
+    """Return the number of experts per token, or 0 if the module has no experts."""
     return _first(module, _EXPERTS)
 
 
 def _first(module: Any, names: list[str]) -> int:
-    """Return the first of these attributes that is an integer, or 0."""
+    """Return the value of the first listed attribute that is an integer, or 0."""
     values = (getattr(module, name, None) for name in names)
     return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), 0)
 
 
 def tables(model: Any) -> list[nn.Module]:
-    """Return the embedding modules of a model."""
+    """Return a model's embedding modules."""
     return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
 
 
 def vocabulary(model: Any) -> int:
-    """Return the number of token embeddings, which the tokenizer may exceed; `sys.maxsize` if unknown."""
+    """Return the number of token embeddings, or `sys.maxsize` if unknown. A tokenizer may have more tokens."""
     return max((x.weight.shape[0] for x in tables(model)), default=sys.maxsize)
 
 
 def hidden_size(model: Any) -> int:
-    """Return the dimension of a token's embedding."""
+    """Return the dimension of the token embeddings."""
     return min(getattr(x, "dims", x.weight.shape[-1]) for x in tables(model))

@@ -1,7 +1,7 @@
-"""One model on several Macs: how it is split, and how rank 0 shares values with the other ranks.
+"""Run one model on several Macs: detect how it is split, and share values from rank 0.
 
-mlx-lm splits the model, and MLX sums the results of the shards, so all ranks see the same logits. Each rank compresses
-the entries of its own heads, or of its own layers.
+mlx-lm splits the model and MLX sums the shards' results, so all ranks see the same logits. Each rank compresses the
+entries of its own heads or layers.
 """
 
 import functools
@@ -20,18 +20,18 @@ from ..errors import SnapKVError, brief
 
 T = TypeVar("T")
 
-# Environment variables, one of which mlx.launch or mpirun sets for every process.
+# mlx.launch and mpirun set one of these variables in each process that they start.
 RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-TENSOR = "tensor"  # each rank has a part of the heads of every layer
+TENSOR = "tensor"  # each rank has some of the heads of every layer
 PIPELINE = "pipeline"  # each rank has some of the layers
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-# Number of modules, and of layers, that are inspected to find out how a model is split.
+# Maximum number of nested models, and of layers, to inspect when detecting how a model is split.
 LOOKED_AT = 8
 
 
 @functools.cache
 def world() -> Any:
-    """Return MLX's group of processes that were started together; None if this process was started alone.
+    """Return MLX's process group, or None if this process runs alone.
 
     Raises: SnapKVError: the other processes can't be reached.
     """
@@ -45,28 +45,28 @@ def world() -> Any:
 
 
 def n_ranks() -> int:
-    """Return the number of processes in the group."""
+    """Return the number of processes, which is 1 without a group."""
     return 1 if (group := world()) is None else group.size()
 
 
 def rank() -> int:
-    """Return the rank of this process, counted from 0."""
+    """Return this process's rank, starting at 0."""
     return 0 if (group := world()) is None else group.rank()
 
 
 def from_first(work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 only, and return its result on every rank. All ranks must make this call.
+    """Call `work` on rank 0 only and return its result on every rank. All ranks must call this function.
 
-    Raises: SnapKVError: `work` raised it on rank 0.
+    Raises: SnapKVError: `work` raised this error on rank 0.
     """
     if world() is None:
         return work()
-    outcome: Any = None  # the result and an error sentence
+    outcome: Any = None  # (result, error message)
     if rank() == 0:
         try:
             outcome = work(), None
         except SnapKVError as error:
-            _shared((None, str(error)))  # the other ranks raise the error, too
+            _shared((None, str(error)))  # so that the other ranks raise it too
             raise
     result, sentence = _shared(outcome)
     if sentence is not None:
@@ -75,24 +75,27 @@ def from_first(work: Callable[[], T]) -> T:
 
 
 def _shared(value: Any) -> Any:
-    """Return the `value` of rank 0, pickled, by adding it to zeros of the other ranks."""
-    # mlx-lm computes ahead in its own stream, and its sums could mix with these.
+    """Broadcast the `value` of rank 0: a sum over all ranks, in which the other ranks contribute zeros."""
+    # mlx-lm computes ahead in its own stream, and its sums could be mixed up with ours.
     mx.synchronize(generation_stream)
     is_first = rank() == 0
     data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
     size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
-    # If the array is empty, np.resize fills it with zeros.
+    # np.resize fills the other ranks' empty arrays with zeros.
     addend = mx.array(np.resize(data, size) * is_first)
     summed = mx.distributed.all_sum(addend, stream=mx.cpu)
-    mx.eval(summed)  # on rank 0, too, because the other ranks wait for its summand
+    mx.eval(summed)  # rank 0 must evaluate it too: the other ranks wait for its summand
     return value if is_first else pickle.loads(np.array(summed).tobytes())
 
 
 def split_of(model: Any) -> str | None:
-    """Return how mlx-lm's `sharded_load`, `shard` or `pipeline` has split a model: TENSOR, PIPELINE or None."""
+    """Return how mlx-lm has split a model across ranks: TENSOR, PIPELINE or None.
+
+    mlx-lm splits models in `sharded_load`, `shard` and `pipeline`.
+    """
     if world() is None:
         return None
-    # The model and the models within it; the loop appends to this list.
+    # The model and its nested models. The loop appends to this list.
     trunk = [model]
     for module in itertools.islice(trunk, LOOKED_AT):
         inner = (getattr(module, name, None) for name in ("language_model", "model"))
@@ -105,11 +108,11 @@ def split_of(model: Any) -> str | None:
 
 
 def require_whole(model: Any, what: str) -> None:
-    """Check that this Mac holds the whole model.
+    """Check that the whole model is on this Mac.
 
     Args:
         model: a model loaded by mlx-lm.
-        what: start of the error's sentence, such as "prompt caches can't be saved".
+        what: beginning of the error message, such as "prompt caches can't be saved".
 
     Raises: SnapKVError: several Macs share the model.
     """

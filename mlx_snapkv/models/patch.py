@@ -1,14 +1,15 @@
-"""Patch attention classes, so that caches receive the queries of the attention.
+"""Patch attention classes so that their caches receive the queries.
 
-All patches act where an attention module calls mlx-lm's `scaled_dot_product_attention`, so no forward code is copied.
-While a class is patched, this function does two more things:
+The patches hook into the call of mlx-lm's `scaled_dot_product_attention`, so no forward code is copied. While a class
+is patched, that function does two more things:
 
-- If the module was called with a `Recorder` (entries/queries.py), the cache records the queries, bit-equal to those of
-  the attention. If the function does not receive the whole queries, the result of the module's RoPE or of its first
-  split is recorded, too. A layer that borrows entries is recognised by its cache or by its module.
-- If the cache has a method `attend`, this method computes the attention (sparse/attending.py, batch/caches.py).
+- If the module was called with a `Recorder` (entries/queries.py), it passes the queries to the cache, bit for bit as
+  the attention uses them. For modules that pass only part of the queries, the result of the module's RoPE or of its
+  first split is recorded too. A layer that borrows entries is recognised by its cache or its module.
+- If the cache has an `attend` method, it calls this method to compute the attention (sparse/attending.py,
+  batch/caches.py).
 
-With other caches, a patched class computes the same as the original.
+With any other cache, a patched class behaves like the original.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _lock = threading.RLock()
 
 
 def _record_and_attend(attention):
-    """Wrap mlx-lm's attention function: record the queries, and let a cache with `attend` compute the result."""
+    """Wrap mlx-lm's attention function to record queries, and to call the cache's `attend` method if it has one."""
 
     @functools.wraps(attention)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
@@ -45,7 +46,7 @@ def _record_and_attend(attention):
 
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
-    """Return the family of an attention class, or of its base class."""
+    """Return the family of an attention class or of its nearest known base class."""
     for base in cls.__mro__:
         name = base.__module__.removeprefix("mlx_lm.models.")
         if name in FAMILIES:
@@ -54,7 +55,7 @@ def family_of(cls: type) -> AttentionFamily:
 
 
 def _recorder_among(values: Iterable[Any]) -> Any:
-    """Return the recording cache that a call receives, alone or in a `CacheList`, or None."""
+    """Return the recording cache among a call's arguments, or None. It may be inside a `CacheList`."""
     for value in values:
         for cache in getattr(value, "caches", (value,)):
             if hasattr(cache, "record"):
@@ -63,12 +64,12 @@ def _recorder_among(values: Iterable[Any]) -> Any:
 
 
 def _call_and_record(call):
-    """Wrap the `__call__` of an attention class: record queries if the module reads entries of a recording cache."""
+    """Wrap an attention class's `__call__` to record queries if the module reads a recording cache's entries."""
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
         given = _recorder_among((*args, *kwargs.values()))
-        # A layer that borrows entries may receive them as arrays.
+        # A borrowing layer may receive the entries as arrays, without a cache.
         recorder = capture.lender_to(self) if given is None else given
         if recorder is None:
             return call(self, *args, **kwargs)
@@ -88,23 +89,23 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """A wrapped attribute. It is restored when the last of its `holders` leaves `_wrapped`."""
+    """A wrapped attribute, restored when the last of its `holders` leaves `_wrapped`."""
 
     original: Any
     wrapped: Any
     holders: int = 0
 
 
-# (owner, name of the attribute) -> replacement
+# (owner, attribute name) -> replacement
 _replacements: dict[tuple[Any, str], _Replacement] = {}
-_pinned: dict[type, contextlib.ExitStack] = {}  # attention class -> its patch by patch_for_snapkv
+_pinned: dict[type, contextlib.ExitStack] = {}  # class -> its patch_for_snapkv patch
 
 
 def _targets(cls: type) -> list[tuple]:
-    """Return the attributes to wrap for an attention class, as arguments of `_wrapped`."""
+    """Return the attributes to wrap for an attention class, as arguments for `_wrapped`."""
     family = family_of(cls)
     owner = next(c for c in cls.__mro__ if family.method in vars(c))
-    # Other code may have wrapped the method, so the forward code is in the module of the innermost function.
+    # Other code may have wrapped the method. The innermost function is mlx-lm's own.
     module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
     targets: list[tuple] = [(owner, family.method, _call_and_record)]
     if family.attends == _SDPA:
@@ -122,7 +123,7 @@ def _targets(cls: type) -> list[tuple]:
 
 @contextlib.contextmanager
 def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap an attribute within the `with` block. Nested and concurrent blocks share one wrapper."""
+    """Wrap an attribute inside the `with` block. Nested and concurrent blocks share one wrapper."""
     key = owner, name
     with _lock:
         if key not in _replacements:
@@ -139,14 +140,14 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
             replacement.holders -= 1
             if replacement.holders == 0:
                 del _replacements[key]
-                # If other code has wrapped our wrapper, both stay. Without a recording cache, ours has no effect.
+                # If other code has wrapped our wrapper in turn, leave both: ours does nothing without our caches.
                 if vars(owner)[name] is replacement.wrapped:
                     setattr(owner, name, replacement.original)
 
 
 @contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
-    """Patch attention classes within the `with` block, even if it is nested or raises an exception."""
+    """Patch attention classes inside the `with` block and restore them afterwards. Blocks can be nested."""
     with contextlib.ExitStack() as stack:
         stack.callback(capture.forget)
         for cls in classes:
@@ -156,17 +157,17 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 
 
 def _classes_to_patch(model) -> list[type]:
-    """Return the attention classes of a model's full-attention layers, or of all supported families."""
+    """Return a model's attention classes, or those of all supported families if `model` is None."""
     if model is None:
         return [family.attention_class() for family in FAMILIES.values()]
     return attention_classes(model)
 
 
 def patch_for_snapkv(model=None) -> None:
-    """Patch the attention classes of a model, or of all supported families, for use with recording caches.
+    """Patch a model's attention classes, or those of all supported families, for use with recording caches.
 
-    `generate_step` and `prefill` patch classes themselves. Call this function to use recording caches without them. A
-    second call has no effect. With other caches, a patched class computes the same as the original.
+    `generate_step` and `prefill` patch the classes themselves, so this function is only needed to use recording caches
+    without them. A second call has no effect. With any other cache, a patched class behaves like the original.
     """
     with _lock:
         for cls in _classes_to_patch(model):
@@ -176,7 +177,7 @@ def patch_for_snapkv(model=None) -> None:
 
 
 def unpatch_snapkv(model=None) -> None:
-    """Undo `patch_for_snapkv`. Classes that are not patched do not change."""
+    """Undo `patch_for_snapkv`. Classes that are not patched are left alone."""
     with _lock:
         for cls in _classes_to_patch(model):
             patch = _pinned.pop(cls, None)

@@ -1,7 +1,8 @@
-"""The model types of mlx-lm 0.32 that can be compressed, and why the others can't.
+"""The mlx-lm 0.32 model types that can be compressed, and why the others can't.
 
-This is an allow-list by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole forward
-pass, which makes masks and determines positions. So each type was read, and the conformance test runs it.
+This is an allow-list, keyed by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole
+forward pass, which builds the masks and determines positions. So every type on the list was reviewed by hand, and the
+conformance test runs it.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from .family import AttentionFamily as Family
 _SLIDING_NOTE = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
-# Field of the configuration: number of rotated dimensions of a head.
+# Configuration field: number of head dimensions that RoPE rotates.
 ROTARY_TAIL = "qk_rope_head_dim"
 _BORROWED = (
     "layers without entries of their own vote for those that they read; "
@@ -26,7 +27,7 @@ _LENT = "this model's layers lend each other entries past mlx-lm's quantised att
 
 
 def _reason_unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
-    """Return a function that returns `reason` unless attention modules are `sound`."""
+    """Return a function that returns `reason` for attention modules that are not `sound`."""
     return lambda attentions: None if sound(attentions) else reason
 
 
@@ -36,23 +37,23 @@ def _always(reason: str) -> Callable[[list], str]:
 
 
 def _uses_sliding_window(layer) -> bool:
-    """Return whether a layer has a sliding window, even if its cache is a plain one."""
+    """Return whether a layer uses a sliding window. Its cache may still be a plain one."""
     return getattr(layer, "use_sliding", False)
 
 
 def _replaces_attention(layer) -> bool:
-    """Return whether a layer has a linear module in place of attention."""
+    """Return whether a linear module replaces the layer's attention."""
     return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
 
 
 def _rope_of_frequencies(attention) -> Callable[..., mx.array]:
-    """Return the RoPE of an attention module that stores frequencies, but has no RoPE object."""
+    """Build a RoPE callable for an attention module that stores frequencies instead of a RoPE object."""
     fixed = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
     return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **fixed)
 
 
 def _similar_families(names: str, **special: Any) -> list[Family]:
-    """Return families that differ only in `module`, or in `module:ClassName` if the class is not "Attention"."""
+    """Return families that differ only in their `module`, or `module:ClassName` if the class is not `Attention`."""
     families: list[Family] = []
     for name in names.split():
         module, _, class_name = name.partition(":")
@@ -193,7 +194,7 @@ _DECLARED_FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.module: family for family in _DECLARED_FAMILIES}
 
-# Model types whose decoder layers are defined in another type's file.
+# Model type -> the types whose files define its decoder layers.
 _BORROWERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
@@ -213,7 +214,7 @@ _BORROWERS: dict[str, tuple[str, ...]] = {
     "solar_open": ("glm4_moe",),
 }
 
-# Model type -> the attention families of its layers.
+# Model type -> its layers' attention families.
 SUPPORTED: dict[str, tuple[Family, ...]] = {
     name: tuple(FAMILIES[module] for module in _BORROWERS.get(name, (name,)))
     for name in sorted({*FAMILIES, *_BORROWERS}, key=str.lower)
@@ -239,7 +240,7 @@ REFUSED: dict[str, str] = {
 
 
 def supported() -> list[tuple[str, str, str]]:
-    """Return for each supported type its name, other `model_type`s that mlx-lm maps to it, and a note."""
+    """List the supported types: each type's name, the other `model_type`s that mlx-lm maps to it, and a note."""
     rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():
         notes = [family.note for family in families if family.note]
@@ -251,10 +252,10 @@ def supported() -> list[tuple[str, str, str]]:
 
 
 def refused() -> list[tuple[str, str, str]]:
-    """Return for each unsupported type its name, other `model_type`s that mlx-lm maps to it, and the reason."""
+    """List the unsupported types: each type's name, the other `model_type`s that mlx-lm maps to it, and the reason."""
     return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
 
 
 def _aliases(name: str) -> str:
-    """Return the other `model_type`s that mlx-lm maps to a type, separated by commas."""
+    """Return a comma-separated list of the other `model_type`s that mlx-lm maps to a type."""
     return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))

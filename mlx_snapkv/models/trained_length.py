@@ -1,4 +1,4 @@
-"""The length for which a model was trained, according to its configuration."""
+"""The context length that a model was trained for, according to its configuration."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from ..errors import TrainedLengthWarning
 
 
 def trained_length(model) -> int | None:
-    """Return `max_position_embeddings` of a configuration, or the length to which a scaled RoPE extends it.
+    """Return the model's trained length in tokens: `max_position_embeddings`, possibly extended by RoPE scaling.
 
-    Return None if mlx-lm's arguments of the family omit it. A linear factor is ignored: some configurations include it
-    in the length and some do not, and nothing distinguishes them.
+    Return None if the family's arguments in mlx-lm don't include a length. A linear scaling factor is ignored because
+    some configurations include it in the length and others don't, and there is no way to tell them apart.
     """
     args = getattr(model, "args", None)
     for config in (args, _field(args, "text_config")):
@@ -23,7 +23,7 @@ def trained_length(model) -> int | None:
 
 
 def beyond_trained_length(model, n_tokens: int) -> str | None:
-    """Return a warning if a prompt of `n_tokens` exceeds the length for which the model was trained, otherwise None."""
+    """Return a warning if a prompt of `n_tokens` exceeds the model's trained length, otherwise None."""
     length = trained_length(model)
     if length is None or n_tokens <= length:
         return None
@@ -34,13 +34,16 @@ def beyond_trained_length(model, n_tokens: int) -> str | None:
 
 
 def warn_beyond_trained_length(model, n_tokens: int) -> None:
-    """Warn a Python caller if a prompt of `n_tokens` exceeds the length for which the model was trained."""
+    """Issue a Python warning if a prompt of `n_tokens` exceeds the model's trained length."""
     if (sentence := beyond_trained_length(model, n_tokens)) is not None:
         warnings.warn(sentence, TrainedLengthWarning, stacklevel=3)
 
 
 def _scalings(config: Any) -> list[Any]:
-    """Return the scalings of a configuration under the name of mlx-lm or transformers 5. There may be several."""
+    """Return a configuration's RoPE scalings, one per layer type if they differ.
+
+    mlx-lm calls them `rope_scaling`, and transformers 5 `rope_parameters`.
+    """
     scaling = _field(config, "rope_scaling") or _field(config, "rope_parameters")
     values = scaling.values() if isinstance(scaling, Mapping) else ()
     by_layer_type = [value for value in values if isinstance(value, Mapping)]
@@ -48,16 +51,16 @@ def _scalings(config: Any) -> list[Any]:
 
 
 def _extended(length: int, scaling: Any) -> int:
-    """Return the length to which a scaling extends `length`."""
+    """Return `length` as extended by a RoPE scaling."""
     original = _field(scaling, "original_max_position_embeddings")
     factor = _field(scaling, "factor")
     kind = _field(scaling, "rope_type") or _field(scaling, "type")
-    # LLaMA 3's factor scales wavelengths, and its max_position_embeddings are the full length.
+    # LLaMA 3's factor scales wavelengths, and its max_position_embeddings is already the full length.
     if not factor or not original or kind == "llama3":
         return length
     return int(original * factor)
 
 
 def _field(config: Any, name: str) -> Any:
-    """Return a value of a configuration, which may be a mapping or an object; None if it is missing."""
+    """Return a value from a configuration, which may be a mapping or an object, or None if it is missing."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
