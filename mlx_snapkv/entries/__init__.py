@@ -1,1 +1,1 @@
-"""The KV entries and queries of one layer, and functions on them."""
+"""One layer's KV entries and queries, and the functions that work on them."""

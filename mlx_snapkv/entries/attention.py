@@ -1,14 +1,14 @@
-"""The attention that observed queries give to the entries of a layer.
+"""Compute how much attention the voting queries pay to a layer's entries.
 
-Keys are `(B, n_kv_heads, T, head_dim)`. The functions build lazy graphs. For a long prompt they process blocks: a few
-queries of one KV head at a time, against all of its keys, so that a softmax is one operation. `mx.depends` makes each
-block wait for the previous one. Blocks are small, because MLX allocates some results ahead of time.
+Keys are `(B, n_kv_heads, T, head_dim)`, and all functions build lazy graphs. A long prompt is processed in blocks. Each
+block takes a few queries of one KV head and all of the head's keys, so that the softmax is a single operation.
+`mx.depends` makes each block wait for the previous one. Blocks are small because MLX allocates some results in advance.
 
-The keys of each head are copied to float32 before the product, because MLX would round the product of half-precision
-keys to their dtype. Logits may exceed the range of float16, which ends at 65,504: those of Qwen2.5 do, because its keys
-have large biases. And bfloat16 has three digits, too few to rank large logits. For the many queries of a vote, copying
-the keys costs less than converting the logits. For the few queries of a decoded token, the copy multiplies the bytes
-read by five, but only if there are few entries: for more, an index ranks them (`sparse.index.ranks_by_index`).
+Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
+float16 overflows above 65,504, which the logits of Qwen2.5 exceed because its keys have large biases, and the three
+digits of bfloat16 are too few to rank large logits. A vote has many queries, so copying the keys is cheaper than
+converting the logits. A decoded token has few queries, and the copy makes it read five times as many bytes. This only
+happens for short texts, because an index ranks the entries of longer ones (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +21,18 @@ from ..errors import SnapKVError
 from .queries import Queries
 from .spans import spans
 
-# Size of the float32 arrays of one step. Larger blocks need more memory. With smaller blocks, launching operations on a
-# GPU would take most of the time of a vote.
+# Size of the float32 arrays of one step. Larger blocks need more memory. With smaller ones, a vote on a GPU would spend
+# most of its time launching operations.
 BLOCK_BYTES = 8 << 20
-ONE_PASS_BYTES = 64 << 20  # logits and float32 keys of at most this size are computed in one step
+ONE_PASS_BYTES = 64 << 20  # up to this size, logits and float32 keys are computed in one step
 
-# Logit of an entry that a query does not see. It is finite, because the difference of two infinities is NaN.
+# Logit of an entry that a query must not see. It is finite because subtracting two infinities gives NaN.
 HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
 class KeyReader:
-    """Keys that are read from memory or from files when they are needed.
+    """Keys that are read on demand, from memory or from files.
 
     Attributes:
         shape: `(B, n_kv_heads, T, head_dim)`.
@@ -50,7 +50,7 @@ Keys = mx.array | KeyReader
 def attention_votes(keys: Keys, observed: Queries) -> mx.array:
     """Compute SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
 
-    Votes are causal softmax weights, summed over the observed queries and averaged over the query heads of a GQA group.
+    Votes are causal softmax weights, summed over the queries and averaged over the query heads of each GQA group.
     """
     return latest_votes(keys, observed, [len(observed.indices)])[0]
 
@@ -63,16 +63,18 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     n_queries = len(observed.indices)
     group = _group(keys, observed)
     is_late = np.arange(n_queries) >= n_queries - np.array(counts)[:, None]
-    # `(len(counts), group * n_queries)`: 1 for queries that a count includes, 0 for others.
+    # `(len(counts), group * n_queries)`: 1 for queries that the count includes, otherwise 0.
     late = mx.array(np.tile(is_late, (1, group)).astype(np.float32))
     votes = _sum_over_blocks(keys, observed, lambda weights, rows: late[:, rows] @ weights)
     return mx.moveaxis(votes, 2, 0) / group
 
 
 def above_average(keys: Keys, observed: Queries) -> mx.array:
-    """Count the queries that give each entry at least the average weight, which is 1/t for a query that sees t entries.
+    """Count the queries that give each entry at least the average weight.
 
-    Returns: `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
+    The average weight is 1/t for a query that sees t entries.
+
+    Returns: `(B, n_kv_heads, T)` float32, averaged over the query heads of each GQA group.
     """
     group = _group(keys, observed)
     n_seen = np.minimum(_own_indices(observed, group) + 1, keys.shape[2])
@@ -98,13 +100,13 @@ def attention_weights(keys: Keys, observed: Queries) -> mx.array:
 def _sum_over_blocks(
     keys: Keys, observed: Queries, sum_queries: Callable[[mx.array, slice], mx.array]
 ) -> mx.array:
-    """Compute `sum_queries(weights, rows)` for each block of queries, and return the sum `(B, n_kv_heads, m, T)`.
+    """Add up `sum_queries(weights, rows)` over all blocks of queries: `(B, n_kv_heads, m, T)`.
 
     Args:
         keys: `(B, n_kv_heads, T, head_dim)`.
-        observed: the observed queries with their indices.
-        sum_queries: takes the softmax weights `(B, n, n_rows, T)` of some KV heads, and the slice `rows` of the
-            `group * n_queries` queries that they belong to; returns `(B, n, m, T)`.
+        observed: the queries with their indices.
+        sum_queries: takes the softmax weights `(B, n, n_rows, T)` of a block of `n` KV heads, and the block's slice
+            `rows` of the `group * n_queries` queries per KV head. Returns `(B, n, m, T)`.
     """
     group = _group(keys, observed)
     sums: list[mx.array] = []
@@ -122,7 +124,7 @@ def _sum_over_blocks(
 def _blocks(keys: Keys, observed: Queries) -> Iterator[tuple[slice, list[slice]]]:
     """Yield slices of the KV heads, each with slices of its `group * n_queries` queries.
 
-    There is one block of all heads and queries if its logits and copied keys fit in `ONE_PASS_BYTES`.
+    If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
     """
     B, H, T, D = keys.shape
     n_rows = _group(keys, observed) * len(observed.indices)
@@ -143,7 +145,7 @@ def _float32_keys(keys: Keys, heads: slice, after: Sequence[mx.array]) -> mx.arr
 
 
 def _queries_of(observed: Queries, heads: slice, group: int) -> Queries:
-    """Return the float32 queries and sinks of the query heads that read the KV heads `heads`."""
+    """Return the queries and sinks of the query heads that read the KV heads `heads`, as float32."""
     readers = slice(group * heads.start, group * heads.stop)
     sinks = None if observed.sinks is None else observed.sinks[readers].astype(mx.float32)
     return replace(observed, vectors=observed.vectors[:, readers].astype(mx.float32), sinks=sinks)
@@ -157,13 +159,13 @@ def _weights(
     Args:
         keys: `(B, n_kv_heads, T, head_dim)` float32.
         observed: the float32 queries of these heads.
-        rows: slice of the `group * n_queries` queries of each KV head.
-        after: arrays that are evaluated first.
+        rows: slice of each KV head's `group * n_queries` queries.
+        after: arrays to evaluate first.
     """
     logits = _logits(keys, observed, rows, after)
     if observed.sinks is None:
         return mx.softmax(logits, axis=-1)
-    # A sink takes a share of the softmax, like another entry.
+    # A sink takes a share of the softmax, as if it were another entry.
     by_query = mx.repeat(observed.sinks, len(observed.indices))
     sinks = by_query.reshape(1, keys.shape[1], -1, 1)[:, :, rows]
     sinks = mx.broadcast_to(sinks, (*logits.shape[:3], 1))
@@ -171,18 +173,18 @@ def _weights(
 
 
 def _logits(keys: mx.array, observed: Queries, rows: slice, after: Sequence[mx.array]) -> mx.array:
-    """Compute causally masked logits. The arguments are those of `_weights`."""
+    """Compute causally masked logits; see `_weights` for the arguments."""
     B, H, T, D = keys.shape
     queries = observed.vectors.reshape(B, H, -1, D)[:, :, rows]
-    # The product is scaled, not the queries: GPUs may round float32 factors to TensorFloat-32, which is exact for
-    # half-precision queries and keys, but not for scaled queries.
+    # Scale the product, not the queries. GPUs may round float32 factors to TensorFloat-32, which represents
+    # half-precision queries and keys exactly, but not scaled queries.
     logits = (mx.depends(queries, list(after)) @ keys.mT) * observed.scale
     if observed.cap is not None:
         logits = observed.cap * mx.tanh(logits / observed.cap)
     if observed.indices.start + 1 >= T:  # all queries see all entries
         return logits
     own_indices = mx.array(_own_indices(observed, _group(keys, observed))[rows, None])
-    # Made on the host, without launching an operation.
+    # Compute the row of indices on the host, which saves launching an operation.
     is_seen = mx.array(np.arange(T, dtype=np.int32)) <= own_indices
     return mx.where(is_seen, logits, HIDDEN)
 
@@ -198,10 +200,10 @@ def _own_indices(observed: Queries, group: int) -> np.ndarray:
 
 
 def block_size(entry_bytes: int) -> int:
-    """Return the number of entries of `entry_bytes` that fit in `BLOCK_BYTES`, at least 64."""
+    """Return how many entries of `entry_bytes` bytes fit in `BLOCK_BYTES`, but at least 64."""
     return max(64, BLOCK_BYTES // entry_bytes)
 
 
 def nan_scores() -> SnapKVError:
-    """Return the error for scores that are NaN."""
+    """Build the error for scores that contain NaN."""
     return SnapKVError("the entries' scores contain NaN, so the model's attention produced NaN")

@@ -1,4 +1,4 @@
-"""The KV entries of one layer, with everything that a policy may use to score them."""
+"""One layer's KV entries, with everything that a policy can use to score them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ _NO_STATISTICS: Any = Missing(
 
 @dataclass
 class Entries:
-    """The KV entries of one layer, for a policy to score. Attributes are computed once, when they are first used.
+    """One layer's KV entries, for a policy to score.
 
-    A policy may use the fields below and `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes`
-    and `above_average`. The last five raise SnapKVError if no queries were recorded.
+    Besides the fields below, a policy can use `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`,
+    `votes` and `above_average`, which are computed on first use. The last five raise SnapKVError if no queries were
+    recorded.
 
-    Entries are in order of position. MLA layers (`latent`) store latents and the positional part of keys. There, `keys`
-    are both parts side by side, and `values` are the latents.
+    Entries are in order of position. MLA layers (`layer.latent`) store latents and positional keys: `keys` concatenates
+    the two, and `values` are the latents.
 
     Attributes:
         stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the arrays of quantised entries.
-        observed: the queries that vote; None if no queries were recorded.
-        explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt; None if these are the prompt's first
-            `T` entries.
-        received: `(B, n_kv_heads, T)` float32, attention received so far; None if it was not counted.
-        quantization: quantisation of the stored entries; None if they are plain.
-        layer: the `AttentionLayer`: `.attention` is mlx-lm's attention module, `.rope` its RoPE module or None,
-            `.number` its index among the model's full-attention layers. If no layer was given, its attributes raise
+        observed: the queries that vote, or None if no queries were recorded.
+        explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt. None means the first `T` positions.
+        received: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
+        quantization: quantisation of the stored entries, or None if they are plain.
+        layer: the `AttentionLayer`, with mlx-lm's attention module as `.attention`, its RoPE (or None) as `.rope`, and
+            its index among the model's full-attention layers as `.number`. Without a layer, all of these raise
             SnapKVError.
-        statistics: `Statistics` of the queries; its attributes raise SnapKVError unless the policy asks for them.
-        budget: number of entries to keep per KV head; None if unknown.
-        n_window: number of newest entries that are always kept; None if unknown.
-        shared_votes: votes computed earlier, by number of entries, indices of the queries, and counts.
-        reads_allocate: whether reads allocate memory; if so, each block must be evaluated before the next is read.
+        statistics: `Statistics` of the queries. Its attributes raise SnapKVError if the policy does not request
+            statistics.
+        budget: number of entries to keep per KV head, or None if unknown.
+        n_window: number of newest entries that are always kept, or None if unknown.
+        shared_votes: cache of computed votes, keyed by number of entries, query indices and counts.
+        reads_allocate: whether reads allocate memory. If they do, evaluate each block before reading the next.
     """
 
     stored_keys: Stored
@@ -69,7 +70,7 @@ class Entries:
     reads_allocate = False
 
     def __post_init__(self):
-        """Replace a missing layer and missing statistics by objects whose attributes raise SnapKVError."""
+        """Replace a missing layer or missing statistics with an object whose attributes raise SnapKVError."""
         self.layer = self.layer or _NO_LAYER
         self.statistics = self.statistics or _NO_STATISTICS
 
@@ -84,7 +85,7 @@ class Entries:
 
     @cached_property
     def keys(self) -> mx.array:
-        """Return the vectors that are multiplied by queries, `(B, n_kv_heads, T, head_dim)`."""
+        """Return the vectors that queries are multiplied by, `(B, n_kv_heads, T, head_dim)`."""
         return self.read_keys(0, len(self))
 
     @cached_property
@@ -97,7 +98,7 @@ class Entries:
         keys = self._read(KEYS, start, stop, after)
         if not self.layer.latent:
             return keys
-        # An MLA cache stores the positional part in place of values.
+        # An MLA cache stores the positional keys where other caches store values.
         positional = self._read(VALUES, start, stop)
         return mx.concatenate([keys, positional], axis=-1)
 
@@ -113,9 +114,9 @@ class Entries:
         return unpack(stored, self.quantization)
 
     def map_blocks(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
-        """Call `function(start, stop, after)` for each block, and join the results along axis 2.
+        """Call `function(start, stop, after)` for each block and concatenate the results along axis 2.
 
-        `after` contains the previous result. MLX evaluates it first, so that only one block takes memory.
+        `after` holds the previous block's result, which MLX evaluates first, so that only one block is in memory.
         """
         parts: list[mx.array] = []
         for start, stop in blocks:
@@ -125,22 +126,22 @@ class Entries:
         return mx.concatenate(parts, axis=2)
 
     def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
+        """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
         of_heads = self._map(lambda x: mx.depends(x[:, heads], list(after)))
         return of_heads.read_keys(0, len(self))
 
     def key_reader(self) -> KeyReader:
-        """Return a reader of all keys, which reads some KV heads at a time."""
+        """Return a reader that reads the keys of a few KV heads at a time."""
         first_key = self.read_keys(0, 1)
         B, H, _, D = first_key.shape
         return KeyReader(shape=(B, H, len(self), D), dtype=first_key.dtype, read=self.keys_of_heads)
 
     def map_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
-        """Apply `function` to float32 keys, block by block, and join the results along axis 2.
+        """Apply `function` to the float32 keys block by block, and concatenate the results along axis 2.
 
         Args:
             function: takes keys `(B, n_kv_heads, n, head_dim)`.
-            width: number of float32 values that `function` computes per key, which limits the size of a block.
+            width: number of float32 values that `function` computes per key. More values mean smaller blocks.
         """
 
         def of_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
@@ -160,7 +161,7 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
-        """Return the observed queries. Raises: SnapKVError: no queries were recorded."""
+        """Return the queries that vote. Raises: SnapKVError: no queries were recorded."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
@@ -169,15 +170,15 @@ class Entries:
 
     @property
     def queries(self) -> mx.array:
-        """Return the observed queries after RoPE, `(B, n_heads, n, head_dim)`."""
+        """Return the voting queries after RoPE, `(B, n_heads, n, head_dim)`."""
         return self.voters.vectors
 
     @cached_property
     def raw_queries(self) -> mx.array:
-        """Return the observed queries before RoPE, `(B, n_heads, n, head_dim)` float32."""
+        """Return the voting queries before RoPE, `(B, n_heads, n, head_dim)` float32."""
         start = self.voters.start
         if start is None:
-            # An index equals a position only if no entry has been evicted.
+            # Indices are positions only as long as no entry has been evicted.
             if self.explicit_positions is not None:
                 raise SnapKVError("a layer's queries have no positions: give Queries a start")
             start = self.voters.indices.start
@@ -185,28 +186,28 @@ class Entries:
 
     @cached_property
     def attention(self) -> mx.array:
-        """Compute the causal attention weights of each observed query, `(B, n_heads, n, T)` float32.
+        """Compute the causal attention weights of the voting queries, `(B, n_heads, n, T)` float32.
 
-        With attention sinks, the weights of a query sum to less than 1.
+        With attention sinks, a query's weights sum to less than 1.
         """
         return attention_weights(self.key_reader(), self.voters)
 
     @cached_property
     def votes(self) -> mx.array:
-        """Sum `attention` over the queries and average it over a GQA group: `(B, n_kv_heads, T)` float32."""
+        """Sum `attention` over the queries and average over each GQA group: `(B, n_kv_heads, T)` float32."""
         return self._votes_of_last(len(self.voters.indices))[0]
 
     def latest_votes(self, *counts: int) -> list[mx.array]:
         """Compute the votes of the last `n` queries for each `n` in `counts`, `(B, n_kv_heads, T)` float32 each.
 
-        The same pass computes `votes`.
+        `votes` is computed in the same pass.
         """
         votes, *latest = self._votes_of_last(len(self.voters.indices), *counts)
-        vars(self).setdefault("votes", votes)  # the cached property returns this value
+        vars(self).setdefault("votes", votes)  # fills the cached property
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        """Return the votes of the last queries, `(len(counts), B, n_kv_heads, T)` float32, computed at most once."""
+        """Compute the votes of the last queries unless they are shared: `(len(counts), B, n_kv_heads, T)` float32."""
         shared = {} if self.shared_votes is None else self.shared_votes
         indices = self.voters.indices
         key = (len(self), indices.start, indices.stop, *counts)
@@ -216,21 +217,21 @@ class Entries:
 
     @cached_property
     def above_average(self) -> mx.array:
-        """Count the queries that give each entry at least the average weight, `(B, n_kv_heads, T)` float32."""
+        """Count the queries that give each entry at least the average weight: `(B, n_kv_heads, T)` float32."""
         return above_average(self.key_reader(), self.voters)
 
     def take(self, chosen: mx.array) -> Entries:
         """Select the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`. The result has no queries."""
-        indices = {3: chosen, 4: chosen[..., None]}  # number of axes -> indices
+        indices = {3: chosen, 4: chosen[..., None]}  # ndim -> indices
         taken = self._map(lambda x: mx.take_along_axis(x, indices[x.ndim], axis=2))
         return replace(taken, observed=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
-        """Return the entries `[start, stop)`. The indices of the queries do not change."""
+        """Return the entries `[start, stop)`. The queries keep their indices."""
         if (start, stop) == (0, len(self)):
             return self
         part = self._map(lambda x: x[:, :, start:stop])
-        # Shared votes are stored by number of entries, so they would not match a later start.
+        # The key of shared votes has the number of entries but not their start.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:
@@ -245,14 +246,14 @@ class Entries:
         )
 
     def with_quantization(self, quantization: Quantization | None) -> Entries:
-        """Return the entries with another quantisation; None dequantises them."""
+        """Return the entries with another quantisation, or dequantised if it is None."""
         if quantization == self.quantization:
             return self
         keys, values = (pack(x, quantization) for x in self.plain())
         return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
 
     def release(self) -> None:
-        """Drop keys, values, and everything computed from them, so that MLX can free the memory."""
+        """Drop keys and values, and everything computed from them, so that MLX can free the memory."""
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)

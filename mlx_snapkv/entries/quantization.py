@@ -1,4 +1,4 @@
-"""Quantised entries, in the format that mlx-lm's quantised attention reads."""
+"""Store, quantise and slice entries in the format that mlx-lm's quantised attention reads."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from ..errors import Option, SnapKVError
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # arguments of mlx-lm's functions
+KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # mlx-lm's keyword arguments
 
 KEYS, VALUES = 0, 1
 
-# A growing buffer gains an eighth of its rows, within these limits.
+# A growing buffer is enlarged by an eighth, within these limits.
 LEAST_NEW_ROWS = 16
 MOST_NEW_ROWS = 256
 
-# Entries in the form in which a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or the values, scales and
-# biases that `mx.quantize` returns, `(B, n_kv_heads, T, ...)` each.
+# Keys or values as a cache stores them: either one array `(B, n_kv_heads, T, head_dim)`, or the packed values, scales
+# and biases that `mx.quantize` returns, `(B, n_kv_heads, T, ...)` each.
 Stored = Any
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The bits and the group size of a quantisation."""
+    """Parameters of `mx.quantize`."""
 
     bits: int  # bits per value, one of `BITS`
     group_size: int  # number of values that share a scale and a bias; must divide the head size
 
 
 class Quantised:
-    """Base class of caches whose entries may be quantised.
+    """Base class for caches whose entries may be quantised.
 
-    mlx-lm's attention tests `hasattr(cache, "bits")`. So without quantisation both properties raise AttributeError.
+    mlx-lm's attention checks `hasattr(cache, "bits")`, so both properties raise AttributeError for plain entries.
     """
 
     quantization: Quantization | None
@@ -51,7 +51,7 @@ class Quantised:
 
 
 def extract_quantization(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
-    """Split mlx-lm's keyword arguments into the quantisation that they ask for (None without one) and the others."""
+    """Split mlx-lm's keyword arguments into the requested quantisation, or None, and all other arguments."""
     quantization = None
     if options.get("kv_bits") is not None:
         quantization = Quantization(
@@ -62,7 +62,7 @@ def extract_quantization(options: dict[str, Any]) -> tuple[Quantization | None, 
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
-    """Quantise entries `(B, n_kv_heads, T, head_dim)`; None returns them unchanged."""
+    """Quantise entries `(B, n_kv_heads, T, head_dim)`, or return them unchanged if `quantization` is None."""
     return entries if quantization is None else tuple(mx.quantize(entries, **vars(quantization)))
 
 
@@ -78,7 +78,7 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
 
 
 def arrays(stored: Stored) -> list[mx.array]:
-    """Return the arrays that make up stored entries, or a pair of stored keys and values."""
+    """Return the arrays that make up stored entries, or a pair of keys and values, as a flat list."""
     if isinstance(stored, mx.array):
         return [stored]
     return [array for part in stored for array in arrays(part)]
@@ -90,14 +90,14 @@ def n_rows(stored: Stored) -> int:
 
 
 def n_bytes(stored: Stored) -> int:
-    """Return the bytes of stored entries, or of a pair of keys and values."""
+    """Return the size in bytes of stored entries, or of a pair of keys and values."""
     return sum(array.nbytes for array in arrays(stored))
 
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
-    """Apply `function` to each array of stored entries, together with the corresponding arrays of `others`.
+    """Apply `function` to each array of stored entries, along with the corresponding arrays of `others`.
 
-    Every decoded token calls this; MLX's `tree_map` would take twice as long.
+    This runs for every decoded token, and MLX's `tree_map` takes twice as long.
     """
     if isinstance(stored, mx.array):
         return function(stored, *others)
@@ -105,17 +105,17 @@ def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> 
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
-    """Return the rows `[start, stop)` of stored entries."""
+    """Slice the rows `[start, stop)` of stored entries."""
     return each(lambda x: x[:, :, start:stop], stored)
 
 
 def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
-    """Write `entries` into `stored` in place.
+    """Write `entries` into the buffers `stored` in place.
 
     Args:
-        stored: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
-        row: row of the first entry, or uint32 `(n,)`, the row of each entry.
-        entries: `n` entries, stored like the buffers.
+        stored: buffers `(B, n_kv_heads, rows, head_dim)`, or their quantised parts.
+        row: the first entry's row, or uint32 `(n,)` with a row for each entry.
+        entries: `n` entries, in the same format as the buffers.
     """
     target = slice(row, row + n_rows(entries)) if isinstance(row, int) else row
     for buffer, new in zip(arrays(stored), arrays(entries)):
@@ -123,31 +123,31 @@ def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
 
 
 def join(*stored: Stored) -> Stored:
-    """Concatenate stored entries."""
+    """Concatenate stored entries along the token axis."""
     return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
 
 
 def with_new_rows(stored: Stored, n_new: int) -> Stored:
-    """Return a copy with `n_new` additional rows of zeros."""
+    """Return a copy with `n_new` rows of zeros appended."""
     return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, n_new), (0, 0)]), stored)
 
 
 def rows_to_allocate(n: int) -> int:
-    """Return the number of rows to allocate for `n` growing entries: a compromise between copies and unused memory."""
+    """Return the number of rows to allocate for `n` entries, trading unused memory for fewer reallocations."""
     n_new = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
     return n + n_new
 
 
 def groups_dividing(head_sizes: Iterable[int]) -> list[int]:
-    """Return the group sizes that divide all of `head_sizes`."""
+    """Return the supported group sizes that divide all of `head_sizes`."""
     sizes = set(head_sizes)
     return [group for group in GROUP_SIZES if all(size % group == 0 for size in sizes)]
 
 
 def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
-    """Return the group sizes that divide all of `head_sizes`.
+    """Return the supported group sizes that divide all of `head_sizes`.
 
-    Raises: SnapKVError: no group size does. The message names the user's `option`.
+    Raises: SnapKVError: no group size does; the message names the user's `option`.
     """
     sizes = sorted(set(head_sizes))
     fitting = groups_dividing(sizes)

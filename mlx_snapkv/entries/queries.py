@@ -1,4 +1,4 @@
-"""Record the queries that vote, and present them to policies."""
+"""Record queries for voting, and pass them to policies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Read = Callable[[mx.array], mx.array]
 
 
 class Captured(NamedTuple):
-    """The queries of one call of an attention module. The cache already holds the entries of this call.
+    """The queries of one call of an attention module, whose entries are already in the cache.
 
     Attributes:
-        queries: `(B, n_heads, L, head_dim)`, post-RoPE.
-        scale: factor by which the attention multiplies its logits.
-        sinks: `(n_heads,)` logits of attention sinks.
-        read: converts `queries`, or a part of them, to the vectors that are multiplied by keys.
-        borrowed: whether the queries belong to a later layer, which reads this layer's entries.
+        queries: post-RoPE queries, `(B, n_heads, L, head_dim)`.
+        scale: scale of the attention logits.
+        sinks: logits of attention sinks, `(n_heads,)`.
+        read: converts `queries`, or some of them, to the vectors that are multiplied by keys.
+        borrowed: whether the queries come from a later layer that reads this layer's entries.
     """
 
     queries: mx.array
@@ -37,16 +37,15 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True)
 class Queries:
-    """The queries of `n` successive tokens, for a policy.
+    """The queries of `n` successive tokens, as policies see them.
 
     Attributes:
-        vectors: `(B, n_heads, n, head_dim)`, post-RoPE; the heads of a GQA group are adjacent.
-        indices: index of each query's own entry, up to which the query sees entries; may be past the last entry.
-        scale: factor by which the attention multiplies its logits.
-        sinks: `(n_heads,)` logits of attention sinks, which take a share of the softmax but have no entry.
-        start: position of the first query in the prompt; None means `indices.start`, which is right unless entries were
-            evicted.
-        cap: soft cap of the logits: `cap * tanh(logit / cap)`; None for no cap.
+        vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
+        indices: index of each query's own entry, which is the last entry that the query sees. It may be past the end.
+        scale: scale of the attention logits.
+        sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
+        start: prompt position of the first query. None means `indices.start`, which is right if no entry was evicted.
+        cap: soft cap of the logits, applied as `cap * tanh(logit / cap)`, or None.
     """
 
     vectors: mx.array
@@ -57,7 +56,7 @@ class Queries:
     cap: float | None = None
 
     def between(self, first: int, stop: int) -> Queries:
-        """Return the queries `[first, stop)`."""
+        """Slice the queries `[first, stop)`."""
         start = None if self.start is None else self.start + first
         return replace(
             self,
@@ -77,9 +76,9 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
 @contextlib.contextmanager
 def on_queries(callback: Callback) -> Iterator[None]:
-    """Call `callback(cache, queries)` whenever a cache records queries in this thread, within the `with` block.
+    """Inside the `with` block, call `callback(cache, queries)` whenever a cache records queries in this thread.
 
-    The queries `(B, n_heads, L, head_dim)` are those of the newest `L` tokens.
+    `queries` are those of the newest `L` tokens, `(B, n_heads, L, head_dim)`.
     """
     token = _callback.set(callback)
     try:
@@ -89,21 +88,21 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
 
 class Recorder:
-    """Base class of KV caches that record queries.
+    """Base class for KV caches that record queries.
 
     Attributes:
-        offset: position of the next token; the cache updates it.
-        layer: the `AttentionLayer` of the cache; None if no layer is needed.
-        scale: factor by which the attention multiplies its logits; NaN before the first query.
-        sinks: `(n_heads,)` logits of attention sinks; None without sinks.
-        moments: sums over queries, from which `statistics` is computed.
+        offset: position of the next token, which the cache updates.
+        layer: the cache's `AttentionLayer`, or None if the policy needs no layer.
+        scale: scale of the attention logits, NaN before the first query.
+        sinks: logits of attention sinks, `(n_heads,)`, or None.
+        moments: running sums over queries for `statistics`.
     """
 
     offset: int
     layer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Start recording. See `start_recording` for the arguments."""
+        """Start recording; see `start_recording` for the arguments."""
         super().__init__()
         self.start_recording(*args, **kwargs)
 
@@ -114,42 +113,42 @@ class Recorder:
         newest: int | None = None,
         statistics_from: int | None = None,
     ) -> None:
-        """Forget recorded queries, and record queries of the following tokens.
+        """Forget all recorded queries, and record those of the tokens that follow.
 
         Args:
             first: first position whose query is recorded.
             last: position after the last recorded query.
-            newest: number of last queries to keep; None keeps all.
+            newest: number of most recent queries to keep. None keeps all.
             statistics_from: first position whose pre-RoPE query enters the statistics, which end before `last`. The
-                query before `last` always enters. Statistics require `layer`. None computes no statistics.
+                query just before `last` is always included. Statistics require a `layer`. None turns them off.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
         self.statistics_from = statistics_from
         self.scale = math.nan
         self.sinks: mx.array | None = None
-        # Queries of the newest tokens, one array per layer that reads these entries, until all these layers have run.
+        # Queries of the newest tokens, one array per layer. Emptied once all layers that share the entries have run.
         self._by_reader: list[mx.array] = []
-        self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, successive positions
+        self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, in order of position
         self._stop = 0  # position after the last recorded query
         self.moments = QueryMoments()
 
     @property
     def waits_for_readers(self) -> bool:
-        """Return whether layers that read the newest entries have yet to record their queries."""
+        """Return whether some layers that read the newest entries have not recorded their queries yet."""
         return bool(self._by_reader)
 
     def record(self, captured: Captured) -> None:
-        """Record the queries of a call. If several layers read the entries, wait for all and join their heads.
+        """Record a call's queries. If several layers share the entries, wait for all of them and join their heads.
 
-        Raises: SnapKVError: other layers read the entries, but this cache does not know them.
+        Raises: SnapKVError: another layer reads the entries, but the cache does not know about it.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
         if n_readers == 1 and captured.borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        # The layer's own call comes first and starts a new list.
+        # The layer's own call precedes the borrowers' calls, and starts a new list.
         earlier = self._by_reader if captured.borrowed else []
         by_reader = [*earlier, captured.queries]
         if len(by_reader) < n_readers:
@@ -159,7 +158,7 @@ class Recorder:
             self._take_queries(captured._replace(queries=mx.concatenate(by_reader, axis=1)))
 
     def _take_queries(self, captured: Captured) -> None:
-        """Keep the newest queries that are to be recorded, and add them to the statistics."""
+        """Add a chunk's queries to the statistics, and keep the newest ones that are to be recorded."""
         queries = captured.queries
         self.scale = captured.scale
         self.sinks = captured.sinks
@@ -174,10 +173,10 @@ class Recorder:
             return
         if chunk_start < self._stop:  # tokens were trimmed since the last call
             self._drop_newest_queries(self._stop - chunk_start)
-        elif start > self._stop:  # tokens were trimmed since the last call
+        elif start > self._stop:  # there is a gap after the queries recorded so far
             self._queries = []
         recorded = queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
-        # A slice would keep the whole chunk alive.
+        # Copy, because a slice would keep the whole chunk alive.
         self._queries.append(mx.contiguous(captured.read(recorded)))
         self._stop = int(stop)
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
@@ -190,7 +189,7 @@ class Recorder:
         self._queries = [] if kept is None else [mx.contiguous(kept)]
 
     def _count_queries(self, queries: mx.array, chunk_start: int, read: Read) -> None:
-        """Add the queries of a chunk to the statistics. No position is counted twice."""
+        """Add a chunk's queries to the statistics. No position is counted twice."""
         first = min(self.statistics_from or 0, self.last - 1)
         start = int(max(first, chunk_start, self.moments.counted_to))
         stop = int(min(self.last, self.offset))
@@ -202,18 +201,18 @@ class Recorder:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Return the statistics of the queries so far, with heads in the model's order; None without queries."""
+        """Return statistics of the queries so far, with heads in the model's order, or None if there are no queries."""
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
     def voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
-        """Convert queries to voters for the cache's entries: positions become indices of entries.
+        """Convert queries to voters, with entry indices in place of positions.
 
         Args:
             queries: `(B, n_heads, n, head_dim)`, with heads in the model's order.
-            positions: positions of the queries in the prompt.
-            shape: `(B, n_kv_heads, T)` of the entries; the newest token's entry is the last one.
+            positions: prompt positions of the queries.
+            shape: `(B, n_kv_heads, T)`, shape of the entries. The last entry is the newest token's.
         """
-        # The newest token has position `offset - 1` and index `T - 1`.
+        # The newest token is at position `offset - 1`, and its entry at index `T - 1`.
         n_evicted = self.offset - shape[2]
         indices = range(positions.start - n_evicted, positions.stop - n_evicted)
         vectors = queries
@@ -232,7 +231,7 @@ class Recorder:
 
     @property
     def queries(self) -> mx.array:
-        """Return the recorded queries, `(B, n_heads, n, head_dim)` in order of position."""
+        """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`."""
         return mx.concatenate(self._queries, axis=2)[:, :, -len(self.query_positions) :]
 
     @property
@@ -252,9 +251,9 @@ class Recorder:
         return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:
-        """Let the queries of another cache vote as queries of the newest tokens, until this cache records its own.
+        """Adopt another cache's queries as those of the newest tokens, until this cache records its own.
 
-        Nothing changes if `recorder` does not record queries.
+        Do nothing if `recorder` does not record queries.
         """
         if isinstance(recorder, Recorder):
             self._queries = list(recorder._queries)

@@ -1,4 +1,4 @@
-"""Mean and covariance of a layer's pre-RoPE queries, for policies that need these statistics."""
+"""Mean and covariance of a layer's pre-RoPE queries, for policies that need them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and covariance of the pre-RoPE queries of each head.
+    """Mean and covariance of each head's pre-RoPE queries.
 
     Attributes:
         mean: `(B, n_heads, head_dim)` float32.
-        covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
-        scale: factor by which the attention multiplies its logits.
+        covariance: `(B, n_heads, head_dim, head_dim)` float32, normalised by the number of queries.
+        scale: scale of the attention logits.
         stop: position of the next token.
     """
 
@@ -26,15 +26,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """Sums over queries, from which their statistics are computed.
+    """Sums over queries, from which their mean and covariance are computed.
 
-    The sums never change, so a cache can be restored to earlier sums.
+    The object is immutable, so restoring a cache to an earlier state restores its sums.
 
     Attributes:
-        sums: three arrays, or none before the first query: a shift `(B, n_heads, 1, head_dim)`, the sum of
-            `query - shift`, of the same shape, and the sum of its outer products, `(B, n_heads, head_dim, head_dim)`.
-            A cache's `state` includes them, so that mlx-lm's prefill loop evaluates them after each chunk.
-        n_counted: number of queries.
+        sums: empty before the first query, then three arrays: a shift `(B, n_heads, 1, head_dim)`, the sum of
+            `query - shift`, of the same shape, and the sum of the outer products of `query - shift`,
+            `(B, n_heads, head_dim, head_dim)`. A cache's `state` includes the arrays, so mlx-lm's prefill loop
+            evaluates them after each chunk.
+        n_counted: number of queries in the sums.
         counted_to: position after the last counted query.
     """
 
@@ -43,10 +44,10 @@ class QueryMoments:
     counted_to: int = 0
 
     def with_queries(self, raw: mx.array, stop: int) -> QueryMoments:
-        """Return new sums that include pre-RoPE queries of the positions before `stop`.
+        """Return sums that also include the queries `raw`.
 
         Args:
-            raw: `(B, n_heads, n, head_dim)` float32.
+            raw: pre-RoPE queries, `(B, n_heads, n, head_dim)` float32.
             stop: position after the last of these queries.
         """
         B, n_heads, n, D = raw.shape
@@ -64,11 +65,11 @@ class QueryMoments:
         )
 
     def inherited_from(self, other: QueryMoments) -> QueryMoments:
-        """Return the sums of another cache, which replace the sums of this cache."""
+        """Return another cache's sums with this cache's `counted_to`."""
         return replace(self, sums=other.sums, n_counted=other.n_counted)
 
     def statistics(self, scale: float, stop: int) -> Statistics | None:
-        """Return the statistics of all queries, with heads in the model's order; None without queries."""
+        """Return the statistics of all queries, with heads in the model's order, or None if there are no queries."""
         if not self.sums:
             return None
         shift, total, products = self.sums

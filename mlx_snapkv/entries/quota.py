@@ -1,4 +1,4 @@
-"""The number of entries that a layer keeps, or that a token reads."""
+"""How many entries a layer keeps, or a token reads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ UNLIMITED = 2**30  # larger than any prompt
 
 @dataclass(frozen=True)
 class Quota:
-    """Entries per KV head of a layer: `entries` in all, including the first `n_sink` and the newest `n_window`."""
+    """Number of entries per KV head: `entries` in total, including the first `n_sink` and the newest `n_window`."""
 
     entries: int
     n_sink: int
     n_window: int
 
     def shrunk(self) -> Quota:
-        """Limit sink and window together to half of the entries.
-
-        Both are reduced in proportion.
-        """
+        """If sink and window together exceed the quota, scale both down to fill half of it."""
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:
             return self
