@@ -1,1 +1,1 @@
-"""The interface of every layer's cache, and adapters for mlx-lm's caches."""
+"""The interface that every layer's cache implements, and adapters for mlx-lm's caches."""

@@ -1,4 +1,4 @@
-"""Adapters that give mlx-lm's caches the interface of `LayerCache`."""
+"""Adapters that implement `LayerCache` for mlx-lm's caches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,19 @@ from .contract import LayerCache, restorer_of
 
 
 def layer_cache(cache: Any) -> LayerCache:
-    """Return a `LayerCache` for a layer's cache: the cache itself, or an adapter around mlx-lm's."""
+    """Return a layer's cache as a `LayerCache`, wrapping mlx-lm's caches in an adapter."""
     if isinstance(cache, LayerCache):
         return cache
     return FullCache(cache=cache) if has_all_entries(cache) else StateCache(cache)
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Return whether a cache has all entries, so that a policy can choose among them. Rotating caches do not."""
+    """Return whether a cache keeps all entries for a policy to choose among. A rotating cache does not."""
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
-    """Return a cache of mlx-lm with these entries, quantised if they are. For `sparse_from` see `LayerCache`."""
+    """Return an mlx-lm cache with these entries, either plain or quantised. For `sparse_from`, see `LayerCache`."""
     quantization = entries.quantization
     cache: Any = KVCache()
     if quantization is not None:
@@ -35,12 +35,12 @@ def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
 
 
 class FullCache(LayerCache):
-    """Adapter for `KVCache` and `QuantizedKVCache`, which have all entries."""
+    """Adapter for `KVCache` and `QuantizedKVCache`, which keep all entries."""
 
     grows = True
 
     def __init__(self, cache: Any):
-        """Wrap the cache. Its entries are not copied."""
+        """Wrap a cache without copying its entries."""
         self.cache = cache
         if isinstance(cache, QuantizedKVCache):
             self.quantization = Quantization(cache.bits, cache.group_size)
@@ -52,7 +52,7 @@ class FullCache(LayerCache):
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
-        """Return the mark that `full_cache` set on mlx-lm's cache; None if the marked entry has been trimmed."""
+        """Return the position that `full_cache` stored on mlx-lm's cache, or None if it has been trimmed since."""
         first = getattr(self.cache, "sparse_from", None)
         return first if first is not None and first < self.cache.offset else None
 
@@ -67,15 +67,15 @@ class FullCache(LayerCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all entries, without unused rows."""
+        """Return the size of all entries in bytes, not counting unused rows."""
         return n_bytes(rows(self.sample, 0, self.offset)) if self.offset else 0
 
     def size(self) -> int:
-        """Return the number of entries, one for every token."""
+        """Return the number of entries, which is the number of tokens."""
         return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries without queries, because mlx-lm's caches record none. `n_queries` is ignored."""
+        """Return the entries. `n_queries` is ignored, because mlx-lm's caches record no queries."""
         keys, values = rows(self.sample, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
@@ -84,22 +84,22 @@ class FullCache(LayerCache):
         return self.cache
 
     def trim(self, n: int) -> int:  # type: ignore[override]
-        """Drop the `n` newest tokens, or all if there are fewer, and return the number dropped."""
+        """Drop the `n` newest tokens, or all if there are fewer. Return the number dropped."""
         return self.cache.trim(n)
 
 
 class StateCache(LayerCache):
-    """Adapter for mlx-lm's other caches, linear states and sliding windows, which no policy changes."""
+    """Adapter for mlx-lm's other caches: linear states and sliding windows, which policies leave alone."""
 
     kv_nbytes = 0  # type: ignore[assignment]
 
     def __init__(self, cache: Any):
-        """Wrap the cache. Its arrays are not copied."""
+        """Wrap a cache without copying its arrays."""
         self.cache = cache
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        """Return the number of tokens read; 0 for linear states, which don't count tokens."""
+        """Return the number of tokens read, or 0 for linear states, which don't count tokens."""
         return getattr(self.cache, "offset", 0)
 
     @property
@@ -108,7 +108,7 @@ class StateCache(LayerCache):
         return self.cache.keys, self.cache.values
 
     def size(self) -> int:
-        """Return the number of entries in a sliding window; 0 for linear states."""
+        """Return the number of entries in a sliding window, or 0 for linear states."""
         return self.cache.size()
 
     def cache_to_save(self) -> Any:
@@ -120,5 +120,5 @@ class StateCache(LayerCache):
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores all attributes of the cache, which can't be trimmed."""
+        """Return a function that restores all of the cache's attributes, because the cache can't be trimmed."""
         return restorer_of(self.cache)

@@ -1,4 +1,4 @@
-"""`LayerCache`, the interface that the package expects of every layer's cache, and functions that restore a cache."""
+"""`LayerCache`, the interface of every layer's cache, and helpers that restore a cache to an earlier state."""
 
 import copy
 import math
@@ -15,33 +15,33 @@ from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
 
 
 class LayerCache(ABC):
-    """The cache of one layer: one of this package, or an adapter around mlx-lm's (`adapter.layer_cache`)."""
+    """One layer's cache: either one of this package's caches, or an adapter around mlx-lm's (`adapter.layer_cache`)."""
 
-    offset: int  # number of tokens read, which is the position of the next token
-    quantization: Quantization | None = None  # quantisation of the entries; None if they are plain
-    store: Any = None  # the `Store` that keeps all entries between turns; None without one
-    is_compressed: bool = False  # whether entries were or will be evicted, or tokens read only some
-    converts_to_save: bool = False  # whether `cache_to_save` returns another cache
-    # Whether entries are only appended, so that the newest tokens can be trimmed.
+    offset: int  # number of tokens read, and therefore the next token's position
+    quantization: Quantization | None = None  # None if the entries are plain
+    store: Any = None  # the `Store` that keeps all entries between turns, if there is one
+    is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
+    converts_to_save: bool = False  # whether `cache_to_save` returns a different cache
+    # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
-    observes: bool = False  # whether it records queries, for which the attention class is patched
+    observes: bool = False  # whether it records queries, which requires a patched attention class
     chooses: bool = False  # whether a call reads only the entries that its queries choose
-    # Whether a batch can store its entries in one array with those of other requests.
+    # Whether a batch can stack the cache's entries with those of other requests in one array.
     stacks: bool = False
-    needs_layer: bool = False  # whether its `layer` must be set after loading; see `matching.adopt`
-    # Position of the first entry that sparse attention computed; None if every entry saw all earlier ones.
+    needs_layer: bool = False  # whether `layer` must be set after loading; see `matching.adopt`
+    # Position of the first entry that was computed with sparse attention, or None if there is no such entry.
     sparse_from: int | None = None
     block: int = 1  # number of tokens between two evictions
-    room: float = math.inf  # number of tokens that fit in before the next eviction
+    room: float = math.inf  # number of tokens that fit before the next eviction
     nbytes: int
     size: Callable[[], int]
-    # Drops the `n` newest tokens, and returns the number dropped; only for caches that `grow`.
+    # Drops the `n` newest tokens and returns the number dropped. Only for caches that `grow`.
     trim: Callable[[int], int]
-    file_nbytes: int = 0  # bytes of keys and values in files
+    file_nbytes: int = 0  # size in bytes of keys and values in files
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return recorded arrays, which are evaluated between two decoded tokens."""
+        """Return the recorded arrays, to be evaluated after each decoded token."""
         return ()
 
     @property
@@ -51,22 +51,22 @@ class LayerCache(ABC):
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries, or of entries that a token reads, after one more token."""
+        """Return the number of entries that the cache will have, or a token will read, after one more token."""
         return self.n_entries + 1
 
     @property
     def n_before_next(self) -> int:
-        """Return the number of earlier entries that the next tokens of a prompt read."""
+        """Return the number of earlier entries that the next prompt tokens will read."""
         return self.n_entries
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the bytes of keys and values in memory, including unused rows."""
+        """Return the size in bytes of keys and values in memory, including unused rows."""
         return self.nbytes
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries as stored, in order of position, with the last `n_queries` recorded queries as voters."""
+        """Return the entries as stored, in order of position. The last `n_queries` recorded queries are the voters."""
 
     def stored_entries(self) -> Entries:
         """Return the entries as stored, without queries."""
@@ -78,34 +78,34 @@ class LayerCache(ABC):
 
     @property
     def in_files(self) -> bool:
-        """Return whether entries are in files. The entries of a running request may still be in memory."""
+        """Return whether the cache's store uses files. A running request may still have entries in memory."""
         return self.store is not None and self.store.in_files
 
     @property
     def sample(self) -> tuple[Stored, Stored]:
-        """Return some stored keys and values, whose shapes and dtypes are compared with a model's."""
+        """Return some stored keys and values, for checking their shapes and dtypes against a model."""
         return self.keys, self.values  # type: ignore[attr-defined]
 
     def validate(self) -> str | None:
-        """Describe an inconsistency in a loaded cache; return None if the cache is consistent."""
+        """Check a loaded cache, and return a description of the problem if it is inconsistent, otherwise None."""
         n_rows, *other_numbers = {x.shape[2] for x in arrays(self.sample)}
         is_sound = (
             not other_numbers
-            and type(self.offset) is int  # a file may contain true or 1.5
+            and type(self.offset) is int  # a file could contain true or 1.5
             and 0 < self.n_entries <= n_rows
         )
         return None if is_sound else "has numbers that contradict each other"
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of a full cache of all tokens, without eviction or quantisation."""
+        """Return the size in bytes that a full, unquantised cache of all tokens would have."""
         if not self.offset:
             return 0
         first_entry = rows(self.held().plain(), 0, 1)
         return self.offset * n_bytes(first_entry)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the present state of the cache. It may be called repeatedly.
+        """Return a function that restores the cache's current state. It can be called more than once.
 
         Caches that `grow` are trimmed. Other caches override this method.
         """
@@ -119,7 +119,7 @@ class LayerCache(ABC):
 
 
 def keys_property(owner: Callable[[Any], Any]) -> Any:
-    """Return a property for the key buffer of `owner(cache)`, to which mlx-lm's pipelines add a dependency."""
+    """Return a property that forwards `keys` to `owner(cache)`. mlx-lm's pipelines add a dependency to this buffer."""
 
     def get_keys(cache: Any) -> mx.array:
         return owner(cache).keys
@@ -131,7 +131,7 @@ def keys_property(owner: Callable[[Any], Any]) -> Any:
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that restores the present attributes of a cache. It may be called repeatedly."""
+    """Return a function that restores a cache's current attributes. It can be called more than once."""
     before = _copied(vars(cache))
 
     def restore() -> None:
@@ -142,12 +142,12 @@ def restorer_of(cache: Any) -> Callable[[], None]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy attributes, including arrays and lists, so that later writes do not change the copies."""
-    # The copy of an array shares memory until one of them is written.
+    """Copy attributes, including arrays and lists, so that later writes don't affect the copies."""
+    # A copied array shares its memory until one of the two is written.
     return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
 
 
 def loadable(cls: type) -> type:
-    """Make a class of this package visible to mlx-lm's `load_prompt_cache`, which looks up classes by name."""
+    """Register a cache class with mlx-lm's `load_prompt_cache`, which looks up classes by name."""
     setattr(mlx_cache, cls.__name__, cls)
     return cls

@@ -1,4 +1,4 @@
-"""The full-attention layers of a model, and where a prompt cache holds their caches."""
+"""Find a model's full-attention layers and their caches in a prompt cache."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .contract import LayerCache
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """A full-attention layer: its attention module, and the location of its cache in a prompt cache."""
+    """A full-attention layer, and where to find its cache in a prompt cache."""
 
-    index: int  # index of its cache in the prompt cache
-    member: int | None  # index within a `CacheList`, otherwise None
-    attention: Any  # the attention module, an instance of the class that `family` describes
-    family: AttentionFamily
+    index: int  # index of the layer's cache in the prompt cache
+    member: int | None  # index of the cache inside a `CacheList`, or None
+    attention: Any  # the attention module
+    family: AttentionFamily  # describes the module's class
     borrowers: tuple[Any, ...] = ()  # attention modules of later layers that read its entries
-    number: int = 0  # index among the full-attention layers of this process
+    number: int = 0  # index among this process's full-attention layers
 
     def cache_in(self, prompt_cache: list) -> Any:
-        """Return the layer's cache from a prompt cache, as mlx-lm uses it."""
+        """Return the layer's cache from a prompt cache."""
         entry = prompt_cache[self.index]
         return entry if self.member is None else entry[self.member]
 
     def entries_in(self, prompt_cache: list) -> LayerCache:
-        """Return the layer's cache from a prompt cache as a `LayerCache`."""
+        """Return the layer's cache from a prompt cache, as a `LayerCache`."""
         return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
-        """Replace the layer's cache, and with it a `CacheList` that contains it."""
+        """Replace the layer's cache. If it is in a `CacheList`, replace the list too."""
         if self.member is not None:
             caches = list(prompt_cache[self.index].caches)
             caches[self.member] = cache
@@ -50,31 +50,31 @@ class AttentionLayer:
 
     @property
     def latent(self) -> bool:
-        """Return whether entries are latents and the positional part of keys; see `Entries`."""
+        """Return whether the layer caches latents and positional keys (MLA); see `Entries`."""
         return self.family.latent
 
     @property
     def cap(self) -> float | None:
-        """Return the soft cap of the logits, or None."""
+        """Return the soft cap of the attention logits, or None."""
         return getattr(self.attention, self.family.cap) if self.family.cap else None
 
     @property
     def readers(self) -> tuple[Any, ...]:
-        """Return the attention modules that read the entries; the layer's own is first."""
+        """Return the attention modules that read the layer's entries, starting with its own."""
         return self.attention, *self.borrowers
 
     @property
     def rope(self) -> Any | None:
-        """Return the RoPE module of the layer; None if it has none."""
+        """Return the layer's RoPE module, or None."""
         return self.family.rope_of(self.attention)
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
-        """Rotate queries `(B, n_heads, n, head_dim)` of positions from `offset` on back to pre-RoPE float32."""
+        """Undo RoPE for queries `(B, n_heads, n, head_dim)` whose first position is `offset`. The result is float32."""
         rope = self.rope
         return self.family.map_rotary(self.attention, queries, lambda x: undo_rope(rope, x, offset))
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
-        """Average the rotation matrices of the positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
+        """Average the rotation matrices of positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
         rope = self.rope
 
         def rotate(x: mx.array) -> mx.array:
@@ -86,7 +86,7 @@ class AttentionLayer:
         return rotated[0, 0].T
 
     def group_heads(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """Reorder `(B, n_heads, ...)`, the heads of all `readers`, so that the heads of a GQA group are adjacent."""
+        """Reorder the heads of all `readers`, `(B, n_heads, ...)`, so that the heads of each GQA group are adjacent."""
         by_kv_head: list[mx.array] = []
         for of_reader in mx.split(heads, len(self.readers), axis=1):
             neighbours = self.family.group_heads(of_reader, n_kv_heads)
@@ -94,21 +94,21 @@ class AttentionLayer:
         return mx.concatenate(by_kv_head, axis=2).flatten(1, 2)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
-        """Return the layer itself, because a copied cache belongs to the same model."""
+        """Return the layer itself, because copied caches belong to the same model."""
         return self
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """Return the model's full-attention layers. Linear and sliding-window layers are left out.
+    """Return the model's full-attention layers, without its linear and sliding-window layers.
 
-    Raises: UnsupportedModelError: there is no such layer, or the model's type can't be compressed.
+    Raises: UnsupportedModelError: the model has no full-attention layer, or its type can't be compressed.
     """
     owners = attentions(model)
-    # The `ArraysCache` of a linear layer has no entries.
+    # Linear layers use an `ArraysCache`, which has no entries.
     slots_with_entries = [
         slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)
     ]
-    # Models that loop over their layers have caches for each pass.
+    # A model that loops over its layers has a set of caches for each pass.
     if len(slots_with_entries) % len(owners):
         raise UnsupportedModelError(
             f"{len(slots_with_entries)} caches with entries for {len(owners)} attention layers: "
@@ -137,23 +137,22 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
 
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """Return the layers whose queries choose entries under sparse attention.
+    """Return the layers that use sparse attention.
 
-    Layers that lend their entries are left out: they pass them on as arrays, so all layers that read them read all
-    entries.
+    A layer that lends its entries passes them on as arrays, so it is left out: all of its readers read all entries.
     """
     return [layer for layer in layers if not layer.borrowers]
 
 
 def token_caches(model) -> list:
-    """Return a model's caches after one token. Only shapes and dtypes may be used, and nothing is evaluated."""
+    """Return a model's caches after one token. Use only their shapes and dtypes: nothing is evaluated."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     return caches
 
 
 def first_sparse(prompt_cache: list) -> int | None:
-    """Return the first position that sparse attention computed; None if every entry saw all earlier ones."""
+    """Return the first position that was computed with sparse attention, or None."""
     positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((position for position in positions if position is not None), default=None)
 
@@ -169,10 +168,10 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
     Args:
         layers: the model's full-attention layers.
-        remedy: end of the error's sentence, with `{}` for the user's `option`.
-        option: the option that quantises entries.
+        remedy: end of the error message, with `{}` in place of `option`.
+        option: the user's option that quantises entries.
 
-    Raises: UnsupportedModelError: its forward pass in mlx-lm reads plain entries only.
+    Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """
     for layer in layers:
         plain_only = layer.family.plain_only
@@ -182,7 +181,7 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
-    """Check that the model's entries can be quantised, before the prompt is read.
+    """Check that the model's entries can be quantised. Call this before the prompt is read.
 
     Raises:
         SnapKVError: the number of bits or the group size is not supported.
@@ -204,7 +203,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
 
 
 def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
-    """Return `(index, member, cache)` for every cache. `member` is the index within a `CacheList`, otherwise None."""
+    """Return `(index, member, cache)` for every cache. `member` is its index in a `CacheList`, or None."""
     result: list[tuple[int, int | None, Any]] = []
     for index, entry in enumerate(prompt_cache):
         if isinstance(entry, CacheList):
@@ -215,12 +214,12 @@ def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
 
 
 def members(prompt_cache: list) -> list:
-    """Return all caches of a prompt cache, including those inside a `CacheList`."""
+    """Return all caches in a prompt cache, including those inside a `CacheList`."""
     return [cache for _, _, cache in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
-    """Return all caches of a prompt cache, each as a `LayerCache`."""
+    """Return all caches in a prompt cache as `LayerCache`s."""
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
@@ -240,25 +239,25 @@ def kv_dtype(cache: LayerCache) -> str:
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Return the bytes of keys and values in memory."""
+    """Return the size in bytes of keys and values in memory."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
 def memory_bytes(prompt_cache: list) -> int:
-    """Return the bytes of all caches in memory, including indexes, linear states and sliding windows."""
+    """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
     caches = members(prompt_cache)
     return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
 
 
 def file_bytes(prompt_cache: list) -> int:
-    """Return the bytes of keys and values in files."""
+    """Return the size in bytes of keys and values in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 
 def copies_sharing_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
-    """Copy a prompt cache, except the caches of the full-attention `layers`, which are shared."""
+    """Copy a prompt cache, but share the caches of the full-attention `layers` with the original."""
     uncopied = [layer.cache_in(prompt_cache) for layer in layers]
-    # deepcopy returns objects found in `memo` instead of copying them.
+    # deepcopy does not copy objects that it finds in `memo`.
     memo = {id(cache): cache for cache in uncopied}
     return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 

@@ -11,12 +11,15 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import attention_layers, layer_caches, members, slots, token_caches
 
-# Classes that may take the place of a model's `KVCache`.
+# Classes that may replace a model's `KVCache`.
 _REPLACES_KV_CACHE = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
-    """Check that number, class, heads, head size and dtype of the caches fit the model. Raises: SnapKVError."""
+    """Check that a prompt cache has the number, classes, heads, head size and dtype that the model needs.
+
+    Raises: SnapKVError: the prompt cache does not fit the model.
+    """
     loaded = slots(prompt_cache)
     wanted = slots(token_caches(model))
     if [slot[:2] for slot in loaded] != [slot[:2] for slot in wanted]:
@@ -27,16 +30,19 @@ def require_match(prompt_cache: list, model) -> None:
     for number, (cache, model_cache) in enumerate(pairs):
         try:
             problem = problem_of(cache, model_cache)
-        except Exception:  # the state does not fit this class
+        except Exception:  # the loaded state does not fit the class
             problem = "holds something else than its class says"
         if problem is not None:
             raise SnapKVError(f"cache {number}, a {type(cache).__name__}, {problem}")
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
-    """Check that all layers have read `n_tokens` tokens. Raises: SnapKVError."""
+    """Check that all layers have read the same number of tokens, and exactly `n_tokens` unless it is None.
+
+    Raises: SnapKVError: the numbers differ, or no token has been read.
+    """
     filled = [cache for cache in members(prompt_cache) if not cache.empty()]
-    # Linear layers do not count tokens.
+    # Linear layers don't count tokens.
     with_entries = [cache for cache in filled if isinstance(cache, _REPLACES_KV_CACHE)]
     counts = sorted({cache.offset for cache in with_entries})
     if len(counts) > 1:
@@ -48,12 +54,12 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def n_tokens(prompt_cache: list) -> int:
-    """Return the number of tokens that a prompt cache has read; 0 if no cache counts tokens."""
+    """Return the number of tokens that a prompt cache has read, or 0 if none of its caches counts tokens."""
     return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
 def adopt(prompt_cache: list, model) -> None:
-    """Set the `layer` of caches that were loaded from a file."""
+    """Set `layer` on caches that were loaded from a file and need it."""
     if any(cache.needs_layer for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
             if layer.entries_in(prompt_cache).needs_layer:
@@ -61,11 +67,11 @@ def adopt(prompt_cache: list, model) -> None:
 
 
 def problem_of(cache: Any, model_cache: Any) -> str | None:
-    """Describe how a loaded cache differs from the model's; None if it fits.
+    """Describe how a loaded cache differs from the model's own, or return None if it fits.
 
     Args:
         cache: the loaded cache.
-        model_cache: the model's own cache for this layer, after one token.
+        model_cache: the model's own cache for the layer, after one token.
     """
     replaces = type(model_cache) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)
     if type(cache) is not type(model_cache) and not replaces:
@@ -85,7 +91,7 @@ def problem_of(cache: Any, model_cache: Any) -> str | None:
 
 
 def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
-    """Describe the first array whose dtype or shape differs. The number of rows is compared only if `exact`."""
+    """Describe the first array whose dtype or shape differs. The number of rows only matters if `exact`."""
     loaded_forms = _forms(loaded, exact)
     wanted_forms = _forms(wanted, exact)
     for path in sorted(loaded_forms.keys() | wanted_forms.keys()):
@@ -96,7 +102,7 @@ def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
 
 
 def _forms(tree: Any, exact: bool) -> dict[str, str]:
-    """Return dtype and shape of each array of a tree, by path. The number of rows is omitted unless `exact`."""
+    """Return the dtype and shape of each array in a tree, by path. Leave out the number of rows unless `exact`."""
     forms: dict[str, str] = {}
     for path, x in dict(tree_flatten(tree)).items():
         if isinstance(x, mx.array):
