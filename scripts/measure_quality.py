@@ -2,10 +2,10 @@
 
     make real-models
     python scripts/measure_quality.py
-    python scripts/measure_quality.py --documents 50      # fewer texts and questions
+    python scripts/measure_quality.py --only essays-smollm2 ruler-2048-smollm2
 
 Each part is one command of mlx-snapkv or of scripts/evaluate.py. Its records stay in build/quality, and a later run
-continues from them, also with more documents.
+continues from them.
 """
 
 import json
@@ -25,64 +25,31 @@ SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
 QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # takes a minute for a text, and three for a question
 RULER = REAL / "ruler"  # written by scripts/make_ruler.py, with a folder for each model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
-OTHERS = (  # tasks for the full cache only
-    *("niah_single_1", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("vt", "cwe"),
-)
-MORE = ("niah_single_1", "niah_single_3", "niah_multikey_1")  # OTHERS that models can solve
-MORE_GEMMA = (*MORE, "niah_multikey_2")
 TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
-FEWER = ("niah_single_2", "fwe")  # tasks for methods that read the prompt again for every question
 
 EVALUATE = "scripts/evaluate.py"
+SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
+KEYDIFF = "keydiff:budget=12.5%,schedule=once"
+FEW = (SNAPKV, STREAMING, KEYDIFF)  # where a method takes minutes
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
-BUDGETS = ("25%", "12.5%", "6.25%")
-EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
-ONE_BUDGET = (  # further policies, at 1/8 only
-    "snapkv:budget=12.5%,lookahead=32",
+POLICIES = (
+    "snapkv:budget=25%",
+    SNAPKV,
+    "snapkv:budget=6.25%",
     f"snapkv:budget=12.5%,{PAPER}",
-    "snapkv:budget=12.5%,n_window=50%",
-    "keydiff:budget=12.5%,n_sink=0,n_window=10%,schedule=once",
-    "keydiff:budget=12.5%,n_sink=0,schedule=once",
+    STREAMING,
+    KEYDIFF,
     "expected_attention:budget=12.5%,schedule=once",
     "lagkv:budget=12.5%,schedule=once",
 )
-ASKED = (
-    "snapkv:budget=25%",
-    "snapkv:budget=12.5%",
-    "snapkv:budget=6.25%",
-    "snapkv:budget=256",
-    "snapkv:budget=12.5%,lookahead=32",
-    f"snapkv:budget=12.5%,{PAPER}",
-    "streaming_llm:budget=25%,schedule=once",
-)
-ASKED_MORE = (
-    "snapkv:budget=25%",
-    "snapkv:budget=12.5%",
-    "snapkv:budget=6.25%",
-    "snapkv:budget=12.5%,lookahead=32",
-    "streaming_llm:budget=25%,schedule=once",
-)
-KEPT_FOR_LATER = ("h2o", "expected_attention", "keydiff", "lagkv", "streaming_llm")
-LATER = (
-    "snapkv:budget=25%",
-    *(f"{name}:budget=25%,schedule=once" for name in KEPT_FOR_LATER),
-)
-SPARSE = ("budget=6.25%",)
+ANSWERED = (SNAPKV, "snapkv:budget=12.5%,lookahead=32", STREAMING)
 BLOCKS = (
     "snapkv:budget=25%,schedule=block",
-    *(f"{name}:budget=25%" for name in KEPT_FOR_LATER),
+    *(f"{name}:budget=25%" for name in ("expected_attention", "keydiff", "lagkv", "streaming_llm")),
 )
-SINKS = ("keydiff:budget=12.5%,schedule=once", "keydiff:budget=12.5%,n_sink=0,schedule=once")
-ON_FULL = (  # for answers that are longer than the recent window
-    "snapkv:budget=12.5%",
-    "snapkv:budget=12.5%,on_full=slide",
-)
-EMBEDDED = (
-    "snapkv:budget=12.5%",
-    "snapkv:budget=6.25%",
-    "keydiff:budget=25%,n_sink=0,n_window=10%,schedule=once",
-)
+SPARSE = ("budget=6.25%", "budget=3.125%")
+# For tasks; a reading by itself takes as long as the full cache's.
+SPARSE_TASKS = SPARSE[:1]
 
 
 def _each(option: str, values: Iterable[str]) -> list[str]:
@@ -90,92 +57,68 @@ def _each(option: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
-def _fidelity(model: Path, policies: Iterable[str], *more: str, texts: str = "essays") -> list[str]:
-    """Return a command that measures fidelity."""
+def _fidelity(
+    model: Path,
+    texts: str,
+    policies: Iterable[str] = POLICIES,
+    length: int = 1400,
+    setting: str = "text",
+) -> list[str]:
+    """Return a command that measures how far predictions move."""
     words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / texts)]
-    return [*words, "--length", "1400", *_each("--policy", policies), *more]
+    words += ["--length", str(length), "--setting", setting]
+    return [*words, *_each("--policy", policies), *_each("--sparse", SPARSE)]
 
 
 def _ruler(
     model: Path,
     length: int,
-    policies: Iterable[str] = ASKED,
+    policies: Iterable[str] = POLICIES[:6],
     tasks: Iterable[str] = TASKS,
     setting: str = "known",
-    option: str = "--policy",
+    sparse: Iterable[str] = SPARSE_TASKS,
 ) -> list[str]:
-    """Return a command that measures RULER's tasks at a length."""
+    """Return a command that asks RULER's questions about texts of a length."""
     data = str(RULER / model.name / str(length))
     words = [EVALUATE, "data", "--model", str(model), "--data", data]
-    return [*words, *_each("--task", tasks), "--setting", setting, *_each(option, policies)]
+    words += [*_each("--task", tasks), "--setting", setting]
+    return [*words, *_each("--policy", policies), *_each("--sparse", sparse)]
 
 
-def _sparse(model: Path, length: int, *more: Any) -> list[str]:
-    """Return a command that measures RULER's tasks with sparse attention."""
-    return _ruler(model, length, SPARSE, *more, option="--sparse")
+def _ruler_qwen(length: int) -> list[str]:
+    return _ruler(QWEN, length, FEW, TASKS_QWEN)
 
 
-COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
-ENTRIES = [form.format(budget) for budget in ("512", "256") for form in EVERY_BUDGET]
-CODE = [form.format("12.5%") for form in EVERY_BUDGET] + [f"snapkv:budget=12.5%,{PAPER}"]
-ONE_EIGHTH = CODE[:2]
-ANSWERED = (
-    *("snapkv:budget=25%", "snapkv:budget=12.5%", "snapkv:budget=6.25%"),
-    *("snapkv:budget=12.5%,lookahead=32", "streaming_llm:budget=12.5%,schedule=once"),
-)
-SETTINGS = _each("--setting", ("text", "later"))
-READ_FEW = _each("--sparse", SPARSE)
-SUITE = f"{EVALUATE} suite --model demo-tasks --setting both".split()
-# Name: a command, and the number by which --documents is divided for it, since some commands take longer.
+# Name: a command, and the number of its texts, or of the questions of each of its tasks.
 PARTS: dict[str, tuple[list[str], int]] = {
-    "code-qwen": (_fidelity(QWEN, ONE_EIGHTH, texts="code"), 10),
-    "fidelity-qwen": (_fidelity(QWEN, ONE_EIGHTH), 12),
-    "code-qwen-sparse": (_fidelity(QWEN, (), *READ_FEW, texts="code"), 5),
-    "fidelity-qwen-sparse": (_fidelity(QWEN, (), *READ_FEW), 12),
-    "ruler-qwen-2048": (_ruler(QWEN, 2048, ONE_EIGHTH, TASKS_QWEN), 8),
-    "ruler-qwen-4096": (_ruler(QWEN, 4096, ONE_EIGHTH, TASKS_QWEN), 8),
-    "ruler-qwen-2048-sparse": (_sparse(QWEN, 2048, TASKS_QWEN), 25),
-    "ruler-qwen-4096-sparse": (_sparse(QWEN, 4096, TASKS_QWEN), 12),
-    "ruler-qwen-16384-sparse": (_sparse(QWEN, 16384, TASKS_QWEN), 33),
-    "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
-    "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
-    "known-smollm2": (_fidelity(SMOLLM2, ANSWERED, "--setting", "known"), 4),
-    "known-gemma": (_fidelity(GEMMA, ANSWERED, "--setting", "known"), 4),
-    "entries-smollm2": (_fidelity(SMOLLM2, ENTRIES, *SETTINGS), 5),
-    "code-smollm2": (_fidelity(SMOLLM2, CODE, texts="code"), 1),
-    "code-gemma": (_fidelity(GEMMA, CODE, texts="code"), 1),
-    "fidelity-smollm2-sparse": (_fidelity(SMOLLM2, (), *READ_FEW), 2),
-    "code-smollm2-sparse": (_fidelity(SMOLLM2, (), *READ_FEW, texts="code"), 5),
-    "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
-    "on-full-gemma": (_fidelity(GEMMA, ON_FULL, "--continuation", "200"), 10),
-    "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
-    "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
-    "ruler-smollm2-2048-sparse": (_sparse(SMOLLM2, 2048), 2),
-    "ruler-smollm2-4096-sparse": (_sparse(SMOLLM2, 4096), 2),
-    "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
-    "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
-    "more-smollm2-2048": (_ruler(SMOLLM2, 2048, ASKED_MORE, MORE), 2),
-    "more-gemma-2048": (_ruler(GEMMA, 2048, ASKED_MORE, MORE_GEMMA), 2),
-    "later-smollm2-2048": (_ruler(SMOLLM2, 2048, LATER, FEWER, "later"), 12),
-    "later-gemma-2048": (_ruler(GEMMA, 2048, LATER, FEWER, "later"), 12),
-    "later-smollm2-2048-sparse": (_sparse(SMOLLM2, 2048, FEWER, "later"), 12),
-    "later-gemma-2048-sparse": (_sparse(GEMMA, 2048, FEWER, "later"), 12),
-    "sinks-smollm2": (_fidelity(SMOLLM2, SINKS), 4),
-    "sinks-gemma": (_fidelity(GEMMA, SINKS), 4),
-    "blocks-fidelity-smollm2": (_fidelity(SMOLLM2, BLOCKS), 12),
-    "blocks-fidelity-gemma": (_fidelity(GEMMA, BLOCKS), 12),
-    "blocks-smollm2-2048": (_ruler(SMOLLM2, 2048, BLOCKS, FEWER[:1]), 12),
-    "blocks-gemma-2048": (_ruler(GEMMA, 2048, BLOCKS, FEWER[:1]), 12),
-    "others-smollm2-2048": (_ruler(SMOLLM2, 2048, (), OTHERS), 12),
-    "others-gemma-2048": (_ruler(GEMMA, 2048, (), OTHERS), 12),
-    "suite": ([*SUITE, *_each("--policy", EMBEDDED)], 10),
+    "code-qwen": (_fidelity(QWEN, "code", FEW), 6),
+    "essays-qwen": (_fidelity(QWEN, "essays", FEW), 6),
+    "code-smollm2": (_fidelity(SMOLLM2, "code"), 20),
+    "essays-smollm2": (_fidelity(SMOLLM2, "essays"), 20),
+    "code-gemma": (_fidelity(GEMMA, "code"), 20),
+    "essays-gemma": (_fidelity(GEMMA, "essays"), 20),
+    "code-6000-qwen": (_fidelity(QWEN, "code", FEW, 6000), 2),
+    "code-6000-smollm2": (_fidelity(SMOLLM2, "code", FEW, 6000), 4),
+    "essays-6000-smollm2": (_fidelity(SMOLLM2, "essays", FEW, 6000), 4),
+    "code-16000-qwen": (_fidelity(QWEN, "code", FEW[:1], 16000), 1),
+    "known-smollm2": (_fidelity(SMOLLM2, "essays", ANSWERED, setting="known"), 9),
+    "later-smollm2": (_fidelity(SMOLLM2, "essays", FEW, setting="later"), 9),
+    "ruler-2048-qwen": (_ruler_qwen(2048), 3),
+    "ruler-4096-qwen": (_ruler_qwen(4096), 3),
+    "ruler-16384-qwen": (_ruler_qwen(16384), 1),
+    "ruler-2048-smollm2": (_ruler(SMOLLM2, 2048), 8),
+    "ruler-4096-smollm2": (_ruler(SMOLLM2, 4096), 8),
+    "ruler-2048-gemma": (_ruler(GEMMA, 2048), 8),
+    "ruler-later-smollm2": (_ruler(SMOLLM2, 2048, FEW, setting="later"), 8),
+    "ruler-blocks-smollm2": (_ruler(SMOLLM2, 2048, BLOCKS, TASKS[:1], sparse=()), 8),
+    "suite": ([EVALUATE, "suite", *_each("--policy", FEW), *_each("--sparse", SPARSE_TASKS)], 10),
 }
 
 
-def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
+def measure(name: str, folder: Path) -> dict[str, Any]:
     """Run a part's command, and return its result without the records."""
-    (words, share), out = PARTS[name], folder / name
-    given = [*words, "--documents", str(max(1, documents // share))]
+    (words, documents), out = PARTS[name], folder / name
+    given = [*words, "--documents", str(documents)]
     command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]
     subprocess.run(command, check=True, cwd=ROOT)
     result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
@@ -188,7 +131,6 @@ def main() -> None:
     """Measure the parts of the command line, and write them beside the parts measured before."""
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--documents", type=int, default=100, help="texts; questions are half")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="no suffix")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
     args = parser.parse_args()
@@ -197,7 +139,7 @@ def main() -> None:
     before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
     parts = {part["part"]: part for part in before}
     for name in args.only:
-        parts[name] = measure(name, args.folder, args.documents)
+        parts[name] = measure(name, args.folder)
         found = [parts[each] for each in PARTS if each in parts]
         result = about("measure_quality.py") | {"parts": found}
         write_result(args.out, result, page(result))

@@ -11,21 +11,23 @@ unread entries. The more means there are, the fewer entries are chosen.
 """
 
 import copy
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import numpy_attention
-from measure_modes import predictions
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, Row, shared_options
 
+from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.measure.divergence import divergence
+from mlx_snapkv.measure.divergence import divergence, log_softmax
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.sparse import clusters, index
@@ -60,6 +62,17 @@ def grouping(group: Callable, size: int) -> AbstractContextManager:
     return mock.patch.multiple(
         clusters, k_means=group, CLUSTER_SIZE=size, CLUSTERS_PER_BLOCK=per_block
     )
+
+
+def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
+    """Return log-probabilities `(n, vocab_size)` at the tokens that follow a prompt."""
+    tokens = itertools.chain(following, itertools.repeat(0))
+    found = []
+    options |= {"sampler": lambda _: mx.array([next(tokens)]), "max_tokens": len(following)}
+    for _, logprobs in generate_step(mx.array(prompt), model, **options):
+        found.append(logprobs.astype(mx.float32))
+        mx.eval(found[-1])
+    return log_softmax(mx.stack(found))
 
 
 def compare(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
-from measure_answers import prompt_of
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, shared_options
 
@@ -40,6 +39,15 @@ def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case
     """Yield pieces of a folder's texts."""
     for piece in Texts([str(folder)]).pieces(tokenizer, length, JUDGED, documents):
         yield "text", piece.tokens, piece.following
+
+
+def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
+    """Return the tokens of a message and of the answer's first words, in the chat template if there is one."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(text + begun)
+    message = {"role": "user", "content": text}
+    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    return prompt + tokenizer.encode(begun, add_special_tokens=False)
 
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:

@@ -1,6 +1,7 @@
 """Make the README's tables of results: facts found, predictions and memory."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +20,13 @@ PLANNED = {
     "`--snapkv top_k=4096`": "snapkv:top_k=4096",
     '`--policy "keydiff:budget=8192 then snapkv:top_k=2048"`': "keydiff:budget=8192 then snapkv:top_k=2048",
 }
-SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
-TEXTS = {
-    "fidelity": "essays",
-    "code": "Python code",
-}  # kind of text, by the first word of a part's name
+# Heading of a column: a method.
+COMPARED = {
+    "SnapKV": "snapkv:budget=12.5%",
+    "StreamingLLM": "streaming_llm:budget=12.5%,schedule=once",
+    "KeyDiff": "keydiff:budget=12.5%,schedule=once",
+    "sparse": "sparse:budget=6.25%",
+}
 NAMES = {
     "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder 1.5B",
     "smollm2-135m-instruct": "SmolLM2 135M",
@@ -34,16 +37,15 @@ NAMES = {
 def results() -> list[str]:
     """Return the tables, each after a sentence that explains it."""
     return [
-        "**Facts found**: RULER's score, of 100. SnapKV keeps 1/8 of the entries; with sparse attention a token reads "
-        "1/16 of them. The last row is a conversation with a built-in model.",
+        "**Facts found**: RULER's score, of 100. Policies keep 1/8 of the entries; with sparse attention a token reads "
+        "1/16 of them. The last row is a conversation with a built-in model, in which policies keep 1/16.",
         "",
-        *table(("model, prompt", "full cache", "SnapKV", "sparse"), [*_scores(), _conversation()]),
+        *table(("model", "asked", "full cache", *COMPARED), [*_scores(), _conversation()]),
         "",
-        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after 1,400, with 95% intervals. "
-        "SnapKV and StreamingLLM keep 1/8 of the entries; with sparse attention a token reads 1/16. StreamingLLM keeps "
-        "the first and the last, whatever the text says.",
+        "**Predictions**: KL to the full cache, nats per token, of the 64 tokens after a text, with 95% intervals. "
+        "StreamingLLM keeps the first and the last entries, whatever the text says.",
         "",
-        *table(("model, texts", "SnapKV", "StreamingLLM", "sparse"), _predictions()),
+        *table(("model", "texts", *COMPARED), _predictions()),
         "",
         "**KV memory**, by arithmetic, for an 8B model (32 layers, 8 KV heads of 128, bfloat16): what an answer is "
         "decoded from, as `mlx-snapkv plan` prints it.",
@@ -59,46 +61,37 @@ def named_parts() -> list[dict[str, Any]]:
 
 
 def _predictions() -> list[tuple[str, ...]]:
-    """Return the KL of texts, with a row for each model and kind of text."""
-    parts = {p["part"]: p for p in named_parts() if p["part"].split("-")[0] in TEXTS}
+    """Return the KL of texts, with a row for each model, kind of text and length."""
     rows = []
-    for name, part in parts.items():
+    for part in named_parts():
         own = {s["method"]: s for s in part["summary"] if s["setting"] == "text"}
-        if SNAPKV not in own:
+        if part["task"] != "fidelity" or not _is_shown(own):
             continue
-        kind = TEXTS[name.split("-")[0]]
-        what = f"{part['model']}, {own[FULL_CACHE]['pieces']} pieces of {kind}"
-        once = [interval(own[method]["kl"], ".3f") for method in (SNAPKV, STREAMING)]
-        rows.append((what, *once, _sparse_kl(parts.get(f"{name}-sparse"))))
+        kind = Path(part["text"][0]).name
+        texts = f"{own[FULL_CACHE]['pieces']} texts of {part['length']:,} tokens of {kind}"
+        cells = (interval(own[x]["kl"], ".3f") if x in own else "" for x in COMPARED.values())
+        rows.append((part["model"], texts, *cells))
     return rows
 
 
-def _sparse_kl(part: dict[str, Any] | None) -> str:
-    if part is None:
-        return ""
-    _, chosen = part["summary"]
-    return f"{interval(chosen['kl'], '.3f')}, {chosen['pieces']} pieces"
-
-
 def _scores() -> list[tuple[str, ...]]:
-    """Return RULER's scores, with a row for each model and length."""
-    ruler = {p["part"]: p for p in named_parts() if p["part"].startswith("ruler")}
+    """Return RULER's scores with the question known, with a row for each model and length."""
     rows = []
-    for name, part in ruler.items():
-        own = {s["method"]: s for s in part["summary"]}
-        if SNAPKV not in own:
+    for part in named_parts():
+        own = {s["method"]: s for s in part["summary"] if s["setting"] == "known"}
+        if part["task"] != "data" or not _is_shown(own):
             continue
-        full, again = own[FULL_CACHE], ruler.get(f"{name}-sparse")
-        what = f"{part['model']}, {full['length']:,} tokens ({full['asked']} questions)"
+        full = own[FULL_CACHE]
+        cells = (_score(own[x]) if x in own else "" for x in (FULL_CACHE, *COMPARED.values()))
         rows.append(
-            (what, _score(full), _score(own[SNAPKV]), (again and _sparse_score(again)) or "")
+            (part["model"], f"{full['asked']} questions of {full['length']:,} tokens", *cells)
         )
     return rows
 
 
-def _sparse_score(part: dict[str, Any]) -> str:
-    full, chosen = part["summary"]
-    return f"{_score(chosen)} (full cache {_score(full)}, {full['asked']} questions)"
+def _is_shown(own: dict[str, Any]) -> bool:
+    """Return whether both modes were measured."""
+    return {COMPARED["SnapKV"], COMPARED["sparse"]} <= own.keys()
 
 
 def _score(own: dict[str, Any]) -> str:
@@ -111,8 +104,9 @@ def _conversation() -> tuple[str, ...]:
     rows = {
         r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
     }
-    what = f"`demo`, {result['facts']} facts of {result['tokens']:,} tokens, one a turn, with 1/16"
-    return what, *(right(rows[name]) for name in ("full cache", "SnapKV", "sparse, memory"))
+    asked = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn"
+    names = ("full cache", "SnapKV", "", "KeyDiff", "sparse, memory")
+    return "`demo`", asked, *(right(rows[name]) if name else "" for name in names)
 
 
 @cache

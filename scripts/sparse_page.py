@@ -1,32 +1,8 @@
-"""Make the tables of how close sparse attention comes to the full cache, in reading and in answers."""
+"""Make the tables of how close sparse attention comes to the full cache."""
 
 from results_page import load, measured, table
 
 from mlx_snapkv.measure.tables import grouped
-
-
-def answers() -> list[str]:
-    """Return the table of answers, by when and how entries are chosen."""
-    result = load("answers")
-    n = {row["kind"]: row["n"] for row in result["rows"]}
-    body = []
-    for (model, share, way), own in grouped(result["rows"], "model", "share", "way").items():
-        cells = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
-        body.append((f"`{model}`", f"1/{share}", way, cells["needles"], cells["essays"]))
-    kinds = [f"{kind} ({n[kind]}): KL, same token" for kind in ("needles", "essays")]
-    return [*measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
-
-
-def modes(name: str) -> list[str]:
-    """Return the KL by mode, with a column for each span of positions in an answer."""
-    result = load(name)
-    spans = {(row["start"], row["stop"]): row["n"] for row in result["rows"]}
-    heads = [f"tokens {start + 1} to {stop} ({n})" for (start, stop), n in sorted(spans.items())]
-    rows = [
-        [f"`{model}`", mode, *(f"{row['kl']:.3f}" for row in own)]
-        for (model, mode), own in grouped(result["rows"], "model", "mode").items()
-    ]
-    return [*measured(result), *table(("model", "cache", *heads), rows)]
 
 
 def reading() -> list[str]:

@@ -6,7 +6,6 @@ A page marks the place of a table by `<!-- NAME -->` and `<!-- /NAME -->`; `make
 import re
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import policies_page
 import readme_results
@@ -15,8 +14,6 @@ import sparse_page
 from results_page import Row, figures, load, measured, right, table
 
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.measure.intervals import interval
-from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.speed import speed_table
 from mlx_snapkv.measure.tables import as_markdown, grouped, setting_text
 
@@ -205,46 +202,6 @@ def resident() -> list[str]:
     return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
 
 
-def lookahead() -> list[str]:
-    """Return KL and scores after the lookahead, with a row for each length of the lookahead."""
-    result = load("lookahead")
-    body = []
-    for (model,), rows in grouped(result["rows"], "model").items():
-        by_task = grouped(rows, "task", "setting")
-        for name in dict.fromkeys(row["lookahead"] for row in rows):
-            own = [
-                next((r for r in some if r["lookahead"] == name), None) for some in by_task.values()
-            ]
-            body.append((f"`{model}`", name, *map(_by_lookahead, own)))
-    heads = [
-        f"{LOOKAHEAD_TASKS[task]} {setting} ({n})" for (task, setting), n in _asked(result).items()
-    ]
-    return [*measured(result), *table(("model", "lookahead", *heads), body)]
-
-
-LOOKAHEAD_TASKS = {
-    "text": "KL, tokens",
-    "niah_single_3": "identifiers,",
-    "niah_multivalue": "numbers,",
-}
-
-
-def _asked(result: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Return the number of pieces or questions, by task and setting."""
-    return {(row["task"], row["setting"]): row["n"] for row in result["rows"]}
-
-
-def _by_lookahead(row: Row | None) -> str:
-    """Return the cell of a lookahead: its mean, and its difference to no lookahead."""
-    if row is None:
-        return ""
-    key, form, scale = ("kl", ".3f", 1) if "kl" in row else ("score", ".0f", 100)
-    if row["lookahead"] == "0" or row["lookahead"] == FULL_CACHE:
-        return interval(row[key], form, scale)
-    mean = format(scale * row[key]["mean"], form)
-    return f"{mean}; {interval(row['against_none'], f'+{form}', scale)}"
-
-
 TEMPLATES = {
     "chatml": "ChatML",
     "llama3": "Llama 3",
@@ -298,12 +255,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memories": memories,
     "bits": bits,
     "resident": resident,
-    "answers": sparse_page.answers,
     "reading": sparse_page.reading,
     "rest": sparse_page.rest,
-    "modes": lambda: sparse_page.modes("modes"),
-    "modes-asked": lambda: sparse_page.modes("modes-asked"),
-    "lookahead": lookahead,
     "losses": sceptics_page.losses,
     "agents": agents,
     "agents-context": agents_context,

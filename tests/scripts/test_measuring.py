@@ -11,8 +11,7 @@ from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.spans import BLOCK_SIZE
 from mlx_snapkv.measure.contenders import Contender, policy_contenders
 from mlx_snapkv.measure.divergence import divergence
-from mlx_snapkv.measure.methods import FULL_CACHE, Method
-from mlx_snapkv.measure.texts import Piece
+from mlx_snapkv.measure.methods import Method
 from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.sparse import clusters
 from mlx_snapkv.sparse.options import CHUNK_WINDOW, PAGE_SIZE
@@ -21,8 +20,6 @@ from scripts import (
     measure_books,
     measure_facts,
     measure_long_answers,
-    measure_lookahead,
-    measure_modes,
     measure_rest,
     measure_servers,
 )
@@ -100,50 +97,6 @@ def test_a_books_entries_are_on_disk_and_the_full_cache_is_in_memory():
     assert ours["question_seconds"] > 0
 
 
-def test_lookaheads_are_scored_after_the_longest_one(demo_llama):
-    """The reference is generate_step, made to say the text's own tokens."""
-    model, tokenizer = demo_llama
-    text, _ = make_haystack(tokenizer, random.Random(0), 3, 600)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    piece = Piece("a", 1, ids[:350], ids[350 : 350 + 129])
-
-    def predicted(policy):
-        told = iter(piece.following)
-        given = {
-            "policy": policy,
-            "max_tokens": 129,
-            "sampler": lambda _: mx.array([next(told, 0)]),
-        }
-        prompt = mx.array([*tokenizer.encode(""), *piece.tokens])
-        return mx.stack([logprobs for _, logprobs in generate_step(prompt, model, **given)])
-
-    found = [*measure_lookahead.measure_text(model, tokenizer, piece)]
-    cells = [(r["method"], r["setting"]) for r in found]
-    assert [c for c in cells if c[0] == "64"] == [("64", "66 to 129")] and len(cells) == 9
-    full = predicted(None)
-    for record in found:
-        if record["method"] in ("8", "64"):
-            ours = predicted(measure_lookahead.POLICIES[int(record["method"])])
-            first, last = (int(word) for word in record["setting"].split(" to "))
-            own = slice(first - 1, last)
-            kl = divergence(full[own], ours[own]).mean().item()
-            assert record["kl"] == pytest.approx(kl, abs=1e-4) and kl > 1e-3
-
-
-def test_a_later_question_comes_after_every_lookahead(demo_llama, monkeypatch):
-    model, tokenizer = demo_llama
-    monkeypatch.setattr(measure_lookahead, "MAX_TOKENS", 10)
-    text, facts = make_haystack(tokenizer, random.Random(0), 3, 600)
-    asked, row = facts[0], {"context": f"{text}\n", "answer_prefix": f" {facts[0].value[:2]}"}
-    row |= {"question": asked.question, "answer": [asked.value[2:]]}
-    found = [*measure_lookahead.measure_question(model, tokenizer, row)]
-    first, later = ([r for r in found if r["setting"] == s] for s in ("first", "later"))
-    assert [r["method"] for r in first] == [FULL_CACHE, "0", "8", "16", "32", "64"]
-    assert first[0]["score"] == 1 and all(r["answer"] == first[0]["answer"] for r in first[3:])
-    assert all(measure_lookahead.PREAMBLE[:20] not in r["answer"] for r in later)
-    assert len(tokenizer.encode(measure_lookahead.PREAMBLE)) > max(measure_lookahead.LENGTHS)
-
-
 def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llama):
     """The reference is generate_step, with and without a sampler that gives the full cache's own tokens."""
     model, tokenizer = demo_llama
@@ -154,11 +107,11 @@ def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llam
         for text in ("snapkv:budget=12.5%", "sparse:budget=16,n_sink=2,n_window=4")
     ]
     rows = [*measure_long_answers.measure(model, tokenizer, [prompt], methods, most)]
-    full = measure_modes.answer(model, tokenizer, prompt, most)
+    full = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most)]
     assert [row["method"] for row in rows] == [m.name for m in methods] and len(full) == most
-    expected = measure_modes.predictions(model, prompt, full)
+    expected = measure_rest.predictions(model, prompt, full)
     for method, row in zip(methods, rows, strict=True):
-        found = measure_modes.predictions(model, prompt, full, policy=method.policy)[2:]
+        found = measure_rest.predictions(model, prompt, full, policy=method.policy)[2:]
         kl = divergence(expected[2:], found)
         same = mx.argmax(expected[2:], axis=-1) == mx.argmax(found, axis=-1)
         assert [(s["start"], s["stop"], s["n"]) for s in row["spans"]] == [
