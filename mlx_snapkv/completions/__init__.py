@@ -1,1 +1,1 @@
-"""Completions in OpenAI's format: request bodies, prompts, constraints and answers."""
+"""OpenAI-style completions: request bodies, prompts, constrained decoding and answers."""

@@ -1,4 +1,4 @@
-"""Collect an answer token by token: its text up to a stop text, its reasoning, its tool calls, and its end."""
+"""Assemble an answer token by token: text, reasoning, tool calls, stop strings and finish reason."""
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
@@ -8,17 +8,17 @@ from .request import CompletionRequest
 
 
 class Completion:
-    """The answer to one request.
+    """The answer to one request, assembled as its tokens arrive.
 
-    Stop texts are matched in the text rather than in tokens, because a text may be tokenised in several ways. They have
-    no effect in reasoning and calls.
+    Stop strings are matched in the text rather than in tokens, because the same text can be tokenised in several ways.
+    They are ignored in reasoning and in tool calls.
 
     Attributes:
         reply: the answer so far.
         n_tokens: number of tokens so far, including the end-of-answer token.
-        n_reasoning: number of tokens of reasoning, including its markers.
-        finish_reason: None until the answer ends; then "stop", "length", "tool_calls", or "function_call" for clients
-            that send `functions`.
+        n_reasoning: number of reasoning tokens so far, including the markers.
+        finish_reason: None until the answer ends, then "stop", "length", "tool_calls", or "function_call" (for clients
+            that send `functions`).
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
@@ -33,20 +33,20 @@ class Completion:
 
     @property
     def stopped_by(self) -> str | None:
-        """Return the stop text that ended the answer, or None."""
+        """Return the stop string that ended the answer, or None."""
         return self._stop.matched
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
-        """Add a token, and return the parts of the answer that are now certain.
+        """Add a token, and return the parts of the answer that can no longer change.
 
-        `finish_reason` is mlx-lm's, which is None except for the last token. A stop text may also end the answer.
+        `finish_reason` is mlx-lm's: None for every token but the last. A stop string can end the answer as well.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
-        # Also counts the marker that ends the reasoning with this token.
+        # Checked before parsing, so that the token that ends the reasoning still counts.
         if self._parser.state == "reasoning":
             self.n_reasoning += 1
-        if finish_reason != "stop":  # otherwise it is the end-of-answer token
+        if finish_reason != "stop":  # "stop": the end-of-answer token
             self._detokenizer.add_token(token)
         if is_last:
             self._detokenizer.finalize()
@@ -63,7 +63,7 @@ class Completion:
         return parts
 
     def _before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
-        """Return the parts before a stop text. Hold back text at the end that may be the start of one."""
+        """Return the parts before the first stop string, holding back text that may be the start of one."""
         certain: list[Reply] = []
         follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
@@ -71,7 +71,7 @@ class Completion:
                 certain += [*self._flush_held_back(), part]
                 continue
             if follows_thoughts and not part.text.strip():
-                certain.append(part)  # white space between reasoning and text
+                certain.append(part)  # whitespace between reasoning and text
                 continue
             text = self._stop.add(part.text)
             if text:
@@ -83,12 +83,12 @@ class Completion:
         return certain
 
     def _flush_held_back(self) -> list[Reply]:
-        """Return the text that was held back, which is not the start of a stop text after all."""
+        """Return the held-back text, which turned out not to start a stop string."""
         text = self._stop.flush()
         return [Reply(text)] if text else []
 
     def _api_reason(self, finish_reason: str | None) -> str | None:
-        """Return the API's finish reason for mlx-lm's."""
+        """Convert mlx-lm's finish reason to the API's."""
         constraint = self.request.constraint
         if finish_reason != "stop":
             return finish_reason
@@ -100,51 +100,50 @@ class Completion:
 
 
 class StopMatcher:
-    """Finds the first stop text in a text that arrives in pieces.
+    """Finds the first stop string in text that arrives in pieces.
 
     Args:
-        stop: the stop texts.
+        stop: the stop strings.
 
     Attributes:
-        matched: the stop text that was found, or None.
+        matched: the stop string that was found, or None.
     """
 
     def __init__(self, stop: list[str]):
         """Start before the first piece."""
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
-        # mlx-lm's tuple: (state, node of a trie, all states, text held back)
+        # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._state = self._machine.make_state()
         self.matched: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the text before a stop text, or before what may be the start of one.
+        """Return the text up to a stop string, or up to what may be the start of one.
 
-        If a stop text is complete, set `matched`.
+        Sets `matched` once a stop string is complete.
         """
         *_, held_back = self._state
         pending = held_back + text
         self._state, segments = TextStateMachine.split(self._state, text)
         _, certain = segments[0]
         state, *_, rest = self._state
-        if state is None:  # a stop text is complete, between `certain` and `rest`
+        if state is None:  # a complete stop string lies between `certain` and `rest`
             self.matched = pending[len(certain) : len(pending) - len(rest)]
         return certain
 
     def flush(self) -> str:
-        """Return the text that `add` has held back, and reset."""
+        """Return the text that `add` held back, and reset the matcher."""
         _, text, _ = TextStateMachine.flush(self._state)
         self._state = self._machine.make_state()
         return text
 
 
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
-    """Return mlx-lm's detokenizer.
+    """Return mlx-lm's detokenizer, set up to keep a leading space if the answer continues a text.
 
-    It drops the space before the first word. Answers that continue a text need this space, so another word is decoded
-    first.
+    The detokenizer drops the space before its first word, so a dummy word is decoded first.
     """
     detokenizer = tokenizer.detokenizer
     if continues_text:
         detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
-        _ = detokenizer.last_segment  # discards this word
+        _ = detokenizer.last_segment  # reading the segment discards the dummy word
     return detokenizer

@@ -1,4 +1,4 @@
-"""Format answers as the response bodies of OpenAI's endpoints."""
+"""Format answers as response bodies of OpenAI's endpoints."""
 
 import time
 import uuid
@@ -9,7 +9,7 @@ from .answer_parser import Reply
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the response body for a finished answer, with `extra` as its field `mlx_snapkv`."""
+    """Return the response body for a finished answer. `extra` becomes its `mlx_snapkv` field."""
     request = answer.request
     body = head(request.chat, model) | {
         "choices": [choice(answer)],
@@ -20,7 +20,7 @@ def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[s
 
 
 def head(chat: bool, model: str) -> dict[str, Any]:
-    """Return the first fields of a response body, for chat or text completions."""
+    """Return the first fields of the response body of a chat or a text completion."""
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
@@ -33,7 +33,7 @@ def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str
     """Return a finished answer as an element of `choices`."""
     content: dict[str, Any]
     if answer.request.chat:
-        # Without text, OpenAI sends null beside calls, otherwise an empty text.
+        # An answer without text has content null if it has calls, and "" otherwise, as OpenAI's do.
         no_text = None if answer.reply.calls else ""
         fields = message_fields(answer.reply, answer.request.uses_functions)
         content = {"message": {"role": "assistant", "content": no_text, **fields}}
@@ -49,21 +49,21 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     """
     fields: dict[str, Any] = {
         "content": reply.text,
-        # Clients read one of these two fields.
+        # Some clients read `reasoning`, others `reasoning_content`.
         "reasoning": reply.reasoning,
         "reasoning_content": reply.reasoning,
         "tool_calls": reply.calls,
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # A streamed call has an index in the answer. Without one, the reply is the whole answer.
+        # Streamed calls have an index. Calls of a complete answer have none, and start with the first.
         if first_call.get("index", 0) == 0:
             fields["function_call"] = first_call["function"]
     return {name: value for name, value in fields.items() if value}
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
-    """Return `usage` in tokens; `n_cached` tokens of the prompt came from the prefix cache."""
+    """Return `usage` in tokens. `n_cached` of the prompt tokens came from the prefix cache."""
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,

@@ -1,4 +1,4 @@
-"""Parse an answer's text, while it arrives, into text, reasoning and tool calls."""
+"""Split an answer into text, reasoning and tool calls as it is generated."""
 
 import re
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from mlx_lm.tool_parsers import json_tools
 from .request import CompletionRequest
 from .tool_calls import ends_within_argument, parse_tool_calls
 
-# Maximum number of end markers in a call that may be its end. Models may repeat a marker endlessly.
+# Number of end markers that are tried as the end of a call. A model may repeat a marker endlessly.
 MAX_ENDS = 16
-Segment = tuple[str, str]  # state of mlx-lm's `TextStateMachine`, and text in this state
+Segment = tuple[str, str]  # (state of mlx-lm's `TextStateMachine`, text)
 
 
 @dataclass
 class Reply:
-    """An answer or a part of one.
+    """An answer, or a part of one.
 
     Attributes:
         calls: tool calls in OpenAI's format.
@@ -30,15 +30,17 @@ class Reply:
 
 
 class AnswerParser:
-    """Splits an answer at the model's markers of reasoning and calls, and parses the calls.
+    """Splits an answer at the model's reasoning and tool-call markers, and parses the calls.
 
     mlx-lm's `TextStateMachine` finds the markers. This class adds four rules:
 
-    - A marker in an argument of a call is part of the argument. - A marker in JSON that the request asked for is text.
-    - A call in reasoning does not end the reasoning. - A call that can't be parsed is text.
+    - A marker inside an argument of a call is part of the argument.
+    - A marker inside JSON that the request asked for is text.
+    - A call inside reasoning does not end the reasoning.
+    - A call that can't be parsed is text.
 
     Attributes:
-        state: state of the last segment: "normal", "reasoning", "tool", or another one of the tokenizer's.
+        state: state of the last segment: "normal", "reasoning", "tool", or another of the tokenizer's states.
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
@@ -47,26 +49,26 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # The format is a call without markers, so everything outside of reasoning belongs to it.
+        # This format is a call without markers, so everything outside reasoning is part of the call.
         self._is_call = answer_format is not None and answer_format.kind == "call"
         self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
         self._call_start = tokenizer.tool_call_start
         self._call_end = tokenizer.tool_call_end
-        # Whether the JSON or the call that the format requires has not started yet.
+        # True until the JSON or call that the format requires has started.
         self._is_pending = answer_format is not None and not continues_json
         # Answers that continue a text or JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
-        # mlx-lm's tuple: (state, node of a trie, all states, text held back)
+        # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._machine_state = self._machine.make_state(request.initial_state)
-        self._call = ""  # text of the call that has started
+        self._call = ""  # text of the current call
         self._is_call_in_thoughts = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
-        """Return the parts of the answer that are complete after `text`.
+        """Return the parts of the answer that `text` completes.
 
-        Text that may be the start of a marker is held back, and so is the text of a call until it ends. Nothing is held
-        back if the text `is_last`.
+        Text that may be the start of a marker is held back, and a call is held back until it ends. If `is_last`,
+        nothing is held back.
         """
         parts: list[Reply] = []
         if self._must_split_by_letter(text):
@@ -82,7 +84,7 @@ class AnswerParser:
         return parts
 
     def _add(self, segments: Sequence[Segment]) -> list[Reply]:
-        """Collect the text of a call. Return other text as parts, together with calls that have ended."""
+        """Append call text to the current call. Return all other text, and the calls that have ended."""
         parts: list[Reply] = []
         for state, text in segments:
             self.state = state
@@ -97,22 +99,25 @@ class AnswerParser:
         return parts
 
     def _must_split_by_letter(self, text: str) -> bool:
-        """Return whether `text` continues a call or starts JSON. The machine may then have to be corrected."""
+        """Return whether `text` continues a call or starts JSON, where a marker may turn out to be text."""
         _, segments = TextStateMachine.split(self._machine_state, text)
         in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
         return in_call or self._begins_json(segments)
 
     def _split(self, text: str) -> list[Segment]:
-        """Split a text into segments, and update the machine's state.
+        """Split text into segments, and advance the state machine.
 
-        A tool call replaces JSON, so it ends the wait for JSON.
+        A tool call takes the place of the required JSON, so the parser stops waiting for the JSON.
         """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
         self._is_pending = self._is_pending and self._machine_state[0] != "tool"
         return segments
 
     def _split_letter(self, letter: str) -> list[Segment]:
-        """Return the segments that end with `letter`, and correct the machine's state if a marker was only text."""
+        """Feed one letter to the state machine, and return the segments that it completes.
+
+        If a marker turns out to be text, the state is corrected.
+        """
         before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
         after, *_ = self._machine_state
@@ -133,22 +138,22 @@ class AnswerParser:
         return segments
 
     def _drop_markers(self) -> list[Segment]:
-        """Continue with a machine without markers, and return the segments of the text held back."""
+        """Switch to a machine without markers, and return the segments of the held-back text."""
         *_, held_back = self._machine_state
         without_markers = TextStateMachine().make_state()
         self._machine_state, segments = TextStateMachine.split(without_markers, held_back)
         return segments
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the segments contain the first letter of the JSON that the format requires."""
+        """Return whether the segments contain the first letter of the required JSON."""
         return self._is_pending and any(
             state == "normal" and text.strip() for state, text in segments
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the call, if one has started. Return the parsed calls, or its text if it can't be parsed.
+        """End the current call, if any, and return the calls parsed from it. If it can't be parsed, return its text.
 
-        `is_complete` is false if the answer ended before the call.
+        `is_complete` is False if the answer ended in the middle of the call.
         """
         text = self._call
         self._call = ""
@@ -162,20 +167,20 @@ class AnswerParser:
         return [Reply(text)]
 
     def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
-        """Parse the calls in a text after a start marker. Small models write the marker twice."""
+        """Parse the calls that follow a start marker, which small models may write twice."""
         if self._call_start and text.lstrip().startswith(self._call_start):
             text = text.lstrip().removeprefix(self._call_start)
         return parse_tool_calls(text, self._parser, self._tools, is_complete)
 
     def _end_within_call(self) -> list[Reply]:
-        """Return the last parts of an answer that ends before its call.
+        """Return the last parts of an answer that ends in the middle of a call.
 
-        End markers in the call's text were taken for parts of an argument. If the text is not a call, one of them must
-        have ended the call: the first that leaves a valid call before it, or otherwise the first. The text after it is
-        parsed again.
+        So far, end markers in the call's text were taken to be part of an argument. If the whole text is not a call,
+        one of the markers must have ended it: the first that leaves a valid call before it, or else the very first. The
+        text after that marker is parsed again.
         """
         whole = self._call
-        # Positions of the end markers; none for models without an end marker.
+        # Positions of the end markers. Empty if the model has no end marker.
         ends = [m.start() for m in re.finditer(re.escape(self._call_end or "\0"), whole)]
         if self._is_call or not ends or self._parse_calls(whole, is_complete=False):
             return self._end_call(is_complete=False)

@@ -1,4 +1,4 @@
-"""Convert the text of a tool's argument to a type that the argument's JSON schema allows."""
+"""Convert the text of a tool argument to a type that its JSON schema allows."""
 
 import ast
 import contextlib
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# Names that clients send in place of JSON schema's types.
+# Names that clients send instead of JSON Schema's.
 OTHER_NAMES = {
     "bool": "boolean",
     "dict": "object",
@@ -20,7 +20,7 @@ CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def parameters_of(name: str, tools: Any) -> dict[str, Any]:
-    """Return the schema of a tool's parameters; {} if the request has no such tool.
+    """Return the schema of a tool's parameters, or {} if the request has no such tool.
 
     Args:
         name: the tool's name.
@@ -35,23 +35,23 @@ def parameters_of(name: str, tools: Any) -> dict[str, Any]:
 
 
 def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties of a schema by name."""
+    """Return a schema's properties by name."""
     properties = parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows; an empty set if it does not say.
+    """Return the names of the JSON types that a schema allows. The set is empty if the schema names none.
 
     Args:
-        schema: the schema of an argument.
-        root: the schema of all parameters, in which `$ref` is resolved.
+        schema: the schema of one argument.
+        root: the schema of all parameters, against which `$ref` is resolved.
     """
     return set(_type_names(schema, root, frozenset()))
 
 
 def _type_names(schema: Any, root: dict[str, Any], seen: frozenset[str]) -> Iterator[str]:
-    """Yield the types of a schema and of its alternatives. `seen` are the references that led to it."""
+    """Yield the types of a schema and its alternatives. `seen` lists the references already followed."""
     if not isinstance(schema, dict):
         return
     names = schema.get("type")
@@ -75,7 +75,7 @@ def _type_names(schema: Any, root: dict[str, Any], seen: frozenset[str]) -> Iter
 
 
 def _resolved(reference: str, root: dict[str, Any]) -> Any:
-    """Return the part of the root that a reference such as `#/$defs/NAME` refers to, or None."""
+    """Return the part of `root` that a reference such as `#/$defs/NAME` points to, or None."""
     part: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         part = (
@@ -98,12 +98,13 @@ def _type_name(value: Any) -> str:
 
 
 def convert(text: str, types: set[str]) -> Any:
-    """Convert a text to one of the types, or return the text itself.
+    """Convert text to one of the allowed types, or return it unchanged.
 
-    If strings are allowed, too, only lists, objects, and the exact JSON of another value are converted.
+    If strings are allowed too, lists and objects are still converted, but numbers, booleans and null only if the text
+    is exactly their JSON.
 
     Args:
-        text: what the model wrote, including surrounding white space.
+        text: what the model wrote, including surrounding whitespace.
         types: names of the allowed JSON types.
     """
     if not types - {"string"}:
@@ -120,7 +121,7 @@ def convert(text: str, types: set[str]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Parse a text as JSON or as a Python literal; return the text itself if it is neither."""
+    """Parse text as JSON or as a Python literal. Return it unchanged if it is neither."""
     stripped = text.strip()
     if stripped.lower() in CONSTANTS:
         return CONSTANTS[stripped.lower()]

@@ -1,4 +1,4 @@
-"""Validate the bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`."""
+"""Validate the request bodies of OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -42,9 +42,9 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def _messages(items: Any) -> list[Message]:
-    """Parse a list of messages, or the items of a response's input.
+    """Parse a list of chat messages, or of input items from the Responses API.
 
-    Raises: ValueError: an item has an unknown format, or all are empty. The sentence starts with the item's number.
+    Raises: ValueError: an item has an unknown format, or all items are empty. The error starts with the item's index.
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
@@ -75,15 +75,15 @@ Messages = Annotated[
 
 
 class StreamOptions(BodyModel):
-    """OpenAI's `stream_options`. With `include_usage`, the stream ends with an event of token counts."""
+    """OpenAI's `stream_options`. With `include_usage`, the stream ends with an event that reports token counts."""
 
     include_usage: bool | None = None
 
 
 class CommonBody(BodyModel):
-    """The fields of both endpoints. None means that the client did not set the field.
+    """The fields that both endpoints share. A field is None if the client did not send it.
 
-    Unknown fields are ignored. Unsupported fields that would change the answer are errors.
+    Unknown fields are ignored. Unsupported fields that would change the answer are rejected.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -114,7 +114,7 @@ class CommonBody(BodyModel):
     n: Annotated[int, Field(ge=1, le=8), WholeFloat] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, NoneIfEmptyList] = None
-    full_cache: bool | None = None  # whether to answer from the full cache, without the policy
+    full_cache: bool | None = None  # True: answer from the full cache, without the policy
 
 
 class ChatBody(CommonBody):
@@ -126,7 +126,7 @@ class ChatBody(CommonBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, NoneIfEmptyList] = None
     functions: list[dict[str, Any]] | None = None
-    # vLLM's field: with False, the answer does not continue a final message of the assistant.
+    # vLLM's field. If False, the answer does not continue a final assistant message.
     continue_final_message: bool | None = None
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
@@ -141,7 +141,7 @@ class ChatBody(CommonBody):
 
     @property
     def uses_functions(self) -> bool:
-        """Return whether the client sends `functions`, and so gets a `function_call` instead of `tool_calls`."""
+        """Return whether the client sends `functions`, and so expects a `function_call`."""
         return bool(self.functions)
 
     @model_validator(mode="before")
@@ -155,14 +155,14 @@ class ChatBody(CommonBody):
         if functions and not body.get("tools"):
             fields["tools"] = [{"type": "function", "function": each} for each in functions]
             choice = body.get("function_call")
-            if isinstance(choice, dict):  # {"name": ...}; otherwise "auto", "none" or missing
+            if isinstance(choice, dict):  # {"name": ...}, rather than "auto" or "none"
                 choice = {"type": "function", "function": choice}
             fields["tool_choice"] = choice
         return fields
 
 
 def _logprobs_as_number(value: Any) -> Any:
-    """Convert a boolean `logprobs`, which some clients send as for chats, to a number."""
+    """Convert a boolean `logprobs`, as in chat bodies, to a number."""
     if isinstance(value, bool):
         return 0 if value else None
     return value
@@ -171,7 +171,7 @@ def _logprobs_as_number(value: Any) -> Any:
 class CompletionBody(CommonBody):
     """The body of `/v1/completions`."""
 
-    # One or several prompts, as texts or token ids.
+    # One or more prompts, as text or token ids.
     prompt: str | list[int] | list[str] | list[list[int]]
     best_of: Annotated[Literal[1], WholeFloat] | None = None
     echo: Literal[False] | None = None
@@ -187,7 +187,7 @@ class CompletionBody(CommonBody):
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values for fields that a body omits, named like mlx-lm's flags. Temperature 0 is greedy."""
+    """Values for fields that a body omits, named after mlx-lm's flags. Temperature 0 means greedy decoding."""
 
     max_tokens: int = 256
     temp: float = 0.0
@@ -204,7 +204,7 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 
 
 def parse(url: Any, body: Any) -> Body:
-    """Validate the `url` and `body` of a line in a file of requests.
+    """Validate the `url` and `body` of one line in a file of requests.
 
     Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field is supported only by the server.
     """

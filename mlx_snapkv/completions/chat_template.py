@@ -1,4 +1,4 @@
-"""Apply chat templates. Every caller uses this file, which imports nothing slow."""
+"""Apply chat templates. All callers go through this module, which imports nothing slow."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from ..errors import SnapKVError, brief
 
 
 def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Apply the chat template to messages. Return token ids, or text with `tokenize=False`.
+    """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
 
     Raises: SnapKVError: the template fails.
     """
@@ -18,7 +18,7 @@ def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) ->
 
 @contextlib.contextmanager
 def template_failures() -> Iterator[None]:
-    """Convert any exception in the `with` block to SnapKVError: templates and tokenizers are foreign code."""
+    """Convert any exception in the `with` block to SnapKVError: templates and tokenizers are third-party code."""
     try:
         yield
     except SnapKVError:

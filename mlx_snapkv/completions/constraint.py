@@ -15,43 +15,44 @@ from .grammar import AnswerFormat
 from .matcher import make_matcher, reason_of, vocabulary
 from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
-NO_QUOTES = r'start: /[^"\\]*/'  # grammar of text that does not end a string
-# Maximum tokens by which a part of a string may lengthen a short end: the rest of a character.
+NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
+# Within a string, a token lengthens the short end by at most this many tokens: the rest of a character.
 MAX_GROWTH_IN_STRING = 3
-MAX_END = 512  # maximum tokens of a short end within an answer
-MAX_FIRST_END = 4096  # maximum tokens of a short end before the answer
-REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # how often a schema requires a part
-# Maximum number of tokens that are tried near the end of the answer, most likely first.
+MAX_END = 512  # maximum length of a short end during the answer, in tokens
+MAX_FIRST_END = 4096  # the same, before the answer starts
+REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # a schema's minimum counts
+# Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# After a longer end, which takes milliseconds to find, only tokens that together have this probability are tried.
+# Finding an end longer than SHORT_END takes milliseconds per token tried. Then the only tokens tried are the most
+# likely ones that together have probability CANDIDATES_SHARE.
 SHORT_END = 32  # tokens
 CANDIDATES_SHARE = 0.99
 
 
 class Constraint:
-    """A logits processor that allows only tokens of the answer's format, followed by the end of the answer.
+    """A logits processor that allows only tokens that follow the answer's grammar.
 
-    mlx-lm's loops call it once per token, with all tokens so far. The last token is still an array that may not have
-    been computed. Loops with a draft model go back to earlier tokens, and the constraint follows.
+    mlx-lm's loops call it once per token, with all tokens so far. The last token may still be an unevaluated array.
+    Loops with a draft model go back to earlier tokens, and the constraint goes back with them.
 
-    For JSON, enough of `max_tokens` is reserved for a short end. A token that would leave too few is not allowed; if it
-    is the model's choice, the JSON is closed. Calls are never closed, because the client would run them with truncated
-    arguments.
+    For JSON, enough of `max_tokens` is reserved to close it. Tokens that would leave too few are not allowed. If the
+    model's first choice is such a token, the JSON is closed there. Calls are never closed early, because the client
+    would run them with truncated arguments.
 
     Args:
-        tokenizer: the model's tokenizer, for whose tokens the grammar is compiled.
+        tokenizer: the model's tokenizer, for which the grammar is compiled.
         answer_format: the grammar, the kind of answer, and the text that the answer continues.
-        max_tokens: maximum number of tokens in the answer; -1 for no limit.
+        max_tokens: maximum number of tokens in the answer, or -1 for no limit.
 
     Attributes:
         format: the answer's format.
-        is_cut: whether the answer was closed before the model ended it.
+        is_cut: whether the JSON was closed before the model ended it.
 
     Raises: SnapKVError: the grammar can't be enforced, or the JSON needs more than `max_tokens`.
     """
 
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
-        """Compile the grammar, advance past the prefill that the answer continues, and find a short end."""
+        """Compile the grammar, consume the prefill, and check that `max_tokens` is enough."""
         self.format = answer_format
         self.is_cut = False
         self._tokenizer = tokenizer
@@ -61,23 +62,23 @@ class Constraint:
         self._matcher.consume_tokens(prefill)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
-        # Number of answer tokens that the matcher has consumed. After its end it consumes none.
+        # Number of answer tokens that the matcher has consumed. It stops at the end of the grammar.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        # One token may start a part of the JSON, and thereby require everything that the schema requires of this part.
-        # This is not longer than the schema, unless parts are repeated.
+        # Upper bound on how many tokens one token adds to the short end. A token may start an object or array whose
+        # required contents must then follow. Without repetitions, they are no longer than the schema.
         n_grammar = len(self._vocabulary.greedy_tokenize(answer_format.grammar))
         repeated = map(int, re.findall(REPEATED, answer_format.grammar))
         self._max_growth = n_grammar * math.prod(max(1, n) for n in repeated)
-        # Number of remaining tokens at which a short end is searched again.
+        # Number of remaining tokens at which to look for a short end again.
         self._next_look = max_tokens
-        # Short ends that were found while a token was tried, by this token.
+        # Short ends found while trying tokens, keyed by the token tried.
         self._known_ends: dict[int, list[int] | None] = {}
-        self._end: list[int] | None = None  # the tokens that close the JSON, if it is cut
+        self._end: list[int] | None = None  # tokens that still have to close the JSON
         self._require_enough_tokens()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Set the logits of tokens that are not allowed to -inf.
+        """Set the logits of disallowed tokens to -inf.
 
         Args:
             tokens: token ids of the prompt and the answer so far.
@@ -87,10 +88,10 @@ class Constraint:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         is_next = n_answer == len(self._answer) + 1
-        # After going back, any token of the answer may have changed.
+        # After a step back, any answer token may differ.
         first_new = -1 if is_next else self._n_prompt
         new = tokens[first_new:]
-        # The mask depends only on tokens, so the device computes the logits while the CPU makes the mask.
+        # The mask depends only on the tokens, so the CPU builds it while the device computes the logits.
         mx.async_eval(new)
         mx.async_eval(logits)
         new_tokens: Any = new.tolist()
@@ -106,7 +107,7 @@ class Constraint:
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _consume(self, tokens: list[int]) -> None:
-        """Add tokens to the answer. The matcher consumes them until its end."""
+        """Append tokens to the answer, and feed them to the matcher until it stops."""
         for token in tokens:
             self._answer.append(token)
             if not self._matcher.is_stopped():
@@ -114,7 +115,7 @@ class Constraint:
                 self._n_matched += 1
 
     def _rewind(self, n: int) -> None:
-        """Go back to the first `n` tokens of the answer."""
+        """Drop all but the first `n` answer tokens."""
         del self._answer[n:]
         if self._n_matched > n:
             self._matcher.rollback(self._n_matched - n)
@@ -125,7 +126,10 @@ class Constraint:
         self._next_look = self._max_tokens
 
     def _require_enough_tokens(self) -> None:
-        """Check `max_tokens`. Raises: SnapKVError: the shortest JSON is longer, and no reasoning precedes it."""
+        """Check that a short JSON answer fits into `max_tokens`, unless reasoning may precede it.
+
+        Raises: SnapKVError: it does not fit.
+        """
         if self._max_tokens < 0:
             return
         try:
@@ -140,13 +144,13 @@ class Constraint:
             )
 
     def _keep_an_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
-        """Return which allowed tokens leave enough tokens for a short end of the JSON, bool `(vocabulary,)`.
+        """Return which allowed tokens leave room for a short end, bool `(vocabulary,)`.
 
-        If the most likely token does not, the JSON is closed: `is_cut` is set, and only the tokens of the end are
-        allowed.
+        If the most likely token does not, the JSON is closed: `is_cut` is set, and from then on only the tokens of the
+        short end are allowed.
 
-        Searching for an end takes time, so it is not done for every token. A token lengthens the end by at most
-        `_max_growth`, so the next search is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
+        Looking for an end is too slow to do at every token. Each token lengthens the end by at most `_max_growth`, so
+        the next look is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
         """
         n_left = self._max_tokens - len(self._answer)
         if self._end is not None:
@@ -163,7 +167,7 @@ class Constraint:
         self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
         if end is None or n_free > self._max_growth:
             return allowed
-        is_free = np.zeros_like(allowed)  # tokens that leave enough for the end
+        is_free = np.zeros_like(allowed)  # tokens known to leave room for the end
         bits = self._matcher.compute_bitmask()
         if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
             is_free = allowed & self._without_quotes[: allowed.size]
@@ -177,14 +181,14 @@ class Constraint:
         return self._keep_an_end(allowed, logits)
 
     def _look(self, matcher: LLMatcher, n_left: int) -> list[int] | None:
-        """Return a short end of at most `n_left` tokens; None without one, or if reasoning precedes the JSON."""
+        """Return a short end of at most `n_left` tokens. Return None if no end is found or reasoning may come first."""
         try:
             return short_end(matcher, self._vocabulary, min(n_left, MAX_END))
         except FreeText:
             return None
 
     def _fits(self, token: int, n_left: int) -> bool:
-        """Return whether the JSON can end within `n_left` tokens after a token, or the token starts reasoning."""
+        """Return whether the JSON can end within `n_left` tokens after `token`. Tokens of reasoning always fit."""
         ahead = self._matcher.deep_copy()
         if not ahead.consume_token(token):
             return False
@@ -199,14 +203,17 @@ class Constraint:
 
     @cached_property
     def _without_quotes(self) -> np.ndarray:
-        """Return which tokens have neither quotes nor backslashes, bool `(vocabulary,)`."""
+        """Return which tokens contain neither quotes nor backslashes, bool `(vocabulary,)`."""
         matcher = make_matcher(self._tokenizer, NO_QUOTES)
         size = 8 * len(matcher.compute_bitmask())
         return allowed_tokens(matcher, size)
 
 
 def _likeliest(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
-    """Return up to `MAX_CANDIDATES` allowed tokens, most likely first; fewer if they have probability `share`."""
+    """Return up to `MAX_CANDIDATES` allowed tokens, most likely first.
+
+    The list ends early once its tokens have a total probability of more than `share`.
+    """
     n = min(MAX_CANDIDATES, int(allowed.sum()))
     probabilities = mx.softmax(mx.where(mx.array(allowed), logits[0], -mx.inf), precise=True)
     order = mx.argsort(-probabilities)[:n]
@@ -216,20 +223,20 @@ def _likeliest(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]
 
 
 def _only(allowed: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """Return a mask that allows only these tokens."""
+    """Return a mask that allows only `tokens`."""
     mask = np.zeros_like(allowed)
     mask[tokens] = True
     return mask
 
 
 def _common_prefix_length(first: list[int], second: list[int]) -> int:
-    """Return the number of tokens that both lists share at their start."""
+    """Return the length of the common prefix of two lists."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
     return sum(1 for _ in pairs)
 
 
 def _failure(matcher: LLMatcher) -> Exception:
-    """Return the error for a failed matcher: the format is too complex, or a token was not allowed."""
+    """Return the error for a failed matcher: the schema is too complex, or the answer has left the grammar."""
     why = reason_of(matcher)
     if "satisfy the grammar" in why:
         return RuntimeError(f"the answer has left its grammar: {why}")

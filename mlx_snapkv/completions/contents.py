@@ -9,20 +9,20 @@ from typing import Any, Literal, NamedTuple
 
 from .validation import require
 
-SEPARATOR = "\n\n"  # separates joined texts
+SEPARATOR = "\n\n"  # between joined texts
 TEXT_TYPES = {"text", "input_text", "output_text", "reasoning_text", "summary_text"}
 MEDIA = ("image", "audio", "video", "file", "document", "pdf", "screenshot")
-MAX_TYPE_LENGTH = 40  # maximum characters of a part's type in a sentence
-MAX_URL_LENGTH = 200  # maximum characters of a part's URL that the model sees
+MAX_TYPE_LENGTH = 40  # maximum length of a part's type in a note, in characters
+MAX_URL_LENGTH = 200  # maximum length of a URL shown to the model, in characters
 
 Source = Literal["user", "tool", "other"]
 
 
 class TextPart(NamedTuple):
-    """A part of a content as text.
+    """One part of a message's content, as text.
 
     Attributes:
-        note: a sentence that says what the model does not get from the part, or None.
+        note: a sentence about what the model does not see of the part, or None.
     """
 
     text: str
@@ -30,13 +30,13 @@ class TextPart(NamedTuple):
 
 
 def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
-    """Yield the text of each part of a content: a text, a part, a list of both, or None.
+    """Yield the text of each part of a message's content.
 
     Args:
-        content: the `content` of a message in any API.
-        source: "user" for messages of the user or the system, which must not contain media. "tool" for a tool's result,
-            in which parts of unknown types become JSON. "other" for all others. For "tool" and "other", media become a
-            description in brackets.
+        content: the `content` of a message in any API: a string, a part, a list of both, or None.
+        source: "user" for user and system messages, which must not contain media. "tool" for tool results, in which
+            parts of unknown types become JSON. "other" for everything else. In "tool" and "other" content, media are
+            replaced by a description in brackets.
 
     Raises: ValueError: a part of a "user" message is not text.
     """
@@ -58,18 +58,18 @@ def as_list(content: Any) -> list[Any]:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON on one line, without escaping non-ASCII letters."""
+    """Return a value as single-line JSON, without escaping non-ASCII letters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def part_type(part: dict[str, Any]) -> str:
-    """Return a part's `type`, shorten for a sentence; "part" without a type."""
+    """Return a part's `type`, shortened for use in a sentence, or "part" if it has none."""
     kind = part.get("type")
     return kind[:MAX_TYPE_LENGTH] if isinstance(kind, str) else "part"
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates by U+FFFD. Clients send them if they cut a text inside an emoji."""
+    """Replace lone surrogates with U+FFFD. Clients send them when they cut a text in the middle of an emoji."""
     with contextlib.suppress(UnicodeEncodeError):
         text.encode()
         return text
@@ -77,9 +77,9 @@ def replace_surrogates(text: str) -> str:
 
 
 def replace_surrogates_in(value: Any) -> Any:
-    """Apply `replace_surrogates` to the strings of a JSON value, except to keys of objects.
+    """Apply `replace_surrogates` to every string in a JSON value except the keys of objects.
 
-    A string that consists of lone surrogates does not change, so that the tokenizer rejects it.
+    A string that consists only of lone surrogates is left as it is, so that the tokenizer rejects it.
     """
     if isinstance(value, str):
         text = replace_surrogates(value)
@@ -93,9 +93,9 @@ def replace_surrogates_in(value: Any) -> Any:
 
 
 def _text_part(part: dict[str, Any], source: Source) -> TextPart:
-    """Return a part as text; see `text_parts`.
+    """Convert a part to text, as described in `text_parts`.
 
-    Raises: ValueError: the part's `text` is not a text, or a "user" message has media.
+    Raises: ValueError: the part's `text` is not a string, or a "user" message has media.
     """
     kind = part_type(part)
     is_untyped = not isinstance(part.get("type"), str)
@@ -126,7 +126,7 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
 
 
 def _media(part: dict[str, Any], kind: str) -> str | None:
-    """Return the kind of media that a part contains, or None. MCP resources in base64 are files."""
+    """Return the kind of media that a part contains, or None. Base64 MCP resources count as files."""
     for name in MEDIA:
         if name in kind:
             return name
@@ -136,9 +136,9 @@ def _media(part: dict[str, Any], kind: str) -> str | None:
 
 
 def _with_title(part: dict[str, Any], text: str) -> str:
-    """Put a document's title or file name before its text."""
+    """Prepend a document's title or file name to its text."""
     file = part.get("file")
-    named = file if isinstance(file, dict) else part  # the object with the file name
+    named = file if isinstance(file, dict) else part  # the object that may have the file name
     title = part.get("title") or named.get("filename")
     if isinstance(title, str):
         text = f"{title}\n{text}"
@@ -146,7 +146,7 @@ def _with_title(part: dict[str, Any], text: str) -> str:
 
 
 def _document_text(part: dict[str, Any]) -> str | None:
-    """Return the text of a document, file, search result or MCP resource; None if the part has no text."""
+    """Return the text of a document, file, search result or MCP resource, or None if the part has no text."""
     kind = part_type(part)
     source = part.get("source")
     nested = part.get("resource") or part.get("file") or source
@@ -163,7 +163,7 @@ def _document_text(part: dict[str, Any]) -> str | None:
 
 
 def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
-    """Return the text in `resource`, `file` or `source` of a part of type `kind`; None without text."""
+    """Return the text in a part's `resource`, `file` or `source`, or None. `kind` is the part's type."""
     nested_type = nested.get("type")
     if nested_type == "text" and isinstance(nested.get("data"), str):
         return nested["data"]
@@ -177,9 +177,9 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
 
 
 def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
-    """Decode text in base64 or in a data URL; return None if the data are not text.
+    """Decode text from base64 or a data URL. Return None if the data is not text.
 
-    If the part's type contains "file", the media type may be missing or `application/...`, and the bytes decide.
+    Files may have no media type or a generic `application/...` type. Their bytes then decide whether they are text.
     """
     if not isinstance(data, str):
         return None
@@ -197,7 +197,7 @@ def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:
-    """Return the size in bytes of a part's data, or its URL; None if it has neither."""
+    """Return a part's URL, or the size of its data in bytes. Return None if it has neither."""
     for value in _strings(part):
         if value.startswith(("http://", "https://", "file://")):
             return value[:MAX_URL_LENGTH]
@@ -206,14 +206,14 @@ def _size_or_url(part: dict[str, Any]) -> str | None:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
-        # An empty text or the part's type, such as "file", may also be valid base64.
+        # Short strings and the part's type, such as "file", may happen to be valid base64.
         if len(data) >= 4 and value != part_type(part):
             return f"{n_bytes} bytes"
     return None
 
 
 def _strings(value: Any) -> list[str]:
-    """Return all strings in a JSON value, longest first, because data are longer than their description."""
+    """Return all strings in a JSON value, longest first, because data is longer than its description."""
     texts: list[str] = []
     stack = [value]
     while stack:

@@ -1,4 +1,4 @@
-"""Types for fields of request bodies, which accept the notations of numbers and lists that clients send."""
+"""Field types for request bodies, which accept numbers and lists in the forms that clients send."""
 
 from typing import Annotated, Any
 
@@ -7,13 +7,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from .contents import as_list
 from .validation import must
 
-NO_LIMIT = -1  # value of `max_tokens` and `top_k` for "no limit", as in other servers
-NO_SEED = -1  # value of `seed` for "random", as in other servers
-MAX_BIAS = 10_000  # limit for values added to logits, because larger ones would be infinite in half precision
+NO_LIMIT = -1  # `max_tokens` or `top_k` without a limit, as in other servers
+NO_SEED = -1  # random `seed`, as in other servers
+MAX_BIAS = 10_000  # limit for logit biases, because larger ones could overflow in half precision
 
 
 class BodyModel(BaseModel):
-    """Base class of bodies and of the objects in them.
+    """Base class for request bodies and the objects in them.
 
     Unknown fields, such as `cache_control` and `citations`, are ignored.
     """
@@ -22,7 +22,7 @@ class BodyModel(BaseModel):
 
 
 def _parse_number(value: Any) -> Any:
-    """Convert text such as "0.7" to a number; return other values unchanged."""
+    """Convert a string such as "0.7" to a number. Return other values unchanged."""
     if not isinstance(value, str) or "_" in value:  # Python would read "1_0" as 10
         return value
     try:
@@ -32,7 +32,7 @@ def _parse_number(value: Any) -> Any:
 
 
 def _whole_float_as_int(value: Any) -> Any:
-    """Convert a whole number such as 4.0 to 4; return other values unchanged."""
+    """Convert a whole number such as 4.0 to an int. Return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,4 +1,4 @@
-"""Grammars, in llguidance's Lark, for answers that must be JSON of a schema or a tool call."""
+"""Build llguidance grammars (in Lark) for answers that must be a tool call or follow a JSON schema."""
 
 import json
 import re
@@ -13,19 +13,19 @@ from ..errors import SnapKVError
 from .matcher import MAX_OPTIONAL_PROPERTIES, make_matcher, vocabulary
 from .response_format import ANY_OBJECT, Schema
 
-# JSON on one line. Where white space is allowed, small models fill their answers with it.
+# JSON on one line. If whitespace is allowed, small models fill their answers with it.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# Maximum number of brackets in a prefill that are tried as the start of its JSON.
+# Number of brackets in a prefill that are tried as the start of the JSON.
 MAX_PREFILL_STARTS = 16
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
-# Keywords that may allow properties that are not in `properties`.
+# Keywords that may allow properties besides those in `properties`.
 NAME_OTHERS = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
-# Formats that llguidance enforces. JSON Schema allows others to be annotations.
+# Values of `format` that llguidance enforces. JSON Schema allows ignoring all others.
 FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-# Keywords whose value is an object of schemas, by name.
+# Keywords whose value is an object that maps names to schemas.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that llguidance does not know, with the values that restrict nothing.
+# Keywords that llguidance does not support, with the values that restrict nothing.
 UNRESTRICTIVE: dict[str, tuple] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -35,7 +35,7 @@ UNRESTRICTIVE: dict[str, tuple] = {
 
 
 class TooLargeTogether(SnapKVError):
-    """The schemas could be enforced one by one, but not together in one grammar."""
+    """The schemas can each be enforced alone, but not together in one grammar."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class AnswerFormat:
 
     Attributes:
         grammar: the grammar, in llguidance's Lark.
-        kind: "json" for JSON of a schema. "marked call" for a call in the format of the model's tool parser, including
-            its markers. "call" for a call as a JSON object with name and arguments, for other parsers.
-        prefill: start of the JSON, if the prompt ends with it and the answer continues it.
+        kind: "json" for JSON that follows a schema. "marked call" for a call in the model's own format, including its
+            markers. "call" for a call as a JSON object with name and arguments, used if there is no grammar for the
+            model's own format.
+        prefill: start of the JSON, if it is at the end of the prompt and the answer continues it.
         note: a sentence about what is not enforced.
     """
 
@@ -59,13 +60,13 @@ class AnswerFormat:
 def json_format(
     schema: Schema, tokenizer, state: str | None, what: str, may_call: bool = False
 ) -> AnswerFormat:
-    """Return the format for JSON that must follow a schema.
+    """Return the format for an answer that must follow a JSON schema.
 
     Args:
         schema: a JSON schema.
-        tokenizer: the model's tokenizer, with its markers of reasoning and calls.
+        tokenizer: the model's tokenizer, with its reasoning and call markers.
         state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
-        what: name of the schema in an error.
+        what: how errors refer to the schema.
         may_call: whether the answer may contain tool calls instead, in any format.
 
     Raises: SnapKVError: the schema can't be enforced.
@@ -80,9 +81,9 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON may start at any bracket. The first bracket is used from which the grammar accepts the prefill, if
-    necessary without white space at the end and without line breaks, which the grammar forbids. If the grammar accepts
-    none, the answer contains the whole JSON.
+    The JSON starts at the first bracket from which the grammar accepts the prefill. Trailing whitespace and line
+    breaks, which the grammar forbids, are dropped if necessary. If no bracket works, the answer must contain the whole
+    JSON.
     """
     brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts = [prefill[start:] for start in brackets[:MAX_PREFILL_STARTS]] or [prefill.lstrip()]
@@ -95,16 +96,16 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON unchanged, then without trailing white space, then without line breaks."""
+    """Return the start of JSON unchanged, then without trailing whitespace, then without line breaks."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
 
 
 def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for one call of one of the tools.
+    """Return the format for one call to one of the tools.
 
-    If all parameter schemas together are too large, arguments may be any object, and the format has a note.
+    If the parameter schemas are too large together, the arguments may be any object, and the format has a note.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -119,7 +120,7 @@ def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFor
 
 
 def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for a call that the model's tool parser can read; `schemas` are by tool name."""
+    """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas."""
     parser = tokenizer.tool_parser
     terminals = partial(_terminals, tokenizer=tokenizer)
     start = terminals(tokenizer.tool_call_start or "")
@@ -145,7 +146,7 @@ def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFor
 
 
 def name_of(tool: dict[str, Any]) -> str:
-    """Return the name of a tool.
+    """Return a tool's name.
 
     Raises: SnapKVError: the tool has no function with a name.
     """
@@ -157,9 +158,9 @@ def name_of(tool: dict[str, Any]) -> str:
 
 
 def _json_calls(schemas: dict[str, Schema]) -> str:
-    """Return the alternatives of a call as a JSON object, one per tool.
+    """Return the grammar of a call as a JSON object, with one alternative per tool.
 
-    The arguments of each tool have a grammar of their own, so that `$ref` is resolved within their schema.
+    Each tool's arguments are a separate `%json` grammar, so that `$ref` is resolved within their own schema.
     """
     calls = []
     for name, schema in schemas.items():
@@ -169,10 +170,10 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 
 
 def _arguments_schema(parameters: Any) -> Schema:
-    """Return the schema for a call's arguments, which is an object.
+    """Return the schema of a call's arguments, which must be an object.
 
-    Other properties are forbidden if all required ones are among the parameters, or if none is required. Objects within
-    the arguments follow this rule if they name properties.
+    If `properties` includes all required properties, no others are allowed. The same rule applies to nested objects
+    that name properties.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -185,7 +186,7 @@ def _arguments_schema(parameters: Any) -> Schema:
 
 
 def _names_all_properties(schema: dict[str, Any]) -> bool:
-    """Return whether an object's schema names all required properties itself, and no keyword allows others."""
+    """Return whether an object's `properties` includes all required ones, and no other keyword can allow more."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     names_required = (
@@ -197,7 +198,10 @@ def _names_all_properties(schema: dict[str, Any]) -> bool:
 
 
 def _combines(schema: Any) -> bool:
-    """Return whether parts of a schema may describe one object; if one was closed, it would forbid what others name."""
+    """Return whether several parts of a schema may describe the same object.
+
+    Such parts must not be closed, because one would forbid the properties that another names.
+    """
     if isinstance(schema, list):
         return any(map(_combines, schema))
     if not isinstance(schema, dict):
@@ -209,9 +213,9 @@ def _combines(schema: Any) -> bool:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema in which each object with named properties, at any depth, allows no others.
+    """Forbid additional properties in every object of a schema that names its properties, at any depth.
 
-    An object without named properties stays as it is: it may be a map.
+    Objects without named properties stay open, because they may be maps.
     """
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
@@ -228,7 +232,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _enforceable(schema: Schema) -> str:
-    """Return a schema as JSON text for llguidance, which then allows only JSON on one line."""
+    """Return a schema as JSON text for llguidance, set to allow only JSON on one line."""
     if schema is False:
         return "false"
     rules = {} if schema is True else _simplified(schema)
@@ -236,7 +240,7 @@ def _enforceable(schema: Schema) -> str:
 
 
 def _simplified(schema: Any) -> Any:
-    """Remove keywords that restrict nothing from a schema, and write numbers such as 2.0 as 2."""
+    """Remove keywords that restrict nothing from a schema, and convert numbers such as 2.0 to 2."""
     if isinstance(schema, list):
         return [_simplified(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
@@ -255,28 +259,28 @@ def _simplified(schema: Any) -> Any:
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:
-    """Return whether a keyword with this value restricts nothing, although llguidance rejects it."""
+    """Return whether a keyword can be dropped: llguidance rejects it, but this value restricts nothing."""
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
-    # Types are compared, too, because True equals 1 in Python.
+    # Compare types as well, because True == 1 in Python.
     return any(
         type(value) is type(other) and value == other for other in UNRESTRICTIVE.get(keyword, ())
     )
 
 
 def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
-    """Return the grammar of an answer in Lark, including reasoning that may precede it.
+    """Return an answer's Lark grammar, including reasoning that may precede the answer.
 
     Args:
-        answer: expression of the answer without reasoning.
-        tokenizer: the model's tokenizer, with its markers of reasoning.
-        state: see `json_format`. In "reasoning", the answer starts within reasoning.
-        schemas: the schemas in `answer`, by name in errors.
+        answer: expression for the answer without reasoning.
+        tokenizer: the model's tokenizer, with its reasoning markers.
+        state: see `json_format`. With "reasoning", the answer starts in the middle of reasoning.
+        schemas: the schemas in `answer`, keyed by how errors refer to them.
 
     Raises:
-        TooLargeTogether: each schema could be enforced alone.
+        TooLargeTogether: each schema can be enforced alone, but not all together.
         SnapKVError: a schema can't be enforced.
     """
     thoughts, rules = _thoughts(tokenizer, state)
@@ -286,7 +290,7 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
     try:
         make_matcher(tokenizer, grammar)
     except SnapKVError:
-        # Find the schema that causes the error, so that the error names it.
+        # Compile each schema alone, so that the error names the one at fault.
         for what, schema in schemas.items():
             make_matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
         if len(schemas) > 1:
@@ -296,7 +300,10 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
 
 
 def _require_few_optional(schema: Schema, what: str) -> None:
-    """Check that no object of a schema has more optional properties than the matcher supports. Raises: SnapKVError."""
+    """Check that no object in a schema has more optional properties than the matcher supports.
+
+    Raises: SnapKVError: an object has too many.
+    """
     n_optional = max(_n_optional_properties(schema), default=0)
     if n_optional > MAX_OPTIONAL_PROPERTIES:
         why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
@@ -304,7 +311,7 @@ def _require_few_optional(schema: Schema, what: str) -> None:
 
 
 def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the expression of reasoning before an answer, and the rules that it uses."""
+    """Return the expression for reasoning before an answer, and the rules that it uses."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules
@@ -337,12 +344,12 @@ def _n_optional_properties(schema: Any) -> Iterator[int]:
 
 
 def _terminals(text: str, tokenizer) -> str:
-    """Return a text as a sequence of the grammar's terminals."""
+    """Return text as a sequence of grammar terminals."""
     return " ".join(_terminal_list(text, tokenizer))
 
 
 def _terminal_list(text: str, tokenizer) -> list[str]:
-    """Return a text as a list of terminals: special tokens (such as call markers) by id, other text as strings."""
+    """Return text as a list of terminals: special tokens, such as call markers, by id, and other text as strings."""
     known = vocabulary(tokenizer)
     special_ids = {
         str(token): token_id
@@ -351,7 +358,7 @@ def _terminal_list(text: str, tokenizer) -> list[str]:
     }
     parts = [text]
     if special_ids:
-        # A token may be the start of another one, so longer ones are tried first.
+        # One token may be the start of another, so try longer ones first.
         longest_first = sorted(special_ids, key=len, reverse=True)
         any_special = "|".join(map(re.escape, longest_first))
         parts = re.split(f"({any_special})", text)

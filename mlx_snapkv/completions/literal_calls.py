@@ -1,4 +1,4 @@
-"""Parse tool calls whose arguments are a literal (JSON, Python's or Gemma's) after a header with the tool's name."""
+"""Parse tool calls written as the tool's name and a literal in the notation of JSON, Python or Gemma."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write
+DECODER = json.JSONDecoder(strict=False)  # models write line breaks in strings
 CLOSERS = {"{": "}", "[": "]", "(": ")"}
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
@@ -15,7 +15,7 @@ ESCAPED |= {letter: letter for letter in "\"'\\"}
 KEYWORDS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # start of keyword arguments
 NUMBER = r"[\w.+-]+"  # also matches constants
 PLAIN = r"[^{}\[\](),]+"
-BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends the text
+BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends the value
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
@@ -24,11 +24,11 @@ class Notation:
     """How a format writes calls.
 
     Attributes:
-        header: regular expression of the text before the arguments, with the groups `name` and optionally `id`; "" if
-            calls have no header.
-        quotes: quotes of strings, longer ones first.
+        header: regular expression for the text before the arguments, with the groups `name` and optionally `id`. Empty
+            if calls have no header.
+        quotes: string delimiters, longest first.
         escapes: whether a backslash in a string escapes the next letter.
-        is_json: whether arguments are JSON. If so, unquoted values are not text, and slashes may be escaped.
+        is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes may be escaped.
         end: text after a call, or "".
     """
 
@@ -40,13 +40,13 @@ class Notation:
 
     @cached_property
     def next_call(self) -> re.Pattern[str]:
-        """Return the regular expression of a call's header."""
+        """Return the compiled `header`."""
         return re.compile(self.header)
 
 
 JSON = Notation()
 NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
-# Formats, by the name of mlx-lm's parser.
+# Notations by the name of mlx-lm's parser.
 FORMATS = {
     "function_gemma": Notation(
         rf"call:{NAME}\s*(?={{)", ("<escape>",), escapes=False, is_json=False
@@ -65,14 +65,14 @@ FORMATS = {
 
 
 def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> list[dict[str, Any]]:
-    """Return the calls that follow headers in a text, with `name`, `arguments` and optionally `id`.
+    """Return the calls in a text as dicts with `name`, `arguments` and optionally `id`.
 
     Args:
-        text: the answer's text between the markers of a call.
-        notation: notation of the model's format.
-        is_complete: whether the model has ended the text. If so, mistakes are repaired.
+        text: the answer's text between a call's markers.
+        notation: the notation of the model's format.
+        is_complete: whether the model has finished the text. If so, mistakes are repaired.
 
-    Raises: ValueError: the arguments of a call can't be parsed.
+    Raises: ValueError: a call's arguments can't be parsed.
     """
     calls: list[dict[str, Any]] = []
     position = 0
@@ -83,7 +83,7 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
 
 def parse_values(text: str, is_complete: bool) -> list[Any]:
-    """Return the objects in a text that contains JSON among other text. Elements of lists are returned one by one.
+    """Return the JSON objects in a text that may contain other text as well. Lists are flattened.
 
     Raises: ValueError: an object or list can't be parsed.
     """
@@ -96,12 +96,12 @@ def parse_values(text: str, is_complete: bool) -> list[Any]:
 
 
 def _flat(value: Any) -> list[Any]:
-    """Flatten nested lists; return any other value as a list."""
+    """Flatten nested lists. Return any other value as a list of one."""
     return [part for item in value for part in _flat(item)] if isinstance(value, list) else [value]
 
 
 def ends_within_string(text: str, notation: Notation) -> bool:
-    """Return whether a text ends within a string inside brackets."""
+    """Return whether a text ends inside a string that is inside brackets."""
     reader = Reader(text, 0, notation)
     depth = 0
     while reader.position < len(text):
@@ -118,7 +118,7 @@ def ends_within_string(text: str, notation: Notation) -> bool:
 
 
 def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tuple[Any, int]:
-    """Return the value that starts at `start`, and the position after it."""
+    """Return the value at `start`, and the position after it."""
     if notation.is_json:
         try:
             return DECODER.raw_decode(text, start)
@@ -130,12 +130,13 @@ def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tupl
 
 
 class Reader:
-    """Reads a literal as models write it, with unquoted keys, any quotes, and constants of Python or JSON.
+    """Reads a literal as models write it: with unquoted keys, any quotes, and Python or JSON constants.
 
-    A comma may follow the last item. An outer bracket may be doubled. An unquoted value that is no constant is text.
+    A comma may follow the last item, and outer braces may be doubled. Unless the notation is JSON, an unquoted value
+    that is neither a constant nor a number is text.
 
     Attributes:
-        position: position of the reader in the text.
+        position: current position in the text.
     """
 
     def __init__(self, text: str, position: int, notation: Notation, is_complete: bool = False):
@@ -146,7 +147,7 @@ class Reader:
         self._is_complete = is_complete
 
     def value(self, in_list: bool = False) -> Any:
-        """Read the value at the position. Raises: ValueError: there is no value.
+        """Read the value at the current position.
 
         Raises: ValueError: there is no value.
         """
@@ -165,12 +166,12 @@ class Reader:
         return self._bare(in_list)
 
     def quote(self) -> str:
-        """Return the quote at the position, or ""."""
+        """Return the quote at the current position, or ""."""
         at = self._text.startswith
         return next((quote for quote in self._notation.quotes if at(quote, self.position)), "")
 
     def string(self) -> str:
-        """Read the string at the position. Raises: ValueError: the string has no end.
+        """Read the string at the current position.
 
         Raises: ValueError: the string has no end.
         """
@@ -182,7 +183,7 @@ class Reader:
         return ESCAPE.sub(self._unescaped, body) if self._notation.escapes else body
 
     def _unescaped(self, escape: re.Match[str]) -> str:
-        """Return the meaning of an escape sequence. Unknown ones are text."""
+        """Return the character that an escape sequence encodes. Unknown sequences are kept as they are."""
         code = escape[1] or escape[2]
         if code:
             return chr(int(code, 16))
@@ -191,7 +192,7 @@ class Reader:
         return ESCAPED.get(escape[3], escape[0])
 
     def _object(self, closer: str) -> dict[str, Any]:
-        """Read the object or the keyword arguments at the position."""
+        """Read the object or the keyword arguments at the current position."""
         items: dict[str, Any] = {}
         for _ in self._items(closer):
             key = self.string() if self.quote() else self._match(r"[^\s:=,\"'{}\[\]()]+")
@@ -200,11 +201,11 @@ class Reader:
         return items
 
     def _list(self, closer: str) -> list[Any]:
-        """Read the list at the position."""
+        """Read the list at the current position."""
         return [self.value(in_list=True) for _ in self._items(closer)]
 
     def _items(self, closer: str) -> Iterator[None]:
-        """Move from item to item within brackets, and finally past the closing bracket."""
+        """Step through the items within brackets, then past the closing bracket."""
         self.position += 1
         while not self._at(closer):
             yield
@@ -214,7 +215,7 @@ class Reader:
                 return
 
     def _bare(self, in_list: bool) -> Any:
-        """Read the unquoted value at the position: a constant, a number, or text if the notation allows it."""
+        """Read an unquoted value: a constant, a number, or text if the notation allows it."""
         pattern = NUMBER if self._notation.is_json else PLAIN if in_list else BARE
         text = self._match(pattern).strip()
         if text in CONSTANTS:
@@ -227,19 +228,22 @@ class Reader:
         return text
 
     def _at(self, closer: str) -> bool:
-        """Read a closing bracket, and return whether it is there, or missing at the end of the text."""
+        """Return whether the brackets end here, and read the closing bracket.
+
+        In a complete text, the last closing brackets may be missing.
+        """
         self._skip_blanks()
         if self._text.startswith(closer, self.position):
             self.position += 1
             return True
         rest = self._text[self.position :]
         is_end = not rest or rest.startswith(self._notation.end or "\0")
-        # If the text does not end with a bracket, its end may be cut off.
+        # Text that does not end with a bracket may be cut off.
         follows_bracket = self._text[: self.position].rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_end and follows_bracket
 
     def _match(self, pattern: str) -> str:
-        """Read the text that matches a pattern at the position.
+        """Read the text that matches a pattern at the current position.
 
         Raises: ValueError: the pattern does not match.
         """
@@ -250,7 +254,7 @@ class Reader:
         return found[0]
 
     def _skip(self, pattern: str) -> bool:
-        """Read a pattern if it matches at the position, and return whether it does."""
+        """Read a pattern if it matches at the current position, and return whether it did."""
         found = re.compile(pattern).match(self._text, self.position)
         self.position = found.end() if found else self.position
         return found is not None

@@ -1,4 +1,4 @@
-"""llguidance's view of a tokenizer, and its matchers, which enforce a grammar token by token."""
+"""Create llguidance matchers, which enforce a grammar token by token."""
 
 import re
 from typing import Any
@@ -9,16 +9,18 @@ from llguidance.hf import from_tokenizer
 
 from ..errors import SnapKVError, brief
 
-# Maximum optional properties of an object. Any of them may come next, and each takes 4 items in a row of the parser.
+# Maximum number of optional properties in an object. For each one that may come next, the parser needs four items.
 MAX_OPTIONAL_PROPERTIES = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
-MAX_REASON_LENGTH = 200  # maximum characters of the library's error in a sentence
+MAX_REASON_LENGTH = 200  # maximum length of llguidance's error in ours, in characters
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
 def vocabulary(tokenizer) -> LLTokenizer:
-    """Return the bytes of all tokens. The result is cached per tokenizer, because large vocabularies take seconds.
+    """Return llguidance's version of a tokenizer, with the bytes of all tokens.
+
+    The result is cached, because large vocabularies take seconds.
 
     Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
     """
@@ -34,9 +36,9 @@ def vocabulary(tokenizer) -> LLTokenizer:
 
 
 def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
-    """Return a matcher for a grammar in llguidance's Lark, at the start of an answer.
+    """Return a matcher for a Lark grammar, at the start of an answer.
 
-    Raises: SnapKVError: the grammar can't be enforced; `what` is its name in the sentence.
+    Raises: SnapKVError: the grammar can't be enforced. The error refers to it as `what`.
     """
     matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -45,10 +47,10 @@ def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatche
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Return the error of a matcher for use in a sentence, without the library's prefixes and quotes of the grammar."""
-    # Quoted lines of the grammar and the parser's state are of no use to clients.
+    """Return a matcher's error for use in a sentence, without llguidance's prefixes and quotations."""
+    # Clients have no use for quoted grammar lines or the parser's state.
     reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
-    if reason.startswith("panic: "):  # one of the library's limits
+    if reason.startswith("panic: "):  # llguidance has hit a limit
         return "it is too large"
     reason = re.sub(
         r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",

@@ -1,7 +1,7 @@
-"""Parse the messages of a chat from the bodies of all APIs.
+"""Parse chat messages from the request bodies of all APIs.
 
-OpenAI's chat completions, OpenAI's responses and Anthropic's messages write tool calls, tool results and reasoning in
-different places. Clients mix these formats, and repeat old messages in every later request.
+OpenAI's Chat Completions, OpenAI's Responses and Anthropic's Messages put tool calls, tool results and reasoning in
+different places. Clients mix these formats, and send old messages again with every request.
 """
 
 import json
@@ -28,7 +28,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "tool_response": "tool",
     "tool_result": "tool",
 }
-# Fields that `Message` has in its own format; all others are `extra`.
+# Fields that `Message` represents in its own format. All others become `extra`.
 PARSED_FIELDS = {
     "content",
     "role",
@@ -39,19 +39,19 @@ PARSED_FIELDS = {
     "reasoning",
     "reasoning_content",
 }
-# Fields that may hold a call's arguments; the first one present counts.
+# Fields that may contain a call's arguments, in order of precedence.
 ARGUMENT_FIELDS = ("arguments", "input", "action", "operation", "queries", "code")
 THOUGHT_TYPES = ("thinking", "reasoning", "redacted_thinking")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of one role: text with reasoning and tool calls, or the result of a call.
+    """A message of one role: text with reasoning and tool calls, or a tool result.
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        calls: tool calls in OpenAI's format, except that `arguments` are a value rather than JSON text.
-        call_id: id of the call that a "tool" message answers.
+        calls: tool calls in OpenAI's format, except that `arguments` is a value rather than JSON text.
+        call_id: for a "tool" message, the id of the call whose result it is.
         extra: fields that only some chat templates read.
         notes: sentences about omitted parts of the client's message.
     """
@@ -66,21 +66,21 @@ class Message:
 
 
 def is_answer(item: Any) -> bool:
-    """Return whether a client's message has the role of the assistant."""
+    """Return whether a client's message is from the assistant."""
     role = item.get("role") if isinstance(item, dict) else None
     return isinstance(role, str) and ROLES.get(role.lower()) == "assistant"
 
 
 def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
-    """Parse one message of a chat, or one item of a response's input. Calls and results become separate messages.
+    """Parse one chat message, or one input item of the Responses API. Calls and results become separate messages.
 
     Args:
         item: the message or item, as the client sent it.
-        may_have_media: whether images in a user message are described to the model rather than rejected. This applies
-            to messages after a tool's result, where clients put images that the tool returned, and to messages that
-            another model may have answered.
+        may_have_media: whether images in a user message are described to the model rather than rejected. True after a
+            tool result, because clients put images that the tool returned there, and for messages that have already
+            been answered, perhaps by another model.
 
-    Raises: ValueError: the item has no known form.
+    Raises: ValueError: the item has an unknown format.
     """
     require(isinstance(item, dict), "should be a valid object", item)
     kind = item.get("type")
@@ -99,10 +99,10 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
 
 
 def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
-    """Parse a message of the system, the user or the assistant, in the order of its parts.
+    """Parse a system, user or assistant message, keeping the order of its parts.
 
-    Tool results in a user's message are placed before the user's text, because they answer the preceding calls. The
-    first message of the role gets the item's `extra` fields.
+    Tool results in a user message go before the user's text, because they belong to the preceding calls. The first
+    resulting message with the original role gets the item's `extra` fields.
     """
     parts = as_list(item.get("content"))
     has_result = any(_part_kind(part) == "result" for part in parts)
@@ -115,7 +115,7 @@ def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) ->
     messages.append(Message(role, calls=tuple(_call(c) for c in calls if isinstance(c, dict))))
     messages = [m for m in messages if m.text or m.reasoning or m.calls or m.role == "tool"]
     if role == "user":
-        messages.sort(key=lambda message: message.role == "user")  # False, for results, is first
+        messages.sort(key=lambda message: message.role == "user")  # results (False) come first
     if not messages:
         messages = [Message(role)]
     for index, message in enumerate(messages):
@@ -126,7 +126,7 @@ def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) ->
 
 
 def _extra(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message that `Message` does not have in its own format."""
+    """Return the fields of a message that `Message` does not represent in its own format."""
     return {
         name: value
         for name, value in item.items()
@@ -135,7 +135,7 @@ def _extra(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[Message]:
-    """Yield a message for each run of text parts, and for each reasoning, call and result."""
+    """Yield one message per run of text parts, and one per reasoning, call or result part."""
     for kind, group in groupby(parts, _part_kind):
         if kind == "text":
             yield _join(role, text_parts(list(group), source), separator="")
@@ -150,7 +150,7 @@ def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[M
 
 
 def _part_kind(part: Any) -> str:
-    """Return the kind of a content's part: "thought", "call", "result", or "text" for anything else."""
+    """Return the kind of a content part: "thought", "call", "result", or "text" for anything else."""
     kind = part_type(part) if isinstance(part, dict) else ""
     if kind in THOUGHT_TYPES:
         return "thought"
@@ -165,7 +165,7 @@ def _thought(part: dict[str, Any]) -> str:
 
 
 def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
-    """Return a message with the texts of all parts, and with their distinct notes."""
+    """Join text parts and their distinct notes into one message."""
     texts = []
     notes = []
     for part in parts:
@@ -176,8 +176,8 @@ def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
 
 
 def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Return a tool's result as a message. If `item` reports an error, the text starts with it."""
-    # A part with a note is a placeholder between line breaks, which the separator replaces.
+    """Convert a tool result to a message. If `item` reports an error, the text starts with it."""
+    # Parts with a note are placeholders between line breaks, which the separator replaces.
     parts = (
         part._replace(text=part.text.strip("\n")) if part.note else part
         for part in text_parts(content)
@@ -190,7 +190,7 @@ def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
 
 
 def _failure(item: dict[str, Any]) -> str:
-    """Return the error that the fields of a result report in any API, or ""."""
+    """Return the error that a tool result reports in any API's format, or ""."""
     error = item.get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         error = error["message"]
@@ -202,14 +202,14 @@ def _failure(item: dict[str, Any]) -> str:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call of any API in OpenAI's format, with its arguments as a value."""
+    """Convert a tool call of any API to OpenAI's format, with its arguments as a value."""
     nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
     inner = nested[0] if nested else call  # the object with name and arguments
     arguments = next((inner[key] for key in ARGUMENT_FIELDS if key in inner), None)
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
     name = inner.get("name") or call.get("name")
-    # Built-in tools only have a type, such as "web_search_call".
+    # Calls of built-in tools have only a type, such as "web_search_call".
     if not isinstance(name, str):
         name = part_type(call).removesuffix("_call")
     function = {
@@ -221,14 +221,14 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_name(name: str, namespace: Any) -> str:
-    """Return a tool's name with its namespace, `namespace__name`. Namespaces of MCP servers may end in "__"."""
+    """Return a tool's name with its namespace, as `namespace__name`. MCP namespaces may already end in "__"."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace.rstrip('_')}__{name}"
 
 
 def parse_arguments(value: Any) -> Any:
-    """Return a call's arguments as a value. JSON text is parsed, other text is kept, missing arguments become {}."""
+    """Parse a call's arguments. JSON text is parsed, other text is kept, and missing arguments become {}."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if not isinstance(value, str):
@@ -244,7 +244,7 @@ def parse_arguments(value: Any) -> Any:
 
 
 def _response_item(item: dict[str, Any], kind: str) -> list[Message]:
-    """Parse an item of a response's input that is not a message, by its type."""
+    """Parse an input item of the Responses API that is not a message."""
     if kind == "item_reference":
         raise ValueError(
             "refers to an earlier response, and nothing is stored here: send the item itself"
@@ -258,7 +258,7 @@ def _response_item(item: dict[str, Any], kind: str) -> list[Message]:
         return [Message("assistant", calls=(_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
     if kind.endswith("_call") and ("output" in item or output):
-        # An item of a built-in tool contains both call and result.
+        # Items of built-in tools contain both the call and its result.
         return [Message("assistant", calls=(_call(item),)), _result(item, item.get("id"), output)]
     if kind in ("tool_use", "tool_result", *THOUGHT_TYPES):
         return list(_content_messages([item], "assistant", "other"))

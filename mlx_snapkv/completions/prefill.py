@@ -1,4 +1,4 @@
-"""A prefill: a message of the assistant at the end of a chat, which the answer continues."""
+"""Prefills: final assistant messages that the answer continues."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its 
 
 
 def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
-    """Remove a last message of the assistant that has no text and no calls. Return the turns and notes about it.
+    """Remove a final assistant message that has no text and no calls. Return the turns, and notes about it.
 
-    A chat's only message is not removed.
+    A chat's only message is kept.
     """
     if len(turns) < 2:
         return turns, []
@@ -27,7 +27,7 @@ def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]
 
 
 def prefill_of(turns: list[Message]) -> str:
-    """Return the text that the answer continues; "" if the last message is not the assistant's, or has calls."""
+    """Return the text that the answer continues, or "" if the last message isn't the assistant's or has calls."""
     if not turns:
         return ""
     last = turns[-1]
@@ -36,13 +36,13 @@ def prefill_of(turns: list[Message]) -> str:
 
 
 def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-    """Return the chat in the template up to the end of the last message's text.
+    """Return the rendered chat up to the end of the last message's text.
 
-    The message is rendered with a mark at its end, and the rendered chat is cut at the mark. This drops what the
-    template adds after a message, and keeps what it would strip.
+    The message is rendered with a mark at its end, and the rendered chat is cut at the mark. This removes what the
+    template adds after a message, and keeps trailing whitespace that the template would strip.
 
-    Some templates omit or reject this message. Its text is then placed after the generation prompt. If the generation
-    prompt starts reasoning, the reasoning is ended first.
+    Some templates omit or reject such a message. Its text is then appended to the generation prompt. If the generation
+    prompt starts reasoning, the reasoning is closed first.
 
     Raises: SnapKVError: the template fails, or omits the chat's only message.
     """
@@ -69,5 +69,5 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
 
 def ends_in_thoughts(text: str, tokenizer) -> bool:
-    """Return whether a text starts reasoning without ending it. The tokenizer's model must support reasoning."""
+    """Return whether a text starts reasoning without ending it. The tokenizer must have reasoning markers."""
     return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)

@@ -1,4 +1,4 @@
-"""Convert the prompt of a body to tokens: messages and tools in the chat template, or a text."""
+"""Convert a body's prompt to tokens: messages and tools in the chat template, or plain text."""
 
 import sys
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ ONLY_FUNCTIONS = "only functions are known here"
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a body. It contains no MLX arrays, so any thread may create it.
+    """A body's prompt as tokens. It contains no MLX arrays, so any thread may create it.
 
     Attributes:
         tokens: token ids.
         initial_state, tools, warnings, prefill: see `CompletionRequest`.
-        tool_choice: the body's choice; None if it was dropped.
+        tool_choice: the body's tool choice, or None if it was dropped.
     """
 
     tokens: list[int]
@@ -38,14 +38,14 @@ class Prompt:
 
 
 def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Prompt:
-    """Return the prompt of a body.
+    """Convert a body's prompt to tokens.
 
     Args:
         body: the body of a chat or of a text completion.
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
-        vocabulary_size: number of tokens that the model knows, if it is smaller than the tokenizer's.
+        vocabulary_size: size of the model's vocabulary, if smaller than the tokenizer's.
 
-    Raises: SnapKVError: the chat template refuses, the prompt is empty, or a token is outside the vocabulary.
+    Raises: SnapKVError: the chat template fails, the prompt is empty, or a token is outside the vocabulary.
     """
     if isinstance(body, ChatBody):
         prompt = _chat_prompt(body, tokenizer)
@@ -58,7 +58,7 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
-    """Return the prompt of a chat, up to the start of the answer."""
+    """Return a chat's prompt, up to the start of the answer."""
     tools, tool_choice, tool_notes = _tools_and_choice(body)
     rendered, notes = _render_messages(body, tokenizer, body.messages, tools, for_answer=True)
     return Prompt(
@@ -72,9 +72,9 @@ def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
 
 
 def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> list[int]:
-    """Return the tokens of messages in the chat template, with the body's tools and without a generation prompt.
+    """Return the tokens of messages in the chat template, with the body's tools but without a generation prompt.
 
-    Raises: SnapKVError: the template rejects them, or the model has none.
+    Raises: SnapKVError: the template rejects the messages, or the model has no template.
     """
     tools, _, _ = _tools_and_choice(body)
     rendered, _ = _render_messages(body, tokenizer, context, tools, for_answer=False)
@@ -84,7 +84,7 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 def _tools_and_choice(
     body: ChatBody,
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """Return the tools for the chat template, the choice among them, and notes about ignored tools and choices."""
+    """Return the tools for the chat template, the tool choice, and notes about ignored tools and choices."""
     choice = body.tool_choice
     may_call = choice is None or choice.type != "none"
     client_tools = replace_surrogates_in(body.tools or []) if may_call else []
@@ -104,31 +104,32 @@ def _tools_and_choice(
 
 
 def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
-    """Return whether a choice forces a call of one of the `services`, which are not available."""
+    """Return whether a choice forces a call to a built-in service. No services are available here."""
     if choice.service:
         return True
     if choice.type not in ("required", "function"):
         return False
-    if choice.function is None:  # any tool: a service, if the client offers nothing else
+    if choice.function is None:  # "required", but the client may offer only services
         return bool(services) and not tools
     return any(tool.get("name") == choice.function.name for tool in services)
 
 
 def _is_service(tool: dict[str, Any]) -> bool:
-    """Return whether a tool is built into an API's service, such as web search, rather than a function."""
+    """Return whether a tool is a built-in service of an API, such as web search, rather than a function."""
     has_schema = "name" in tool and ("parameters" in tool or "input_schema" in tool)
     is_function = "function" in tool or tool.get("type", "function") == "function" or has_schema
     return not is_function
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a function of any API to the format of chat templates."""
+    """Convert any API's function definition to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
     function = {}
     for name, value in tool.items():
         if name != "type":
-            # `input_schema` is Anthropic's name. The order is kept, because templates show it to the model.
+            # Anthropic's name is `input_schema`. Keep the order of the fields, because templates show them to the
+            # model.
             function["parameters" if name == "input_schema" else name] = value
     return {"type": "function", "function": function}
 
@@ -140,7 +141,7 @@ def _render_messages(
     tools: list[dict[str, Any]] | None,
     for_answer: bool,
 ) -> tuple[Rendered, list[str]]:
-    """Render messages with the body's options, and return the result with all notes.
+    """Render messages with the body's options. Return the result and all notes.
 
     If `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
     """
@@ -154,7 +155,7 @@ def _render_messages(
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
-    """Return the tokens of a text. A list contains tokens already.
+    """Tokenise a text. A list contains token ids already, and is returned unchanged.
 
     Raises: SnapKVError: the tokenizer fails.
     """

@@ -1,4 +1,4 @@
-"""Render a client's chat with the model's chat template, and determine the state in which the answer starts."""
+"""Render a chat with the model's chat template, and find the state in which the answer starts."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from .prefill import continued_text, ends_in_thoughts, prefill_of, without_empty
 from .rewrites import REWRITES, make_alternating, rewrite
 from .turns import for_template, in_turns
 
-# Options of `apply_chat_template` that would change the type of its result.
+# Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 
@@ -29,9 +29,9 @@ class Rendered:
     """A rendered chat.
 
     Attributes:
-        tokens: token ids of the prompt.
-        messages: messages passed to the template.
-        options: options passed to the template.
+        tokens: the prompt's token ids.
+        messages: messages as passed to the template.
+        options: options as passed to the template.
         notes: sentences about parts of the chat that were omitted or rewritten.
         prefill: text at the end of the prompt that the answer continues.
     """
@@ -54,15 +54,15 @@ def render(
 
     Args:
         tokenizer: the model's tokenizer.
-        messages: messages of the chat.
-        tools: tools for the template, in OpenAI's format; None without tools.
-        options: variables for the template.
-        continues: whether the answer continues the text of a last message of the assistant.
+        messages: the chat's messages.
+        tools: tools in OpenAI's format, or None.
+        options: template variables.
+        continues: whether the answer continues the text of a final assistant message.
 
-    Raises: SnapKVError: there is no template, or it refuses all rewrites; the sentence is about the original chat.
+    Raises: SnapKVError: there is no template, or it rejects every rewrite. The error is about the original chat.
     """
     _require_renderable(tokenizer, tools, options)
-    # Clients' options must not replace these two.
+    # Clients must not override these options.
     own_options = ("tools", "continue_final_message")
     options = {name: value for name, value in options.items() if name not in own_options}
     if tools:
@@ -72,7 +72,7 @@ def render(
     drops_calls = _drops_calls(tokenizer, turns)
     first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if drops_calls and make_alternating not in changes:  # this rewrite turns calls into text
+        if drops_calls and make_alternating not in changes:  # else the calls would be lost
             continue
         new_turns, new_options, new_notes = rewrite(changes, turns, options)
         new_messages = [for_template(turn) for turn in new_turns]
@@ -97,7 +97,10 @@ def render(
 
 
 def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
-    """Check what does not depend on the messages. Raises: SnapKVError: the chat can't be rendered."""
+    """Check everything that does not depend on the messages.
+
+    Raises: SnapKVError: the chat can't be rendered.
+    """
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: use /v1/completions")
     if tools and not tokenizer.has_tool_calling:
@@ -109,7 +112,7 @@ def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
 def _tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
-    """Return the token ids of messages. With a `prefill`, they end with the last message's text."""
+    """Return the chat's token ids. With a `prefill`, they end with the last message's text."""
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
@@ -118,7 +121,7 @@ def _tokens(
 
 
 def _drops_calls(tokenizer, turns: list[Message]) -> bool:
-    """Return whether the template would silently omit calls, because it never reads `tool_calls`."""
+    """Return whether the template never reads `tool_calls`, and so would silently omit the chat's calls."""
     template = tokenizer.chat_template
     # mlx-lm's own templates are functions, which can't be searched.
     is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
@@ -126,9 +129,9 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
 
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
-    """Return the state of mlx-lm's `TextStateMachine` at the start of the answer: "normal" or "reasoning".
+    """Return the state of mlx-lm's `TextStateMachine` in which the answer starts: "normal" or "reasoning".
 
-    It is "reasoning" if the prefill or the generation prompt starts reasoning. Without a prefill, a tokenizer's
+    It is "reasoning" if the prefill or the generation prompt starts reasoning. Without a prefill, the tokenizer's
     `response_initial_state` takes precedence.
     """
     if rendered.prefill:
@@ -141,13 +144,13 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
     tokens = rendered.tokens
     if tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens):
         return "normal"
-    # The text of messages may contain the reasoning marker, so check only the generation prompt.
+    # Messages may contain the marker as text, so check only the generation prompt.
     in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
     return "reasoning" if in_thoughts else "normal"
 
 
 def _generation_prompt(tokenizer, rendered: Rendered) -> str:
-    """Return the text that the template adds after the last message, where the answer starts."""
+    """Return the text that the template adds after the last message to start the answer."""
 
     def render_text(messages: list[dict[str, Any]], **options: Any) -> str:
         return apply_template(tokenizer, messages, tokenize=False, **rendered.options | options)
@@ -158,8 +161,8 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
         without = render_text(rendered.messages, add_generation_prompt=False)
         if without != prompt and prompt.startswith(without):
             return prompt[len(without) :]
-        # This template ignores `add_generation_prompt`. Its generation prompt is the end of the text, as far as that
-        # does not depend on the last message.
+        # This template ignores `add_generation_prompt`. Its generation prompt is the end of the text that stays the
+        # same when the last message changes.
         other = render_text([*before, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template rejects one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
@@ -167,7 +170,7 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
 
 
 def _common_end(first: str, second: str) -> str:
-    """Return the longest common end of two texts."""
+    """Return the longest common suffix of two texts."""
     pairs = zip(reversed(first), reversed(second))
     n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return first[len(first) - n_same :]
@@ -187,7 +190,7 @@ def template_variables(tokenizer) -> set[str]:
 
 @functools.cache
 def _variables_in(template: str) -> frozenset[str]:
-    """Return the variables in the text of a template; all its words if only transformers understands its syntax."""
+    """Return the variables in a template, or all of its words if its syntax needs extensions from transformers."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(find_undeclared_variables(environment.parse(template)))

@@ -1,4 +1,4 @@
-"""A completion request: a validated body, with tokens, sampler, logits processors and stop conditions."""
+"""Build completion requests from validated bodies: tokens, sampler, logits processors and stop strings."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
-# Unsupported fields without a warning, because they would not change an answer here, or concern other requests.
+# Unknown fields that need no warning, because they would not change an answer here, or because they concern other
+# requests.
 HARMLESS = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -27,7 +28,7 @@ HARMLESS = set(
     """.split()
 )
 EMPTY_VALUES: tuple[Any, ...] = ({}, [], "", False)
-MAX_FIELD_LENGTH = 80  # maximum characters of an unknown field's name in a warning
+MAX_FIELD_LENGTH = 80  # maximum length of an unknown field's name in a warning, in characters
 PENALTY_FIELDS = {
     f"{name}_{field}"
     for name in ("repetition", "presence", "frequency")
@@ -36,11 +37,11 @@ PENALTY_FIELDS = {
 
 
 class Bounds(NamedTuple):
-    """Limits of a model.
+    """A model's limits.
 
     Attributes:
-        max_tokens: maximum number of tokens of an answer.
-        vocabulary_size: number of tokens that have logits, if it is smaller than the tokenizer's.
+        max_tokens: maximum answer length in tokens.
+        vocabulary_size: number of tokens that have logits, if smaller than the tokenizer's vocabulary.
     """
 
     max_tokens: int = sys.maxsize
@@ -56,18 +57,18 @@ class CompletionRequest:
 
     Attributes:
         prompt: token ids.
-        sampler: None for greedy decoding.
-        processors: logits processors in mlx-lm's order, with a `constraint` last.
-        stop: texts that end the answer, and are not part of it.
+        sampler: the sampler, or None for greedy decoding.
+        processors: logits processors in mlx-lm's order, followed by the constraint, if any.
+        stop: strings that end the answer and are not part of it.
         initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
-        chat: whether the answer is a message; otherwise it continues a text.
-        n_logprobs: number of most likely tokens that are reported with the log-probability of each token; None if none
-            are reported.
+        chat: whether the answer is a chat message rather than a text that continues the prompt.
+        n_logprobs: number of most likely tokens to report in addition to the log-probability of each answer token. None
+            if no log-probabilities are reported.
         ignored: names of unknown fields in the body.
         warnings: sentences about ignored parts of the body.
-        constraint: makes the answer follow a schema or be a call, if the body requires it.
+        constraint: enforces a schema or a tool call, if the body requires one.
         uses_functions: whether the client expects a `function_call`, the predecessor of `tool_calls`.
-        prefill: text of the assistant that the answer continues, without repeating it.
+        prefill: assistant text that the answer continues without repeating it.
     """
 
     prompt: list[int]
@@ -94,17 +95,17 @@ def completion_request(
     bounds: Bounds = NO_BOUNDS,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
-    """Return the request for a body.
+    """Build the request for a body.
 
     Args:
         body: the body of a chat or of a text completion.
         tokenizer: the model's tokenizer.
         defaults: values for fields that the body omits.
         seed: 64-bit seed, used if the body has none.
-        bounds: the model's trained length and the size of its vocabulary.
-        prompt: prompt of the body, if it was made before.
+        bounds: the model's trained length and vocabulary size.
+        prompt: the body's prompt, if already tokenised.
 
-    Raises: SnapKVError: as `tokenize`, or the answer cannot be constrained as asked.
+    Raises: SnapKVError: see `tokenize`. Also if the required answer format can't be enforced.
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
@@ -146,7 +147,7 @@ def completion_request(
 
 
 def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
-    """Return mlx-lm's logits processors for the fields of a body.
+    """Return mlx-lm's logits processors for a body's bias and penalties.
 
     Raises: SnapKVError: a token of `logit_bias` is outside the vocabulary.
     """
@@ -157,7 +158,7 @@ def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
 
 
 def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a sentence for each unknown field from which a client may expect an effect.
+    """Return a warning for each unknown field from which a client may expect an effect.
 
     Args:
         unknown: values of the unknown fields, by name.
@@ -182,15 +183,15 @@ def _keeps_all(value: Any) -> bool:
 
 
 def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
-    """Return the maximum number of tokens of an answer: the body's or the default, within the model's bounds."""
+    """Return the maximum answer length in tokens: the body's or the default, capped by the model's limit."""
     max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     return bounds.max_tokens if max_tokens == NO_LIMIT else min(max_tokens, bounds.max_tokens)
 
 
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
-    """Return the format of a call that `tool_choice` forces, or of the JSON that `response_format` requires.
+    """Return the format of a call that `tool_choice` forces, or of JSON that `response_format` requires.
 
-    Raises: SnapKVError: a call of an unknown tool is forced, or a schema can't be enforced.
+    Raises: SnapKVError: an unknown tool is forced, or a schema can't be enforced.
     """
     state = prompt.initial_state
     choice = prompt.tool_choice
@@ -201,7 +202,7 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
         return None
     what = "response_format's schema"
     answer_format = json_format(schema, tokenizer, state, what, may_call=bool(prompt.tools))
-    if state == "reasoning":  # a prefill is then part of the reasoning rather than of the JSON
+    if state == "reasoning":  # the prefill is part of the reasoning, not of the JSON
         return answer_format
     return continue_json(answer_format, prompt.prefill, tokenizer)
 

@@ -11,13 +11,13 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
-    """OpenAI's `json_schema`. Only its `schema` matters here; the default allows any object."""
+    """OpenAI's `json_schema`. Only its `schema` is used, which by default allows any object."""
 
     schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
 class ResponseFormat(BodyModel):
-    """OpenAI's response format. Other servers read the schema from the field `schema`, which is accepted, too."""
+    """OpenAI's `response_format`. The field `schema`, which other servers use, is accepted as well."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Schema | None = Field(None, alias="schema")
@@ -25,14 +25,17 @@ class ResponseFormat(BodyModel):
 
     @model_validator(mode="after")
     def _has_schema(self) -> "ResponseFormat":
-        """Check that a "json_schema" has a schema. Raises: ValueError."""
+        """Check that a format of type "json_schema" has a schema.
+
+        Raises: ValueError: it has none.
+        """
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise ValueError(".json_schema is missing")
         return self
 
     @property
     def schema_to_enforce(self) -> Schema | None:
-        """Return the schema that the answer must follow; None for text."""
+        """Return the schema that the answer must follow, or None for text."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is not None:

@@ -1,7 +1,7 @@
-"""Rewrite chats that a template rejects, from the smallest change to the largest.
+"""Rewrite chats that a template rejects, starting with the smallest change.
 
-Templates raise errors for chats on which their model was not trained: system messages, call ids in another format, a
-user's text after a tool result, several calls at once. Agents send all of these.
+Templates reject what their model was not trained on: system messages, call ids in another format, user text after a
+tool result, several calls in one turn. Agents send all of these.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from .messages import Message
 from .turns import calls_as_text, in_turns
 
 MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
-ACKNOWLEDGEMENT = "OK."  # text of the assistant between a tool result and the user's next message
+ACKNOWLEDGEMENT = "OK."  # assistant text between a tool result and the next user message
 OMITTED = "(what was said before is left out)"
 
-Chat = tuple[list[Message], dict[str, Any]]  # turns, and the chat template's options
+Chat = tuple[list[Message], dict[str, Any]]  # (turns, options of the chat template)
 Change = Callable[[list[Message], dict[str, Any]], Chat]
 
 
 def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Give calls ids of nine characters, as Mistral's templates require. A client's id always gets the same one."""
+    """Give calls nine-character ids, as Mistral's templates require. Equal client ids get equal short ids."""
 
     def shorten(call_id: str) -> str:
         if MISTRAL_CALL_ID.fullmatch(call_id):
@@ -40,7 +40,7 @@ def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Add all fields that templates may read to the tools. If a tool has no function, change nothing."""
+    """Add to the tools all fields that templates may read. If a tool has no function, change nothing."""
     default_function = {"description": "", "parameters": {}}
     default_schema = {"type": "object", "properties": {}, "required": []}
     tools = []
@@ -57,7 +57,7 @@ def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _give_system_to_user(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Turn the system's message into the first message of the user."""
+    """Turn the system message into the first user message."""
     changed = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
     return in_turns(changed), options
 
@@ -78,16 +78,16 @@ def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: b
 
 
 def _drop_thoughts(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Drop the reasoning of turns with calls, because some templates accept it only without calls."""
+    """Drop the reasoning of turns with calls, because some templates don't allow both in one turn."""
     return [replace(turn, reasoning="") if turn.calls else turn for turn in turns], options
 
 
 def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
     """Split turns with several calls, so that each call is followed by its result.
 
-    A result whose call is unknown follows the first call without a result.
+    A result whose call is unknown goes to the first call without a result.
     """
-    groups: list[list[Message]] = []  # a call with its results, or any other turn alone
+    groups: list[list[Message]] = []  # each a call with its result, or any other turn alone
     open_calls: dict[int, str] = {}  # index in `groups` -> id of a call without a result
     for turn in turns:
         if turn.role == "tool":
@@ -110,9 +110,9 @@ def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Insert a short answer of the assistant before a user's turn that follows a call or a result.
+    """Insert a short assistant turn before user turns that follow a call or a result.
 
-    Agents send reminders there.
+    Agents send reminders in such turns.
     """
     changed: list[Message] = []
     for turn in turns:
@@ -125,9 +125,9 @@ def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Turn calls and results into text, so that only user and assistant alternate, starting with the user."""
+    """Turn calls and results into text, so that user and assistant turns alternate, starting with the user."""
     changed = in_turns(map(calls_as_text, turns))
-    # A system message, if there is one, precedes the user's.
+    # Skip the system message, if there is one.
     first = 1 if changed and changed[0].role == "system" else 0
     if first < len(changed) and changed[first].role == "assistant":
         changed.insert(first, Message("user", OMITTED))
@@ -136,7 +136,7 @@ def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 # Changes that keep the meaning. Every rewrite except the first includes them.
 HARMLESS: tuple[Change, ...] = (_shorten_ids, _describe_tools)
-# Each is tried with the system message unchanged, and then as the user's.
+# Each is tried with the system message unchanged, then with it turned into a user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
     (partial(_convert_arguments, as_text=False),),
@@ -164,7 +164,7 @@ NOTES = {
 def rewrite(
     changes: tuple[Change, ...], turns: list[Message], options: dict[str, Any]
 ) -> tuple[list[Message], dict[str, Any], list[str]]:
-    """Apply `changes` to turns and options of the template. Return both, with notes for the client."""
+    """Apply `changes` to a chat's turns and template options. Return both, with notes for the client."""
     for change in changes:
         turns, options = change(turns, options)
     notes = [note for change, note in NOTES.items() if change in changes]

@@ -1,4 +1,4 @@
-"""Make the sampler for a body, with its own random sequence."""
+"""Create samplers that each have their own random sequence."""
 
 import secrets
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ..errors import OptionError
 from .body import Body, Defaults
 
 SAMPLING_FIELDS = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-# A smaller temperature or top_p selects the most likely token, or fails in float32.
+# Below this, temperature and top_p mean greedy decoding. In float32, sampling would pick the most likely token or fail.
 NEARLY_ZERO = 1e-6
 
 
@@ -31,7 +31,7 @@ def make_sampler(
     if options["top_k"] >= vocabulary_size:
         rule = f"less than the vocabulary's {vocabulary_size}"
         raise OptionError("top_k", rule, options["top_k"])
-    # For mlx-lm's flags, and so in `defaults`, a top_p of 0 means no limit. From a client it means greedy decoding.
+    # A top_p of 0 means no limit in mlx-lm's flags, and therefore in `defaults`. In a body it means greedy decoding.
     asks_for_likeliest = body.top_p is not None and body.top_p < NEARLY_ZERO
     if options["temp"] < NEARLY_ZERO or asks_for_likeliest:
         return None
@@ -44,7 +44,7 @@ def make_sampler(
         seed = body.seed
     if seed is None:
         seed = secrets.randbits(64)
-    # XTC first draws whether it applies.
+    # XTC draws once more, to decide whether it applies.
     n_draws = 2 if options["xtc_probability"] > 0 else 1
     return SeededSampler(sampler, seed % 2**64, n_draws)
 
@@ -52,11 +52,11 @@ def make_sampler(
 class SeededSampler:
     """A sampler with its own random sequence, independent of other requests in the batch.
 
-    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has one generator, which is set to the state of this
-    request's sequence before each token. The state is computed on the CPU, without waiting for the model.
+    It samples like mlx-lm's loop after `mx.random.seed(seed)`. MLX has a single generator, so this class sets its state
+    before each token. The state is computed on the CPU, without waiting for the model.
 
     Args:
-        sampler: takes log-probabilities `(1, vocab_size)`, and draws from MLX's generator.
+        sampler: function that draws a token from log-probabilities `(1, vocab_size)` with MLX's generator.
         seed: 64-bit seed.
         n_draws: number of random draws per token.
     """

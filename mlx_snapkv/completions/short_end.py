@@ -1,4 +1,4 @@
-"""Find a short end of JSON: a few tokens after which the grammar allows the answer to end."""
+"""Find a short end for JSON: a few tokens after which the grammar allows the answer to end."""
 
 import heapq
 import itertools
@@ -8,51 +8,51 @@ from dataclasses import dataclass, field
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, best first
+CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, in order of preference
 QUOTE = '"'
 IN_STRING = "~"  # a character that JSON allows only in strings
 # Characters that may continue a value or a name.
 CHOICES = string.ascii_letters + string.digits + "{[-"
-MAX_CHOICES = 8  # maximum number of alternatives at one place
-MAX_PATHS = 64  # maximum number of paths in one search
-MAX_STEPS = 4096  # maximum number of tokens of all paths in one search
+MAX_CHOICES = 8  # maximum number of alternatives at one position
+MAX_PATHS = 64  # maximum number of paths per search
+MAX_STEPS = 4096  # maximum number of tokens per search, over all paths
 
 
 class FreeText(Exception):
-    """The answer is within reasoning, whose end is unknown."""
+    """The answer is still reasoning, which may take any number of tokens."""
 
 
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Return a few tokens after which the grammar allows the answer to end.
 
-    At each place, the first of `CLOSERS` is used that the grammar allows. If it allows none, up to `MAX_CHOICES`
-    alternatives are tried, shortest path first, so that a recursive schema comes to an end.
+    At each position, the first of `CLOSERS` that the grammar allows is used. If it allows none of them, up to
+    `MAX_CHOICES` alternatives are tried, shortest path first, so that the search ends even for recursive schemas.
 
-    Returns None if there is no end of at most `max_length` tokens.
+    Returns None if no end of at most `max_length` tokens is found.
 
-    Raises: FreeText: the answer is within reasoning.
+    Raises: FreeText: the answer is still reasoning.
     """
     end = _search(matcher, tokenizer, max_length, MAX_CHOICES)
-    # A place with many alternatives, such as a pattern, can use up all paths. Then only the first alternatives are
-    # tried.
+    # A position with many alternatives, such as a pattern, can use up all paths. Search again with only one per
+    # position.
     return _search(matcher, tokenizer, max_length, 1) if end is None else end
 
 
 def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
-    """Return whether the grammar allows each token next, bool `(size,)`."""
+    """Return which tokens the grammar allows next, bool `(size,)`."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
 
 def is_in_string(bits: bytes, tokenizer: LLTokenizer) -> bool:
-    """Return whether a matcher's bitmask allows both the end of a string and more of it."""
+    """Return whether a matcher is inside a string: its bitmask allows both a closing quote and more text."""
     tokens = (_token(character, tokenizer) for character in (QUOTE, IN_STRING))
     return all(_is_allowed(bits, token) for token in tokens)
 
 
 @dataclass(order=True)
 class _Path:
-    """A possible end so far: its tokens, and a matcher that has consumed them. Shorter paths are smaller."""
+    """A candidate for the end: its tokens so far, and a matcher that has consumed them. Shorter paths sort first."""
 
     length: int
     number: int
@@ -70,7 +70,7 @@ class _Path:
 def _search(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
-    """Follow the shortest path first. Return its tokens when the answer may end; None if all are too long."""
+    """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
     numbers = itertools.count()
     paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]
     n_steps = 0
@@ -95,24 +95,24 @@ def _search(
 
 
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Advance a path to the next place without a closer, and return the tokens that may follow.
+    """Advance a path while a token is forced or a closer is allowed. Return the tokens that may follow.
 
-    Returns an empty list if the answer may end there, and None if the path is too long.
+    Returns an empty list if the answer may end there, and None if the path gets too long.
 
-    Raises: FreeText: the path is within reasoning.
+    Raises: FreeText: the path is inside reasoning.
     """
     while not path.matcher.is_accepting():
-        new = path.matcher.compute_ff_tokens()  # the tokens that the grammar forces
+        new = path.matcher.compute_ff_tokens()  # tokens that the grammar forces
         if not new:
             bits = path.matcher.compute_bitmask()
             in_string = is_in_string(bits, tokenizer)
             if in_string and path.was_in_string:
-                raise FreeText  # the last quote did not end a string
+                raise FreeText  # the last quote did not end the string
             path.was_in_string = in_string
             new = _possible(bits, QUOTE if in_string else CLOSERS, tokenizer)[:1]
         if not new:
             choices = _possible(bits, CHOICES, tokenizer)
-            # Anything else, such as the rest of a character: use any allowed token.
+            # Otherwise use any allowed token, such as the rest of a character.
             any_token = int(allowed_tokens(path.matcher, tokenizer.vocab_size).argmax())
             return choices or [any_token]
         if path.length + len(new) > max_length or not path.take(new):
@@ -121,17 +121,17 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _possible(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
-    """Return the tokens of the characters that a matcher's bitmask allows."""
+    """Return the tokens of those characters that a matcher's bitmask allows."""
     tokens = (_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bits, token)]
 
 
 def _token(character: str, tokenizer: LLTokenizer) -> int:
-    """Return the token of a character."""
+    """Return a character's token."""
     first, *_ = tokenizer.greedy_tokenize(character)
     return first
 
 
 def _is_allowed(bits: bytes, token: int) -> bool:
-    """Return whether a matcher's bitmask allows a token. For few tokens this is faster than `allowed_tokens`."""
+    """Return whether a matcher's bitmask allows a token. For a few tokens this is faster than `allowed_tokens`."""
     return bool(bits[token // 8] >> (token % 8) & 1)

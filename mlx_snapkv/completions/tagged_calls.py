@@ -1,6 +1,6 @@
 """Parse tool calls written with tags, such as `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-Values are not escaped, so a string may contain tags.
+Values are not escaped, so they may contain tags themselves.
 """
 
 import json
@@ -18,16 +18,17 @@ QUOTED = r"""\s*["']?(?P<{}>[^\s<>"'][^<>"'\n]*?)["']?"""
 
 @dataclass(frozen=True)
 class Tags:
-    """Regular expressions for the tags of a format.
+    """The tags of a format, as regular expressions.
 
     Attributes:
         call: start of a call, with the group `name`.
         call_end: end of a call.
-        argument: start of an argument, with the group `key`, and `type` if the format uses types. Without `key`, the
-            value is an object of all arguments.
+        argument: start of an argument, with the group `key`, and with `type` if the format has types. If `key` is
+            missing, the value is an object with all arguments.
         argument_end: end of an argument.
-        ends_at_marker: whether the model's marker ends a call, so that the text between markers has no end of the call.
-        has_cdata: whether a value may be in a CDATA section.
+        ends_at_marker: whether the model's end marker ends the call, so that the text between the markers has no
+            `call_end`.
+        has_cdata: whether a value may be a CDATA section.
     """
 
     call: str
@@ -56,18 +57,18 @@ class Tags:
 
     @cached_property
     def last_tag(self) -> re.Pattern[str]:
-        """Return the expression for the end of a call that is followed by another call or the end of the text."""
+        """Return the expression for an end of a call that is followed by another call or by the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
     def after_value(self) -> re.Pattern[str]:
-        """Return the expression for tags that may follow an argument."""
+        """Return the expression for what may follow an argument."""
         end_of_text = r"|\Z" if self.ends_at_marker else ""
         return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.last_tag.pattern})")
 
 
 def _glm(prefix: str) -> Tags:
-    """Return the tags of GLM's format, with `prefix` in their names."""
+    """Return GLM's tags, with `prefix` in their names."""
     key, value = f"{prefix}arg_key", f"{prefix}arg_value"
     return Tags(
         call=rf"(?:\A|<{prefix}tool_call>)\s*(?P<name>[^\s<>{{}}\[\]\"']+)\s*(?=<{key}>|\Z|</?{prefix}tool_call>)",
@@ -79,7 +80,7 @@ def _glm(prefix: str) -> Tags:
 
 
 def _invoke(prefix: str) -> Tags:
-    """Return the tags of the format `<invoke name="NAME">`, with `prefix` in their names."""
+    """Return the tags of `<invoke name="NAME">` formats, with `prefix` in their names."""
     return Tags(
         call=rf"<{prefix}invoke\b[^<>]*?\bname={QUOTED.format('name')}\s*>",
         call_end=f"</{prefix}invoke>",
@@ -88,7 +89,7 @@ def _invoke(prefix: str) -> Tags:
     )
 
 
-# Formats, by the name of mlx-lm's parser.
+# Tags by the name of mlx-lm's parser.
 FORMATS = {
     "glm47": _glm(""),
     "kimi_k3": Tags(
@@ -121,23 +122,23 @@ FORMATS = {
 
 
 class UnclosedArgument(ValueError):
-    """The text ends within an argument."""
+    """The text ends inside an argument."""
 
 
 def parse_tagged_calls(
     text: str, tags: Tags, tools: Any, is_complete: bool
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text, with `name` and `arguments`.
+    """Return the calls in a text as dicts with `name` and `arguments`.
 
     Args:
-        text: the answer's text between the markers of a call.
-        tags: tags of the model's format.
-        tools: tools of the request, whose schemas type the arguments; None without tools.
-        is_complete: whether the model has ended the text. If so, closing tags may be missing.
+        text: the answer's text between a call's markers.
+        tags: the tags of the model's format.
+        tools: the request's tools, whose schemas determine the types of arguments, or None.
+        is_complete: whether the model has finished the text. If so, closing tags may be missing.
 
     Raises:
         UnclosedArgument: an argument has no end.
-        ValueError: a call has no end, or its arguments are no object.
+        ValueError: a call has no end, or its arguments are not an object.
     """
     calls = []
     position = 0
@@ -160,7 +161,7 @@ def parse_tagged_calls(
 
 
 def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
-    """Return whether the text of calls ends within an argument."""
+    """Return whether a text with calls ends inside an argument."""
     try:
         parse_tagged_calls(text, tags, None, is_complete=False)
     except UnclosedArgument:
@@ -171,7 +172,7 @@ def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
 
 
 def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return an argument by name, or all arguments if the value is an object of them."""
+    """Return an argument as a dict with one item, or all arguments if the value is an object of them."""
     groups = tag.groupdict()
     key = groups["key"]
     if key is None:
@@ -184,9 +185,9 @@ def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dic
 def _value_end(
     text: str, start: int, tags: Tags, expected: Collection[str], is_complete: bool
 ) -> tuple[int, int]:
-    """Return where the value that starts at `start` ends, and where its closing tag ends.
+    """Return the end of the value that starts at `start`, and the end of its closing tag.
 
-    The closing tag is followed by another tag of the call, and does not close an argument within the value.
+    The closing tag is one that is followed by another tag of the call, and does not close an argument inside the value.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -206,9 +207,9 @@ def _value_end(
 def _mended_value_end(
     text: str, start: int, tags: Tags, expected: Collection[str]
 ) -> tuple[int, int]:
-    """Return `_value_end` if closing tags are missing, or followed by other text.
+    """Return what `_value_end` does, for a value whose closing tag is missing or followed by other text.
 
-    The value ends before the end of the call, and before an argument that the tool expects.
+    The value ends before the end of the call, or before the next argument that the tool expects.
     """
     last = tags.last_tag.search(text, start)
     limit = last.start() if last else len(text)
@@ -225,13 +226,13 @@ def _mended_value_end(
 
 
 def _closes(text: str, start: int, end: int, tags: Tags) -> bool:
-    """Return whether a value ends between `start` and `end`: there is a closing tag or a line break."""
+    """Return whether a value may end between `start` and `end`, at a closing tag or a final line break."""
     found = (tag["end"] for tag in tags.value_tag.finditer(text, start, end))
     return text[start:end].endswith("\n") or any(found)
 
 
 def _after_cdata(text: str, start: int, tags: Tags) -> int:
-    """Return where the CDATA section of a value ends; `start` without a CDATA section."""
+    """Return the position of the end of a value's CDATA section, or `start` if the value has none."""
     if not tags.has_cdata or not text.startswith(CDATA_START, start):
         return start
     end = text.find(CDATA_END, start)
@@ -239,7 +240,7 @@ def _after_cdata(text: str, start: int, tags: Tags) -> int:
 
 
 def _without_cdata(value: str, tags: Tags) -> str:
-    """Return the text in the CDATA section of a value; without one, the value itself."""
+    """Return the text in a value's CDATA section, or the value itself if it has none."""
     inner = value.strip()
     if not (tags.has_cdata and inner.startswith(CDATA_START) and inner.endswith(CDATA_END)):
         return value

@@ -1,4 +1,4 @@
-"""Translate the fields by which clients control reasoning into variables of the chat template."""
+"""Translate the fields with which clients control reasoning to chat template variables."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 from .body import ChatBody
 from .rendering import template_variables
 
-# (maximum budget in tokens, its effort); larger budgets are "high"
+# (maximum budget in tokens, effort). Larger budgets are "high".
 EFFORTS = ((2048, "low"), (8192, "medium"))
 BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat templates
 
 
 class ThinkingRequest(NamedTuple):
-    """The amount of reasoning that a field of a body requests.
+    """How much reasoning one field of a body asks for.
 
     Attributes:
-        field: name of the field, for notes.
-        budget: budget in tokens.
+        field: the field's name, for notes.
+        budget: maximum number of reasoning tokens.
     """
 
     field: str
@@ -26,9 +26,9 @@ class ThinkingRequest(NamedTuple):
 
 
 def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
-    """Return variables for the chat template, and notes about ignored fields.
+    """Return chat template variables, and notes about ignored fields.
 
-    A client's `chat_template_kwargs` take precedence over other fields.
+    A client's `chat_template_kwargs` take precedence over its other fields.
     """
     variables = template_variables(tokenizer)
     notes = []
@@ -39,7 +39,7 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
         if not values and (request.thinks or tokenizer.has_thinking):
             why = "this model's chat template has no variable for it"
             notes.append(f"{request.field} is left out: {why}")
-    # `_thinking_requests` skips values of other types.
+    # `_thinking_requests` ignores values of the wrong type.
     for name, expected in (("enable_thinking", bool), ("reasoning_effort", str)):
         value = getattr(body, name)
         if value is not None and not isinstance(value, expected):
@@ -48,11 +48,11 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
 
 
 def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -> dict[str, Any]:
-    """Return values for the template's variables that can express the request."""
+    """Return values for those template variables that can express the request."""
     values: dict[str, Any] = {}
     if "reasoning_effort" in variables and request.effort is not None:
         values["reasoning_effort"] = request.effort
-    # mlx-lm's tokenizer renames `enable_thinking` as the template requires.
+    # mlx-lm's tokenizer renames `enable_thinking` to the template's variable.
     if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in variables:
         values["enable_thinking"] = request.thinks
     if request.budget is not None:
@@ -61,7 +61,7 @@ def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -
 
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
-    """Yield the request of each field of a body. Later ones take precedence."""
+    """Yield what each field of a body asks for. Later fields take precedence."""
     for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
         if isinstance(thinks, bool):
             yield ThinkingRequest(field=field, thinks=thinks)
@@ -81,7 +81,7 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
 
 
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
-    """Parse Anthropic's field `thinking`, an object with a type and sometimes a budget."""
+    """Parse Anthropic's `thinking` field, an object with a type and optionally a budget."""
     fields = thinking if isinstance(thinking, dict) else {}
     thinks = fields.get("type", thinking) not in ("disabled", False)
     budget = fields.get("budget_tokens")
@@ -93,5 +93,5 @@ def _anthropic_request(thinking: Any) -> ThinkingRequest:
 
 
 def _effort(budget: int) -> str:
-    """Return the effort for a budget in tokens."""
+    """Return the effort that corresponds to a budget in tokens."""
     return next((effort for max_budget, effort in EFFORTS if budget <= max_budget), "high")

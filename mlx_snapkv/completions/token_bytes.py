@@ -1,4 +1,4 @@
-"""Return the bytes of single tokens, of which a character may need several."""
+"""Get the bytes of single tokens, which may be only part of a character."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token, even if they are part of a character, which `decode` shows as U+FFFD."""
+    """Return a token's bytes, even if they are only part of a character, for which `decode` returns U+FFFD."""
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:

@@ -1,4 +1,4 @@
-"""Parse the tool calls in an answer, in any format of mlx-lm, and repair the mistakes of small models."""
+"""Parse the tool calls in an answer, in any of mlx-lm's formats, and repair the mistakes of small models."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Maximum nesting of a call's arguments. Clients send calls back in later requests, whose JSON must be parsable.
+# Maximum nesting depth of a call's arguments. Clients send calls back in later requests, whose JSON must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -20,32 +20,33 @@ METADATA_FIELDS = {"id", "type", "index"}
 def parse_tool_calls(
     text: str, parser: Callable, tools: Any, is_complete: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text in OpenAI's format; an empty list without calls, or if they can't be parsed.
+    """Return the calls in a text in OpenAI's format. The list is empty if the text has no calls or can't be parsed.
 
-    Strings are exactly what the model wrote. Other arguments are typed by the format or by the tool's schema.
+    Strings are kept exactly as the model wrote them. The types of other arguments come from the format or from the
+    tool's schema.
 
     Args:
-        text: the answer's text between the markers of a call.
-        parser: the tokenizer's tool parser, which names the format, and parses formats that are unknown here.
-        tools: tools of the request, whose schemas type arguments; None without tools.
-        is_complete: whether the model has ended the text. If not, mistakes are not repaired, because an argument may be
-            cut off.
+        text: the answer's text between a call's markers.
+        parser: the tokenizer's tool parser. It identifies the format, and parses formats that are unknown here.
+        tools: the request's tools, whose schemas determine the types of arguments, or None.
+        is_complete: whether the model has finished the text. If not, mistakes are not repaired, because an argument may
+            be cut off.
     """
     values: list[Any] = []
-    # mlx-lm's parsers may raise anything for a model's text.
+    # mlx-lm's parsers may raise anything if the model's text is malformed.
     with contextlib.suppress(Exception):
         values = _values(text, parser, tools, is_complete)
     calls = []
     for value in values:
         call = _tool_call(value)
-        if call is None:  # not a call, so no part of the text counts as a call
+        if call is None:  # one invalid call means that the text is not a list of calls
             return []
         calls.append(call)
     return calls
 
 
 def _values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
-    """Return the calls in a text as the format represents them.
+    """Return the calls in a text in the format's own representation.
 
     Raises: Exception: the text can't be parsed.
     """
@@ -68,9 +69,9 @@ def format_name(parser: Callable) -> str:
 
 
 def ends_within_argument(text: str, parser: Callable) -> bool:
-    """Return whether the text of a call ends within an argument.
+    """Return whether the text of a call ends inside an argument.
 
-    If so, an end marker after the text is part of the argument, and does not end the call.
+    If so, an end marker after the text is part of the argument and does not end the call.
     """
     name = format_name(parser)
     if (tags := tagged_calls.FORMATS.get(name)) and not text.lstrip().startswith(("{", "[")):
@@ -80,7 +81,7 @@ def ends_within_argument(text: str, parser: Callable) -> bool:
 
 
 def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
-    """Return whether a JSON value is nested `n_levels` levels deep or deeper."""
+    """Return whether a JSON value has `n_levels` or more levels of nesting."""
     if n_levels == 0:
         return True
     if isinstance(value, dict):
@@ -89,7 +90,7 @@ def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
 
 
 def _tool_call(value: Any) -> dict[str, Any] | None:
-    """Convert a parsed value to a call in OpenAI's format; None without a name, or without an object of arguments."""
+    """Convert a parsed value to a call in OpenAI's format. Return None if its name or arguments are invalid."""
     if not isinstance(value, dict):
         return None
     function = value["function"] if isinstance(value.get("function"), dict) else value
@@ -99,9 +100,9 @@ def _tool_call(value: Any) -> dict[str, Any] | None:
     argument_fields = [key for key in ARGUMENT_FIELDS if key in function]
     if argument_fields:
         arguments = parse_arguments(function[argument_fields[0]])
-    else:  # small models write the arguments beside the name
+    else:  # small models write the arguments next to the name
         arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-        if arguments.keys() & METADATA_FIELDS:  # it is unclear whether these are arguments
+        if arguments.keys() & METADATA_FIELDS:  # these fields may or may not be arguments
             return None
     if not isinstance(arguments, dict) or _is_too_deep(arguments):
         return None

@@ -1,4 +1,4 @@
-"""The `tool_choice` of a body, in the formats of OpenAI's three endpoints and of Anthropic."""
+"""Parse `tool_choice` in the formats of OpenAI's three endpoints and of Anthropic."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from .contents import as_list
 from .fields import BodyModel, Name
 from .validation import require, required_for
 
-# Built-in tools of OpenAI that a tool_choice may name by type.
+# OpenAI's built-in tools, which a `tool_choice` may name by type.
 SERVICES = {
     *("file_search", "web_search", "web_search_preview", "image_generation", "code_interpreter"),
     *("computer", "computer_use", "computer_use_preview", "mcp", "shell", "apply_patch"),
@@ -16,7 +16,7 @@ SERVICES = {
 
 
 class FunctionName(BodyModel):
-    """The function named by a `tool_choice`."""
+    """The function that a `tool_choice` names."""
 
     name: Name
 
@@ -26,8 +26,8 @@ class ToolChoice(BodyModel):
 
     Attributes:
         type: "function" if the answer must call `function`.
-        allowed: names of the tools that may be called; None for all.
-        service: type of the built-in tool that the client wants called, which is not available here.
+        allowed: names of the tools that may be called, or None for all.
+        service: type of the built-in tool that the client wants to be called, which is not available here.
     """
 
     type: Literal["auto", "none", "required", "function"]
@@ -39,29 +39,29 @@ class ToolChoice(BodyModel):
 
 
 def _as_tool_choice(value: Any) -> Any:
-    """Convert a choice in any format to the fields of `ToolChoice`; return unknown formats unchanged.
+    """Convert a choice in any format to the fields of `ToolChoice`. Return unknown formats unchanged.
 
-    Raises: ValueError: a choice of several tools contains something else.
+    Raises: ValueError: the choice lists something that is not a tool.
     """
     if isinstance(value, str):
         return {"type": value}
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "allowed_tools":
-        inner = value.get(kind, value)  # chat completions nest the fields, responses do not
+        inner = value.get(kind, value)  # nested in Chat Completions, but not in Responses
         require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
         names = [_name_fields(tool)["name"] for tool in as_list(inner.get("tools"))]
         allowed = [name for name in names if name is not None]  # built-in tools have no name
         return {"type": inner.get("mode", "auto"), "allowed": allowed}
     if kind == "any":  # Anthropic's "required"
         return {"type": "required"}
-    # "tool" is Anthropic's "function"; "custom" is a tool of responses, which becomes a function.
+    # "tool" is Anthropic's "function". "custom" is a kind of tool in the Responses API, and is treated as a function.
     if kind in ("function", "custom", "tool") and ("name" in value or kind in value):
         return {"type": "function", "function": _name_fields(value)}
     return {"type": "auto", "service": kind} if kind in SERVICES else value
 
 
 def _name_fields(tool: Any) -> dict[str, Any]:
-    """Return the object with a tool's `name`: the tool itself, or its `function` or `custom`."""
+    """Return an object with a tool's `name`: the tool itself, or its `function` or `custom`."""
     require(isinstance(tool, dict), " should name tools", tool)
     return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
 

@@ -1,4 +1,4 @@
-"""Merge the messages of a chat into turns with alternating roles, in the format of chat templates."""
+"""Merge a chat's messages into turns with alternating roles, and convert them for chat templates."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,18 +10,18 @@ from .messages import Message
 
 
 def in_turns(messages: Iterable[Message]) -> list[Message]:
-    """Merge consecutive messages of one role, because many templates require alternating roles.
+    """Merge consecutive messages of the same role, because many templates require alternating roles.
 
-    Results are put in the order of their calls, because most templates do not show ids.
+    Tool results are sorted into the order of their calls, because most templates do not show ids.
 
-    System messages after the start, which agents send, become the user's. Many templates do not accept them, and moving
-    them to the front would change a prefix that may be in the prefix cache.
+    System messages after the start, which agents send, become user messages. Many templates reject them there, and
+    moving them to the front would change a prefix that may be in the prefix cache.
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
         has_content = message.text or message.reasoning or message.calls or message.call_id
         if message.notes and not has_content:
-            continue  # all of this message is omitted
+            continue  # everything in this message was omitted
         if not turns:
             turns.append(message)
             continue
@@ -36,11 +36,11 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
 
 
 def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yield messages, with consecutive results in the order of the preceding calls.
+    """Yield messages, with consecutive tool results in the order of the preceding calls.
 
-    Results whose id matches none of these calls come last.
+    Results that match none of these calls come last.
     """
-    call_numbers: dict[str, int] = {}  # id of one of the last calls -> its number
+    call_numbers: dict[str, int] = {}  # id of a preceding call -> its position
     for role, group in groupby(messages, lambda message: message.role):
         same_role = list(group)
         if role == "assistant":
@@ -53,7 +53,7 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _join(first: Message, second: Message) -> Message:
-    """Merge two messages of one role."""
+    """Merge two messages of the same role."""
     return Message(
         role=first.role,
         text=_join_texts(first.text, second.text),
@@ -86,7 +86,7 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def calls_as_text(message: Message) -> Message:
-    """Turn the calls of a message, or the result of a call, into text, for templates without support for calls."""
+    """Turn a message's calls, or a tool result, into text for templates that don't support calls."""
     if message.role == "tool":
         return replace(message, role="user", text=f"[result]\n{message.text}", call_id="")
     if not message.calls:

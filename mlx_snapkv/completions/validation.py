@@ -1,4 +1,4 @@
-"""Validate request bodies, and describe errors of pydantic in one sentence for the client."""
+"""Validate request bodies, and describe pydantic's errors to the client in one sentence."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
 
 from ..errors import SnapKVError
 
-MAX_VALUE_LENGTH = 60  # maximum characters of a rejected value in an error
+MAX_VALUE_LENGTH = 60  # maximum length of a rejected value in an error, in characters
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -18,21 +18,21 @@ def require(ok: bool, rule: str, value: Any) -> None:
 
     Args:
         ok: whether the value is allowed.
-        rule: rest of an error sentence that starts with the field's name, such as "must not be empty". A rule that
-            starts with a dot, such as ".content must not be empty", extends this name.
-        value: the value that the error quotes.
+        rule: rest of an error sentence that starts with the field's name, such as "must not be empty". If the rule
+            starts with a dot, as in ".content must not be empty", it extends the field's name.
+        value: the value to quote in the error.
     """
     if not ok:
         raise ValueError(f"{rule}, got {shorten(value)}")
 
 
 def error_sentence(place: str, rule: str) -> str:
-    """Return the error sentence for a value at `place` in a body; `rule` is described in `require`."""
+    """Return the error sentence for the value at `place` in a body. For `rule`, see `require`."""
     return f"{place}{rule}" if rule.startswith(".") else f"{place} {rule}"
 
 
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """Return a validator that rejects values that are not valid; `rule` is described in `require`."""
+    """Return a validator that rejects values for which `is_valid` is False. For `rule`, see `require`."""
 
     def validate(value: Any) -> Any:
         require(is_valid(value), rule, value)
@@ -42,9 +42,9 @@ def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
 
 
 def required_for(kind: str) -> AfterValidator:
-    """Return a validator that rejects None if the `type` of the same object is `kind`.
+    """Return a validator that rejects None if the object's `type` is `kind`.
 
-    The model must declare `type` before the field.
+    The model must declare `type` before the validated field.
     """
 
     def validate(value: Any, info: ValidationInfo) -> Any:
@@ -56,7 +56,7 @@ def required_for(kind: str) -> AfterValidator:
 
 
 def shorten(value: Any) -> str:
-    """Return the `repr` of a value, shorten to `MAX_VALUE_LENGTH` characters."""
+    """Return a value's `repr`, shortened to `MAX_VALUE_LENGTH` characters."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
 
@@ -64,7 +64,7 @@ def shorten(value: Any) -> str:
 def validate_body(model: type[Model], body: Any) -> Model:
     """Parse a JSON value as an instance of `model`.
 
-    Raises: SnapKVError: the body is invalid; the sentence names the field.
+    Raises: SnapKVError: the body is invalid. The error names the field.
     """
     try:
         return model.model_validate(body)
@@ -74,7 +74,7 @@ def validate_body(model: type[Model], body: Any) -> Model:
 
 
 def describe_error(error: Mapping[str, Any], body: Any) -> str:
-    """Describe an error of pydantic about a body in a sentence that names the field."""
+    """Describe a pydantic error about a body in one sentence that names the field."""
     place = _path(error["loc"], body)
     kind = error["type"]
     got = shorten(error["input"])
@@ -88,7 +88,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
-    # Pydantic's other sentences use terms of Python: "Input should be a valid dictionary or instance of ..."
+    # Pydantic's other messages use Python's terms: "Input should be a valid dictionary or instance of ..."
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
@@ -97,9 +97,9 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
 
 
 def _path(location: Sequence[str | int], body: Any) -> str:
-    """Return the location of an error as a path such as `messages.0.role`.
+    """Return an error's location as a path such as `messages.0.role`.
 
-    Pydantic's location also contains names of union members, which are not keys of the body, and are skipped.
+    Pydantic's location also contains the names of union members, which are not keys of the body and are skipped.
     """
     path = []
     value = body
