@@ -1,1 +1,1 @@
-"""One request, from its first chunk to its last token."""
+"""Runs a request, from the first prefill chunk to the last generated token."""

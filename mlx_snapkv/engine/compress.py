@@ -1,4 +1,4 @@
-"""Choose the entries that a policy keeps, and replace the full caches of a prompt by caches of these entries."""
+"""Prompt-cache compression: score the entries of each layer and replace its full cache with a compressed one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from ..planning.request_plan import Plan, plan_compression
 from ..planning.settings import resolve_compress
 from .report import CompressionReport
 
-# Called with a layer, the positions `(B, n_kv_heads, n)` of the entries kept in it, ascending, and their votes or None.
+# Called as `on_kept(layer, positions, votes)`. `positions` `(B, n_kv_heads, n)` are the positions of the layer's kept
+# entries, in ascending order. `votes` has the same shape; it is None if nothing voted.
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
@@ -46,20 +47,21 @@ def compress_prompt_cache(
     queries: list[mx.array | None] | None = None,
     quantization: Quantization | None = None,
 ) -> CompressionReport:
-    """Compress the full KV caches of `prompt_cache` in place.
+    """Compress the full KV caches in `prompt_cache` in place.
 
     Args:
         model: the mlx-lm model that filled the cache.
-        prompt_cache: one cache per layer, with all entries.
-        policy: a policy object, or a string such as "keydiff:budget=8192". Of two policies, the second applies.
-        queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens, of
-            which the last `obs_window` vote. Policies that vote need them, unless the caches recorded queries.
-        quantization: quantisation of the kept entries; None does not change it.
+        prompt_cache: one full cache per layer.
+        policy: a policy object, or a string such as "keydiff:budget=8192". If two policies are joined by " then ", only
+            the second is used.
+        queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the last `n` tokens. The last
+            `obs_window` of them vote. Required by policies that use votes, unless the caches recorded queries.
+        quantization: quantisation of the kept entries. None leaves it unchanged.
 
-    Returns: The report. If nothing was evicted, its `reason` says why.
+    Returns: The report. If nothing was evicted, `reason` says why.
 
     Raises:
-        SnapKVError: the cache is compressed already, queries are missing, or scores are NaN. The cache does not change.
+        SnapKVError: the cache is already compressed, queries are missing, or scores are NaN. The cache is unchanged.
     """
     compress = resolve_compress(policy=policy)
     if compress is None:
@@ -89,8 +91,8 @@ def compress_prompt_cache(
         note_choices(choices, layers, prompt_cache, report)
         for layer, choice in zip(layers, choices):
             put_compressed_cache(layer, prompt_cache, plan, choice)
-            # All full entries are still in memory, so those of each layer are freed before the next layer is
-            # compressed.
+            # Every layer still has its full cache in memory. Evaluate now, so that this layer's is freed before the
+            # next layer is compressed.
             mx.eval(layer.cache_in(prompt_cache).state)
     return report
 
@@ -103,14 +105,14 @@ def measuring(
     caches: list,
     report: CompressionReport,
 ) -> Iterator[None]:
-    """Measure how long the `with` block takes to replace `caches`, and their bytes before and after.
+    """Time the `with` block, and record the KV memory before and after it in `report`.
 
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
-        prompt_cache: the caches that keep all entries under sparse attention.
-        caches: the caches on which the prompt was read. The block replaces them.
-        report: receives the figures.
+        prompt_cache: with sparse attention, the caches that store all entries.
+        caches: the prefill caches, which the block replaces in place.
+        report: the report to update.
     """
     started = time.perf_counter()
     report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
@@ -127,11 +129,11 @@ def note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """Add to the report how many bytes the answer reads from `caches`, and how many stay unread."""
+    """Record how many KV bytes an answer token reads, and how many stay unread."""
     if plan.sparse is not None:
         kept = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
-        # Every token reads the index.
+        # Every token reads the index, so it does not count as unread.
         report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
         report.file_bytes = file_bytes(prompt_cache)
     elif plan.decode_policy.schedule == "block":
@@ -143,9 +145,9 @@ def note_memory(
 def note_choices(
     choices: list[Choice], layers: list[AttentionLayer], caches: list, report: CompressionReport
 ) -> None:
-    """Add to the report how many entries each layer keeps, and their share of the attention.
+    """Record how many entries each layer keeps, and what share of the votes they received.
 
-    This waits until the device has computed all choices.
+    Blocks until the device has computed all choices.
 
     Raises: SnapKVError: scores are NaN.
     """
@@ -165,11 +167,11 @@ def choose_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> Choice:
-    """Choose the entries that a policy keeps of a layer. The layer's cache does not change.
+    """Choose which entries of a layer to keep, without changing the layer's cache.
 
     Args:
         layer: the layer.
-        caches: the caches on which the prompt was read.
+        caches: the prefill caches.
         plan: the request's plan.
         queries: see `compress_prompt_cache`.
     """
@@ -183,7 +185,7 @@ def split_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
-    """Split a layer's entries into those of the prompt, which the policy scores, and those of later tokens."""
+    """Split a layer's entries into prompt entries, which the policy scores, and entries of answer tokens."""
     cache = layer.entries_in(caches)
     obs_window = plan.decode_policy.obs_window
     entries = cache.held(plan.n_voters if obs_window else 0)
@@ -198,7 +200,7 @@ def split_entries(
 def _as_voters(
     layer: AttentionLayer, queries: mx.array, entries: Entries, stop: int, obs_window: int
 ) -> Queries:
-    """Return the last `obs_window` of the queries, which end before position `stop`, as voters."""
+    """Wrap the last `obs_window` queries as voters. `stop` is the position after the last query."""
     B, H, T, D = entries.keys.shape
     q = queries.shape
     n_heads = H * len(layer.readers)
@@ -224,9 +226,9 @@ def put_compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace the cache of a layer by a cache of the chosen entries.
+    """Replace a layer's cache with a cache of the chosen entries.
 
-    The full entries are freed when the device has copied the chosen ones, unless the caller has a reference to them.
+    The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
     """
     layer.put(caches, _compressed_cache(layer, caches, plan, choice, on_kept))
 
@@ -238,7 +240,7 @@ def _compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
-    """Return a cache with the chosen entries and the entries of later tokens."""
+    """Build a cache with the chosen prompt entries and all entries of answer tokens."""
     before = layer.cache_in(full)
     policy = plan.decode_policy
     entries, later = split_entries(layer, full, plan)
@@ -247,7 +249,7 @@ def _compressed_cache(
         for x in (entries.take(choice.kept), later)
     )
     mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
-    mx.async_eval(kept.stored_values, later.stored_values)  # after the keys, to limit memory
+    mx.async_eval(kept.stored_values, later.stored_values)  # after the keys, to lower peak memory
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
@@ -264,13 +266,13 @@ def _compressed_cache(
 
 @dataclass
 class Choice:
-    """The entries that a policy keeps of a layer.
+    """The entries that a policy keeps in one layer.
 
     Attributes:
-        kept: indices `(B, n_kv_heads, n)` of the entries.
-        votes: votes for these entries, `(B, n_kv_heads, n)`; None if nothing voted.
-        share: float32, the share of all votes that these entries received, 0 to 1. It is 1 if nothing voted, and NaN if
-            scores are NaN.
+        kept: indices of the kept entries, `(B, n_kv_heads, n)`.
+        votes: votes for the kept entries, `(B, n_kv_heads, n)`, or None if nothing voted.
+        share: fraction of all votes that went to the kept entries, a float32 scalar. It is 1 if nothing voted, and NaN
+            if any score is NaN.
     """
 
     kept: mx.array
@@ -279,13 +281,13 @@ class Choice:
 
 
 def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
-    """Choose `quota` of a layer's entries by their scores, and release `entries`.
+    """Score a layer's entries, choose as many as `quota` allows, and release `entries`.
 
     The result is evaluated asynchronously.
     """
     entries.budget = quota.entries
     entries.n_window = quota.n_window
-    # Scores first: a policy may compute several kinds of votes in one pass.
+    # Compute the scores first: a policy may compute scores and votes in the same pass.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:

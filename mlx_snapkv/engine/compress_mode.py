@@ -1,4 +1,4 @@
-"""How a request with a policy reads the chunks of its prompt and compresses their entries."""
+"""Prefill and compression for requests with a policy."""
 
 from typing import Any, final
 
@@ -15,15 +15,15 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """The mode of a request with a policy.
+    """The mode of a request whose policy evicts entries.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
-        prompt_cache: empty, or the entries of earlier turns.
-        pieces: calls the model for parts of a chunk whose scores fit in memory.
-        on_kept: called for each layer with the entries that the policy keeps.
+        prompt_cache: the caller's prompt cache, which is empty or contains earlier turns.
+        pieces: calls the model on pieces of a chunk whose scores fit in memory.
+        on_kept: called for each layer with the kept entries.
     """
 
     def __init__(
@@ -35,22 +35,22 @@ class PolicyMode:
         pieces: Pieces,
         on_kept: KeptCallback | None = None,
     ):
-        """Store the parts of the request."""
+        """Create the mode."""
         self.plan = plan
         self.layers = layers
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
-        # Blocks already fit between two evictions.
+        # Under schedule="block", each chunk fits between two evictions and is not split.
         self._call: Any = model if plan.options.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for a chunk `(1, L)`, and return its logits."""
+        """Call the model on a chunk `(1, L)`, and return the logits."""
         return self._call(inputs, cache=cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace the caches by caches of the chosen entries. The caller's prompt cache changes at the end.
+        """Replace `caches` with compressed caches, then update the caller's prompt cache.
 
-        Each layer is compressed while the device computes the earlier ones. Python waits only once, in `note_choices`.
+        Layers are queued without waiting for the device. Python blocks only once, in `note_choices`.
         """
         plan = self.plan
         layers = self.layers
@@ -66,7 +66,7 @@ class PolicyMode:
 
 
 def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
-    """Explain why schedule="block" evicted no entry of the prompt; return None if it did evict."""
+    """Explain why no prompt entry was evicted under schedule="block". Return None if any were."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"

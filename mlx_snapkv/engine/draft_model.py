@@ -1,8 +1,8 @@
-"""Draft models: mlx-lm's speculative decoding with a compressed main cache.
+"""Speculative decoding with a draft model and a compressed main cache.
 
-mlx-lm's speculative loop copies the list of caches that it receives, so caches can't be compressed within it. Therefore
-the main model reads the prompt and decodes the first tokens alone, until its cache is compressed. Then mlx-lm's loop
-takes over. The greedy answer is the same as without a draft model, token for token.
+mlx-lm's speculative loop copies the list of caches it is given, so the caches can't be replaced while it runs. Instead,
+the main model reads the prompt and decodes the first tokens alone. Once its cache is compressed, mlx-lm's speculative
+loop takes over. With greedy sampling, the answer is the same as without a draft model, token for token.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ StartAnswer = Callable[..., Iterator[GenerationResponse]]
 
 @dataclass
 class DraftedAnswer:
-    """The answer to a request with a draft model, whose own cache is not compressed.
+    """The answer to a request with a draft model. Only the main model's cache is compressed.
 
     Attributes:
-        options: mlx-lm's keywords; `prompt_cache` contains the main model's caches followed by the draft model's.
+        options: mlx-lm's keywords. `prompt_cache` lists the main model's caches, then the draft model's.
 
     Raises: SnapKVError: a layer's cache can't be trimmed.
     """
@@ -50,7 +50,7 @@ class DraftedAnswer:
     options: dict[str, Any]
 
     def __post_init__(self):
-        """Split the caller's prompt cache between the two models, and check that all caches can be trimmed."""
+        """Split the caller's prompt cache between the two models, and check that every cache can be trimmed."""
         if self.max_tokens < 1:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -74,10 +74,13 @@ class DraftedAnswer:
     def responses(
         self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
     ) -> Iterator[GenerationResponse]:
-        """Yield the whole answer. `start_answer(tokenizer, options, on_report)` starts it without a draft model."""
+        """Yield the responses of the whole answer.
+
+        `start_answer(tokenizer, options, on_report)` starts the answer without a draft model.
+        """
 
         def hand_back_caches(report: CompressionReport) -> None:
-            # The compression has replaced the elements of `_main`.
+            # Compression has replaced the elements of `_main`.
             if self._callers_cache is not None:
                 self._callers_cache[:] = self._main + self._draft
             if on_report is not None:
@@ -91,7 +94,7 @@ class DraftedAnswer:
     def _alone_then_drafted(
         self, alone: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield responses of `alone` until the main cache is compressed, then those of the speculative loop."""
+        """Yield responses from `alone` until the main cache is compressed, then from the speculative loop."""
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
@@ -109,16 +112,16 @@ class DraftedAnswer:
     def _drafted(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
-        Token counts and speeds cover the whole answer. The loop starts with the latest token of `earlier`, so both
-        models have read the tokens before it.
+        Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`. Both models
+        must have read every token before that one.
 
         Args:
-            earlier: the responses so far, which the model alone has decoded.
+            earlier: the responses so far, decoded by the main model alone.
         """
         tokens = [response.token for response in earlier]
         latest = earlier[-1]
         for cache in layer_caches(self._main):
-            cache.trim(1)  # mlx-lm's loop was one token ahead
+            cache.trim(1)  # mlx-lm's loop has already fed one token more
         started = time.perf_counter()
         if len(tokens) > 1:
             self._draft_reads(mx.array(tokens[:-1]))
@@ -148,7 +151,7 @@ class DraftedAnswer:
         read(self.draft_model, tokens, self._draft, {"prefill_step_size": step})
 
     def _processors(self, answer: list[int]) -> list[Callable] | None:
-        """Wrap the logits processors, so that they also see the prompt and the answer's first tokens."""
+        """Wrap the logits processors so that they also see the prompt and the first tokens of the answer."""
         earlier = mx.concatenate([self.prompt, mx.array(answer, self.prompt.dtype)])
 
         def with_earlier(processor: Callable) -> Callable:
@@ -158,7 +161,7 @@ class DraftedAnswer:
 
 
 def require_growing(model, prompt_cache: list | None) -> None:
-    """Check that the main model's caches only grow. Raises: SnapKVError: rejected drafts can't be trimmed from one."""
+    """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
     pairs = list(zip(members(caches), layer_caches(caches)))
@@ -172,7 +175,7 @@ def require_growing(model, prompt_cache: list | None) -> None:
 
 
 def _refuse(role: str, model, caches: list) -> None:
-    """Raise SnapKVError if there are `caches`, which can't be trimmed, in the main or draft model."""
+    """Raise SnapKVError if `caches`, a model's untrimmable caches, is not empty."""
     if caches:
         kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
         raise SnapKVError(
@@ -186,13 +189,13 @@ def _refuse(role: str, model, caches: list) -> None:
 
 
 class OneText(TokenizerWrapper):
-    """A tokenizer whose detokenizer continues its text in the next call of mlx-lm.
+    """A tokenizer with a single detokenizer, whose text continues across several calls to mlx-lm.
 
     Args:
-        tokenizer: a tokenizer, or mlx-lm's wrapper of one.
+        tokenizer: a tokenizer, or an mlx-lm `TokenizerWrapper`.
     """
 
-    detokenizer = None  # replaces mlx-lm's property, which makes a new one for each call
+    detokenizer = None  # overrides mlx-lm's property, which creates a new one on every access
 
     def __init__(self, tokenizer):
         """Copy the tokenizer's attributes, and create one detokenizer."""

@@ -1,4 +1,4 @@
-"""mlx-lm's `generate_step`, `stream_generate` and `generate`, with compression or sparse attention."""
+"""Drop-in versions of mlx-lm's `generate_step`, `stream_generate` and `generate` that compress the prompt cache."""
 
 import functools
 from collections.abc import Iterator
@@ -38,24 +38,24 @@ def generate_step(
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
-    """Call `mlx_lm.generate.generate_step`, and compress the prompt once it has been read.
+    """Run `mlx_lm.generate.generate_step`, and compress the prompt cache after prefill.
 
     Args:
-        prompt: `(T,)` token ids.
+        prompt: token ids, `(T,)`.
         model: an mlx-lm model.
-        snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string.
-        policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto", like `snapkv=True`, selects what
-            docs/choose.md recommends for the prompt and this machine.
+        snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string. True is the same as policy="auto".
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto" picks the setting that
+            docs/choose.md recommends for this prompt and machine.
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
-            string. No entry is evicted; prompt chunks and answer tokens choose the few entries that they read.
-        on_report: called with a `CompressionReport`, before the first token from the compressed cache.
-        **kwargs: mlx-lm's keywords.
-        stream: mlx-lm's argument.
+            string. Nothing is evicted. Prompt chunks and answer tokens read only the entries that they choose.
+        on_report: called with the `CompressionReport` before the first token from the compressed cache is yielded.
+        **kwargs: keyword arguments for mlx-lm.
+        stream: mlx-lm's `stream` argument.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, like mlx-lm.
 
-    Raises: SnapKVError: at the call, if options conflict or the model is not supported. Warns: TrainedLengthWarning:
-    the prompt is longer than the model was trained for.
+    Raises: SnapKVError: options conflict or the model is not supported. It is raised by the call itself, not by the
+    first iteration. Warns: TrainedLengthWarning: the prompt is longer than the model's trained length.
     """
     if isinstance(stream, int):
         raise SnapKVError(
@@ -87,14 +87,16 @@ def stream_generate(
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
-    """Call `mlx_lm.stream_generate`, and compress the prompt; see `generate_step` for the keywords.
+    """Run `mlx_lm.stream_generate`, and compress the prompt cache after prefill.
 
-    With a draft model, only the main model's cache is compressed. The main model decodes alone until the first token
-    after the compression. The greedy answer is the same as without a draft model.
+    See `generate_step` for the keyword arguments.
+
+    With a draft model, only the main model's cache is compressed. Speculative decoding starts after the first token
+    from the compressed cache. With greedy sampling, the answer is the same as without a draft model.
 
     Yields:
-        mlx-lm's `GenerationResponse`s. `prompt_tokens` and `prompt_tps` count the whole prompt, and `generation_tps`
-        excludes the time of the compression.
+        mlx-lm's `GenerationResponse`s. `prompt_tokens` and `prompt_tps` cover the whole prompt. `generation_tps`
+        excludes the time spent on compression.
     """
     tokens = encode_prompt(tokenizer, prompt)
     n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
@@ -123,9 +125,11 @@ def stream_generate(
 def _plan_beside_draft(
     model, n: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
 ) -> Plan:
-    """Plan a prompt of `n` tokens for the main model; a given prompt cache also has the draft model's caches.
+    """Plan a prompt of `n` tokens for the main model.
 
-    Raises: SnapKVError: a cache of the main model does more than grow.
+    If `options` has a `prompt_cache`, it contains the draft model's caches as well.
+
+    Raises: SnapKVError: rejected drafts can't be trimmed from one of the main model's caches.
     """
     cache = options.get("prompt_cache")
     require_growing(model, cache)
@@ -143,14 +147,14 @@ def _plan_beside_draft(
 def generate(
     model, tokenizer, prompt: str | list[int], verbose: bool = False, **kwargs: Any
 ) -> str:
-    """Return the whole answer as a string, like `mlx_lm.generate`, but compress the prompt.
+    """Return the whole answer as a string, like `mlx_lm.generate`, but compress the prompt cache.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer.
-        prompt: a text, to which no chat template is applied, or token ids.
-        verbose: print the text while it is generated, and then the figures.
-        **kwargs: keywords of `stream_generate`.
+        tokenizer: the model's tokenizer.
+        prompt: text or token ids. No chat template is applied.
+        verbose: print the text as it is generated, followed by speeds and peak memory.
+        **kwargs: keyword arguments for `stream_generate`.
     """
     callback = kwargs.pop("on_report", None) or (lambda report: None)
     reports: list[CompressionReport] = []
@@ -180,9 +184,9 @@ def _resolve_keywords(
     on_report: ReportCallback | None,
     options: dict[str, Any],
 ) -> tuple[CompressionConfig, ReportCallback, dict[str, Any]]:
-    """Resolve the keywords to a config, a callback for the report, and mlx-lm's keywords.
+    """Resolve keyword arguments to a config, a report callback, and the keyword arguments for mlx-lm.
 
-    For "auto" and `snapkv=True` the callback adds the selected setting to the report.
+    With "auto" or `snapkv=True`, the callback also adds the selected setting to the report.
     """
     config, options, choice = resolve(
         model,
@@ -198,7 +202,7 @@ def _resolve_keywords(
 
 
 def figures(response: Any) -> str:
-    """Return the figures of a response, or of a batch, in the words of mlx-lm."""
+    """Format the speeds and peak memory of a response or a batch as mlx-lm prints them."""
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
@@ -208,14 +212,14 @@ def figures(response: Any) -> str:
 
 
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
-    """Return the token ids `(T,)` of a prompt, with the special tokens that mlx-lm's `stream_generate` adds."""
+    """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`."""
     if isinstance(prompt, str):
         return mx.array(text_tokens(tokenizer, prompt))
     return token_ids(prompt, may_be_empty=True)
 
 
 def text_tokens(tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text, with the special tokens that mlx-lm's `stream_generate` adds."""
+    """Encode text with the same special tokens as mlx-lm's `stream_generate`."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ignore_length_limit(tokenizer)

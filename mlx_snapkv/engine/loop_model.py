@@ -1,4 +1,4 @@
-"""Wrap models for mlx-lm's loops, to act before or after each call."""
+"""Model wrappers for mlx-lm's generation loops, which hook into every model call."""
 
 import contextlib
 import math
@@ -16,18 +16,18 @@ from ..caches.matching import adopt
 from ..models import attention_classes
 from ..models.patch import recording
 
-LONG_CALL = 32  # calls with at least this many tokens may take long
-# Seconds that an evaluation should take. Shorter ones would cost speed; longer ones would delay Ctrl-C.
+LONG_CALL = 32  # calls with at least this many tokens may take a while
+# Target duration of one evaluation in seconds. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
 FAST = 0.1
 SLOW = 0.5
-PROGRESS_INTERVAL = 1.0  # seconds between two calls of the progress callback within a chunk
+PROGRESS_INTERVAL = 1.0  # seconds between progress callbacks within a chunk
 
 
 class WrappedModel(nn.Module):
-    """An mlx-lm model in `self["wrapped"]`, whose attributes are available on the wrapper."""
+    """Wraps an mlx-lm model, stored as `self["wrapped"]`, and exposes its attributes."""
 
     def __init__(self, model):
-        """Store the model as a submodule, so that its parameters are found."""
+        """Store the model as a submodule, so that MLX finds its parameters."""
         super().__init__()
         self["wrapped"] = model
 
@@ -37,31 +37,28 @@ class WrappedModel(nn.Module):
 
 
 class RequestModel(WrappedModel):
-    """The model of a request, which passes calls with token ids `(1, L)` to the request's `call(inputs, cache)`.
+    """A model that forwards calls with token ids `(1, L)` to its request's `call(inputs, cache)`.
 
-    A call returns the logits `(1, n, vocab_size)` of the last `n` tokens, at least 1.
+    A call returns logits `(1, n, vocab_size)` for the last `n >= 1` tokens.
     """
 
     def __init__(self, model: Any, request: Any):
-        """Wrap the model. The reference to the request is weak, so that the request's memory is freed at once."""
+        """Wrap the model. Keep only a weak reference to the request, so that its memory is freed promptly."""
         super().__init__(model)
-        self._request = weakref.proxy(request)  # the request has a reference to this model
+        self._request = weakref.proxy(request)  # the request refers to this model
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Let the request call the model. Embeddings go to the model directly."""
+        """Forward the call to the request. Calls with embeddings go straight to the model."""
         if kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
         return self._request.call(inputs, cache)
 
 
 class SplitCalls(WrappedModel):
-    """A model that feeds tokens to evicting caches with the same result as one token at a time.
-
-    Calls are split where an eviction is due.
-    """
+    """A model that splits calls at evictions, so that the result is the same as feeding one token at a time."""
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Return the logits `(1, L, vocab_size)` of all tokens, after one call for each span between evictions."""
+        """Call the model once for each span between evictions, and return all logits `(1, L, vocab_size)`."""
         model = self["wrapped"]
         caches = layer_caches(cache)
         logits = []
@@ -73,23 +70,23 @@ class SplitCalls(WrappedModel):
 
 
 def _n_until_eviction(cache: LayerCache) -> float:
-    """Return the number of tokens that fit before the next eviction. If one is due now, it comes first."""
+    """Return how many tokens fit before the next eviction. If an eviction is already due, it happens first."""
     return cache.room if cache.room > 0 else cache.block
 
 
 def evicts(prompt_cache: list) -> bool:
-    """Return whether new tokens may cause evictions by a policy. A sliding window does not count."""
+    """Return whether new tokens may cause a policy to evict entries. Sliding windows do not count."""
     return any(cache.room < math.inf for cache in layer_caches(prompt_cache))
 
 
 def one_by_one(model, prompt_cache: list):
-    """Wrap a model in `SplitCalls` if the prompt cache evicts."""
+    """Wrap the model in `SplitCalls` if the prompt cache evicts."""
     return SplitCalls(model) if evicts(prompt_cache) else model
 
 
 @contextlib.contextmanager
 def trimming_drafts(prompt_cache: list) -> Iterator[None]:
-    """Allow mlx-lm's loop to trim rejected drafts from compressed caches, within the `with` block."""
+    """Let mlx-lm's loop trim rejected drafts from compressed caches within the `with` block."""
     compressed: list[Any] = [cache for cache in layer_caches(prompt_cache) if cache.is_compressed]
     for cache in compressed:
         cache.is_drafted = True
@@ -101,9 +98,9 @@ def trimming_drafts(prompt_cache: list) -> Iterator[None]:
 
 
 class Evaluation:
-    """Evaluates caches in groups of layers, each of which takes between `FAST` and `SLOW` seconds.
+    """Evaluates caches in groups of layers, sized so that each group takes between `FAST` and `SLOW` seconds.
 
-    Python notices Ctrl-C between two evaluations.
+    Python can handle Ctrl-C between groups.
     """
 
     def __init__(self):
@@ -111,7 +108,7 @@ class Evaluation:
         self._n_layers = 1
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
-        """Evaluate all caches. After each group except the last, call `on_layers` with the number of layers done."""
+        """Evaluate all caches. Call `on_layers` with the number of layers done after each group but the last."""
         n = 0
         while n < len(cache):
             started = time.perf_counter()
@@ -127,13 +124,13 @@ class Evaluation:
 
 
 class PacedModel(WrappedModel):
-    """A model that evaluates a long chunk in groups of layers, so that Ctrl-C is noticed within the chunk.
+    """A model that evaluates long chunks in groups of layers, so that Ctrl-C works in the middle of a chunk.
 
-    Logits do not change.
+    Logits are unchanged.
 
     Args:
         model: the model to wrap.
-        progress: mlx-lm's `prompt_progress_callback`, which is also called about once a second within a chunk.
+        progress: mlx-lm's `prompt_progress_callback`. It is also called about once a second within a chunk.
     """
 
     def __init__(self, model, progress: Callable[[int, int], None]):
@@ -146,7 +143,7 @@ class PacedModel(WrappedModel):
         self._reported_at = time.perf_counter()
 
     def report(self, done: int, total: int) -> None:
-        """Report that `done` of `total` tokens of the prompt have been read."""
+        """Report that `done` of `total` prompt tokens have been read."""
         self._done = done
         self._total = total
         self._reported_at = time.perf_counter()
@@ -160,7 +157,7 @@ class PacedModel(WrappedModel):
         return logits
 
     def _report_part(self, part: float, n_tokens: int) -> None:
-        """Report that `part` of the chunk's tokens are read, unless the last report was less than a second ago."""
+        """Report that the fraction `part` of the chunk has been read, at most once a second."""
         now = time.perf_counter()
         if now - self._reported_at > PROGRESS_INTERVAL:
             self._reported_at = now
@@ -168,7 +165,7 @@ class PacedModel(WrappedModel):
 
 
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap mlx-lm's `start(model, **options)`: with a `prompt_progress_callback`, it uses a `PacedModel`."""
+    """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`."""
 
     def begin(model: Any, **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback")
@@ -181,7 +178,7 @@ def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
 
 
 def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the attention classes, within the `with` block, if a cache needs the queries of the following tokens."""
-    adopt(prompt_cache, model)  # caches loaded by mlx-lm do not know their layers
+    """Patch the attention classes within the `with` block if a cache needs the queries of upcoming tokens."""
+    adopt(prompt_cache, model)  # caches loaded by mlx-lm have no reference to their layers
     observed = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if observed else [])

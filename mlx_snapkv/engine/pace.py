@@ -1,4 +1,4 @@
-"""Decide which is faster on this machine: tokens of an answer that read all entries, or few."""
+"""Switches between sparse and full attention during an answer, whichever is faster on this machine."""
 
 from collections import deque
 from statistics import median
@@ -6,41 +6,42 @@ from statistics import median
 from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement
 from ..sparse.options import FIRST_TOKENS
 
-# Intervals to ignore after a switch: a token already under way, and one that allocates buffers.
+# Tokens not timed after a switch: one is already being computed, and the next allocates buffers.
 N_SKIPPED = 2
-N_MEASURED = 6  # number of intervals whose median is the time of a token
-MAX_TIME_RATIO = 0.97  # sparse tokens must take at most this fraction of the full cache's time
-# The slower way is tried again when the text has grown by `RETRY_GROWTH`. If the slower way takes at most `RETRY_RATIO`
-# times as long, it is tried again after `FIRST_GAP` tokens, and then after intervals that double.
+N_MEASURED = 6  # the time per token is the median of this many tokens
+MAX_TIME_RATIO = 0.97  # sparse tokens must take less than this fraction of the full cache's time
+# The slower mode is retried once the text has grown by a factor of `RETRY_GROWTH`. If it takes at most `RETRY_RATIO`
+# times as long as the faster one, it is retried earlier: after `FIRST_GAP` tokens, and then after twice as many each
+# time.
 RETRY_RATIO = 1.25
 FIRST_GAP = 256
 RETRY_GROWTH = 1.5
 
 
 class Pace:
-    """Decides whether the next tokens of an answer read all entries or few, by the times of earlier tokens.
+    """Decides from token times whether the next answer tokens read all entries or only a few.
 
-    A few tokens are decoded either way, one shortly after the other, and their times compared. No entry is ever
-    evicted, so the answer can switch at any token.
+    A few tokens are decoded in each mode, shortly after one another, and the times are compared. No entry is evicted,
+    so the answer can switch modes at any token.
 
     Args:
-        n_prompt: tokens of the prompt.
-        setup_in_tokens: number of tokens after which reading few entries would have repaid the index and the means.
-            This many tokens read all entries before few are tried. An answer that is already long is likely to
-            continue, so an answer of unknown length takes at most twice the time of the better choice.
+        n_prompt: prompt length in tokens.
+        setup_in_tokens: number of sparse tokens that it takes to recoup the cost of building the index and the means.
+            Sparse attention is first tried after this many tokens. An answer that is already long is likely to
+            continue, so even without knowing its length, it takes at most twice as long as with the better mode.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
-        seconds: the latest time per token for each value of `reads_all` that was measured.
+        seconds: latest time per token, by value of `reads_all`. Modes that were not measured are missing.
     """
 
     def __init__(self, n_prompt: int, setup_in_tokens: float = 0):
-        """Begin an answer, whose first tokens read all entries."""
+        """Start an answer. The first tokens read all entries."""
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
         self._n_text = n_prompt
-        self._lengths: dict[bool, int] = {}  # tokens of the text when `seconds` were measured
-        # Number of tokens before the other way is tried.
+        self._lengths: dict[bool, int] = {}  # text length in tokens when `seconds` was measured
+        # Number of tokens before the other mode is tried.
         self._until_trial = max(FIRST_TOKENS, int(min(setup_in_tokens, self._tokens_to_grow())))
         self._gap = FIRST_GAP
         self._is_trial = False
@@ -55,14 +56,14 @@ class Pace:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Return the latest time of each way, for the speed record."""
+        """Return the latest measurement of each mode, for the speed record."""
         return [
             Measurement(DECODE_ALL if reads_all else DECODE_FEW, self._lengths[reads_all], seconds)
             for reads_all, seconds in self.seconds.items()
         ]
 
     def switches(self, seconds: float) -> bool:
-        """Count a token that took `seconds`, and return whether the next tokens switch to the other way."""
+        """Record a token that took `seconds`, and return whether to switch modes for the next tokens."""
         self._measure(seconds)
         changes = self._ends_trial() if self._is_trial else self._begins_trial()
         if changes:
@@ -72,7 +73,7 @@ class Pace:
         return changes
 
     def _measure(self, seconds: float) -> None:
-        """Count a token, and update the time per token when enough tokens have followed the latest switch."""
+        """Count a token, and update the time per token if enough tokens were timed since the last switch."""
         self._n_text += 1
         self._until_trial -= 1
         if self._to_skip:
@@ -85,16 +86,16 @@ class Pace:
 
     @property
     def _is_measured(self) -> bool:
-        """Return whether enough tokens have followed the latest switch."""
+        """Return whether enough tokens were timed since the last switch."""
         return len(self._latest) == N_MEASURED
 
     def _begins_trial(self) -> bool:
-        """Start a trial of the other way if it is due, and return whether it starts."""
+        """Start a trial of the other mode if one is due. Return whether it started."""
         self._is_trial = self._until_trial <= 0 and self._is_measured
         return self._is_trial
 
     def _ends_trial(self) -> bool:
-        """End a trial once it has been measured, and return whether the answer should switch back."""
+        """End a trial once enough tokens were timed. Return whether to switch back."""
         if not self._is_measured:
             return False
         self._is_trial = False
@@ -102,11 +103,11 @@ class Pace:
         return self.prefers_all != self.reads_all
 
     def _tokens_to_grow(self) -> int:
-        """Return the number of tokens after which the other way is tried in any case."""
+        """Return the number of tokens after which the other mode is tried at the latest."""
         return int(self._n_text * (RETRY_GROWTH - 1))
 
     def _plan_next_trial(self) -> None:
-        """Set the number of tokens before the next trial."""
+        """Schedule the next trial."""
         self._until_trial = self._tokens_to_grow()
         slower, faster = max(self.seconds.values()), min(self.seconds.values())
         if slower <= RETRY_RATIO * faster:

@@ -1,4 +1,7 @@
-"""Split the chunks of a prompt into pieces whose scores fit in memory; with a longer context, pieces are shorter."""
+"""Splits prompt chunks into pieces whose attention scores fit in memory.
+
+The longer the context, the shorter the pieces.
+"""
 
 from typing import Any
 
@@ -11,47 +14,47 @@ from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-PAIR_BYTES = 3 * 4  # maximum bytes for one query, one entry and one head
+PAIR_BYTES = 3 * 4  # upper bound on score bytes per query, entry and head
 
 
 class Pieces:
-    """Calls a model for a chunk, piece by piece, and returns the logits of the last piece.
+    """Calls a model on a chunk piece by piece, and returns the logits of the last piece.
 
     With sparse attention, each piece chooses the entries that it reads.
 
     Args:
         model: the mlx-lm model.
         layers: the model's full-attention layers.
-        n_new: tokens of the prompt that have not been read.
-        n_prompt: all tokens of the prompt.
+        n_new: number of prompt tokens still to read.
+        n_prompt: total prompt length in tokens.
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
-        """Determine the bytes of a layer's scores if they may exceed the limit."""
+        """Look up the size of the scores, but only if they may exceed the limit."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0
         heads = max(query_heads(layer.attention) for layer in layers)
         score_bytes = PAIR_BYTES * heads * max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
         self._limit = scores_limit()
-        # Ranks must make the same calls, but differ in memory, so they never split chunks.
+        # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
         if score_bytes > self._limit and n_ranks() == 1:
-            # Finding the model's shapes takes some time, so it happens only if necessary.
+            # Looking up the shapes takes time, so do it only when needed.
             self._pair_bytes = max(
                 shape.scores for shape in layer_shapes(model, token_caches(model))
             )
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)`, and return the logits of the last piece."""
+        """Call the model on tokens `(1, L)`, and return the logits of the last piece."""
         while inputs.shape[1] > MIN_TOKENS_AT_ONCE and (n := self.at_once(cache)) < inputs.shape[1]:
             self._model(inputs[:, :n], cache=cache)
             mx.eval([c.state for c in cache])
-            mx.clear_cache()  # freed arrays are too small for the scores of the next piece
+            mx.clear_cache()  # the freed buffers are too small for the next piece's scores
             inputs = inputs[:, n:]
         return self._model(inputs, cache=cache)
 
     def at_once(self, cache: list) -> int:
-        """Return the number of tokens in the next piece, given the tokens in `cache`."""
+        """Return the maximum number of tokens in the next piece, given the tokens already in `cache`."""
         if not self._pair_bytes:
             return UNLIMITED
         n_before = max(layer.entries_in(cache).n_before_next for layer in self._layers)

@@ -1,4 +1,4 @@
-"""Read a prompt without generating an answer, to decode with mlx-lm or to answer questions about the prompt later."""
+"""Prefill without generation, to decode with mlx-lm or to ask questions about a text later."""
 
 import importlib
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .request import Request, make_request
 from .restore import CacheCopy
 from .token_ids import require_known, token_ids
 
-# `mlx_lm.generate` is also the name of a function.
+# Import the module by name, because `mlx_lm.generate` is also a function.
 mlx_generate = importlib.import_module("mlx_lm.generate")
 
 
@@ -40,27 +40,26 @@ def prefill(
 ) -> tuple[list, CompressionReport]:
     """Feed `tokens` to the model, and compress the prompt cache.
 
-    To decode with mlx-lm directly, pass `prompt[:-1]` here, then `prompt[-1:]` and the cache to mlx-lm's
-    `generate_step`. If the whole prompt is passed, the kept entries are those of our `generate_step`: the next tokens
-    that vote (`lookahead`) are decoded greedily, and only their votes remain.
+    To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to mlx-lm's
+    `generate_step`. If you pass the whole prompt instead, the same entries are kept as in our `generate_step`. For a
+    policy with `lookahead`, the next tokens are decoded greedily so that they can vote, and are then dropped.
 
-    With `sparse`, a text is read for later questions: all entries stay in its store, and later requests or turns of a
-    conversation continue from them.
+    With `sparse`, all entries stay in a store, and later requests or conversation turns can continue from them.
 
     Args:
         model: an mlx-lm model.
-        tokens: `(T,)` token ids.
+        tokens: token ids, `(T,)`.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         sparse: sparse attention instead of a policy; see `generate_step`.
-        prompt_cache: an empty cache of the model to fill; None makes a new one.
-        prefill_step_size: maximum tokens per chunk; a policy's `prefill_chunk` or `block` takes precedence.
-        prompt_progress_callback: called with the number of processed tokens and the total.
+        prompt_cache: an empty cache to fill. By default, a new one is created.
+        prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` or `block` takes precedence.
+        prompt_progress_callback: called with the number of tokens processed and the total.
         **options: `kv_bits` and `kv_group_size`, for the kept entries.
 
-    Returns: The prompt cache and the report. The report's `reason` says why if nothing was compressed.
+    Returns: The prompt cache and the report. If nothing was compressed, the report's `reason` says why.
 
     Raises:
-        SnapKVError: `tokens` is empty, the policy is invalid, the model is not supported, or its attention gave NaN.
+        SnapKVError: `tokens` is empty, the policy is invalid, the model is not supported, or attention produced NaN.
     """
     config, kv_options = _prefill_config(options | {"policy": policy, "sparse": sparse})
     tokens = token_ids(tokens)
@@ -76,7 +75,7 @@ def prefill(
         "prompt_progress_callback": prompt_progress_callback,
     }
     if plan.reason is not None:
-        # Without a compression, mlx-lm quantises the entries itself.
+        # Nothing is compressed, so mlx-lm quantises the entries itself.
         with observing_queries(model, cache):
             read(one_by_one(model, cache), tokens, cache, loop_options | kv_options)
         caches_after = caches_to_save(model, cache) if prompt_cache is None else cache
@@ -93,9 +92,9 @@ def prefill(
 
 
 def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[str, Any]]:
-    """Split the keywords of `prefill` into a config and mlx-lm's options of quantised entries.
+    """Split the keyword arguments of `prefill` into a config and mlx-lm's quantisation options.
 
-    Raises: SnapKVError: an option is unknown, or there is neither a policy nor sparse attention.
+    Raises: SnapKVError: an option is unknown, or neither a policy nor sparse attention is set.
     """
     config, kv_options = CompressionConfig.from_keywords(options, is_text=True)
     known = {"kv_bits", "kv_group_size"}
@@ -107,7 +106,7 @@ def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[st
 
 
 def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, Any]) -> list:
-    """Read the tokens of a request, apply its policy if it has one, and return the caches to continue from."""
+    """Read a request's tokens, apply its policy if it has one, and return the caches to continue from."""
     plan = request.plan
     model = request.model["wrapped"]
     next_logprobs = read(request.model, tokens, request.caches, loop_options)
@@ -123,7 +122,7 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
-    """Feed `tokens` to mlx-lm's loop, and return the log-probabilities of the next token, `(1, vocab_size)`."""
+    """Feed `tokens` to mlx-lm's loop, and return the next token's log-probabilities `(1, vocab_size)`."""
     next_logprobs = []
 
     def sampler(logprobs: mx.array) -> mx.array:
@@ -138,15 +137,15 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
 
 def _look_ahead(model, prompt_cache: list, next_logprobs: mx.array, n: int) -> None:
-    """Decode `n` tokens that vote, starting from `next_logprobs`; then restore the full caches.
+    """Decode `n` voting tokens greedily, starting from `next_logprobs`, then restore the full caches.
 
-    Caches that evict keep the entries of these tokens until the compression drops them.
+    Caches that evict are not restored: they keep the tokens' entries until compression drops them.
     """
     if n <= 0:
         return
     pairs = zip(members(prompt_cache), layer_caches(prompt_cache))
     before = CacheCopy([cache for cache, ours in pairs if not ours.is_compressed])
     token = mx.argmax(next_logprobs, axis=-1)
-    # mlx-lm's loop also feeds the last token that it yields.
+    # mlx-lm's loop also feeds the last token it yields, so ask for one less.
     list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()

@@ -1,4 +1,4 @@
-"""Make the caches on which a request's prompt is read."""
+"""Creates the caches that a request uses during prefill."""
 
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_sharing_entries
@@ -18,16 +18,16 @@ from .reading_pace import ReadingPace
 def prefill_caches(
     plan: Plan, layers: list[AttentionLayer], prompt_cache: list, pace: ReadingPace | None = None
 ) -> list:
-    """Return the caches on which mlx-lm's loop reads a prompt, after the earlier turns in `prompt_cache`.
+    """Create the caches for mlx-lm's loop to read a prompt, which continues the earlier turns in `prompt_cache`.
 
-    With a policy, these are new caches, so the caller's caches do not change before the compression. With sparse
-    attention, the caller's caches store all entries; chunks that are read sparsely choose among them.
+    With a policy, these are new caches, so the caller's caches stay unchanged until compression. With sparse attention,
+    the caller's caches store all entries, and sparse chunks choose among those.
 
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caller's caches, which are empty or contain earlier turns.
-        pace: decides which chunks choose, if the plan has `sparse_reading`.
+        pace: if the plan has `sparse_reading`, decides which chunks are sparse.
     """
     if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
@@ -39,7 +39,7 @@ def prefill_caches(
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
             view = FullView([stored.store], layer)
-            # For entries in files, later turns reuse the page means, because computing them reads all keys.
+            # Computing page means reads all keys, so for entries in files they are stored for later turns.
             means = stored.page_means if stored.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last, reading.last_from, pace.chooses
@@ -49,13 +49,13 @@ def prefill_caches(
 
 
 def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Check that a prompt cache has not changed since the plan was made. Raises: SnapKVError: it has."""
+    """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
     if any(layer.entries_in(prompt_cache).offset != plan.n_held for layer in layers):
         raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Return caches with the entries of earlier turns, among which the new prompt's queries will vote."""
+    """Create the prefill caches of a request with a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier = [layer.entries_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)
@@ -81,7 +81,7 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """Return a cache for `n_new` tokens that evicts, accumulates attention, or continues an earlier turn."""
+    """Create a cache for `n_new` tokens that evicts, accumulates attention, or continues a compressed turn."""
     policy = plan.prefill_policy
     quota = plan.prefill_quota
     once = not plan.options.evicts_in_blocks
@@ -99,7 +99,7 @@ def _block_cache(
         layer=layer,
         last=plan.last,
         newest=max(policy.obs_window, plan.n_voters),
-        # Entries that are still plain are quantised only once, at the compression.
+        # Plain entries are quantised only once, at compression.
         quantization=None if once and plain else plan.options.quantization,
         counting=AttentionCount() if plan.accumulates_attention else None,
     )

@@ -1,4 +1,4 @@
-"""Decide which is faster on this machine: prompt chunks that read all entries, or chunks that choose few."""
+"""Switches between sparse and full attention during prefill, whichever is faster on this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..planning.speed_record import READ_ALL, READ_FEW, Measurement, Speed
 from ..sparse.options import CHUNK_SIZE
 from .pace import MAX_TIME_RATIO
 
-RETRY_GROWTH = 2  # the text must grow by this factor before choosing is tried again
+RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# Ways (as in `ReadingPace.begin`) whose first chunk this process has read. It includes compilation, so it is not
-# measured.
+# Values of `chooses` for which this process has already read a chunk. The first chunk of each kind includes
+# compilation, so it is not measured.
 compiled: set[bool] = set()
 
 
@@ -28,19 +28,19 @@ class _Chunk(NamedTuple):
 
 
 class ReadingPace:
-    """Decides for each chunk of a prompt whether it chooses entries or reads all, by the speed of earlier chunks.
+    """Decides from the speed of earlier chunks whether a prompt chunk chooses entries or reads all of them.
 
-    The first chunks read all entries in any case, and are measured. Then one chunk chooses. If its tokens took clearly
-    less time, the following chunks choose, too. Otherwise they read all entries, and another chunk is tried when the
-    text has doubled. Reading all entries takes longer the longer the text, so its latest time is a lower bound.
+    The first chunks read all entries and are timed. Then a single chunk chooses. If it is clearly faster per token, all
+    following chunks choose. If not, they read all entries, and sparse reading is tried again once the text is twice as
+    long. Full attention slows down as the text grows, so its latest time per token is a lower bound for later chunks.
 
     Args:
-        plan: a plan with `sparse_reading`; unless it adapts, all chunks choose.
-        recorded: the speed record, which a turn of a conversation follows until it has measured a chunk.
-        clock: returns seconds.
+        plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
+        recorded: the speed record, which a conversation turn relies on until it has measured a chunk itself.
+        clock: returns the current time in seconds.
 
     Attributes:
-        measurements: times of chunks, for the speed record.
+        measurements: chunk times, for the speed record.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReadingPace:
         recorded: Speed,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Start before the first chunk."""
+        """Start with the first chunk of a prompt."""
         assert plan.sparse_reading is not None
         self.measurements: list[Measurement] = []
         self._adapts = plan.adapts
@@ -57,36 +57,36 @@ class ReadingPace:
         self._last_from = plan.sparse_reading.last_from
         self._clock = clock
         self._chunk: _Chunk | None = None
-        # Seconds per token of the latest chunk that read all entries.
+        # Seconds per token in the latest chunk that read all entries.
         self._dense: float | None = None
-        # Whether choosing was faster.
+        # Whether choosing is known to be faster.
         self._wins = plan.n_held > 0 and bool(
             recorded.pays(READ_FEW, READ_ALL, plan.n_held, MAX_TIME_RATIO)
         )
         self._try_from = 0  # position of the first chunk that may be tried next
 
     def chooses(self, start: int) -> bool:
-        """Return whether a chunk that starts at `start` chooses, provided that there are enough entries.
+        """Return whether a chunk that starts at position `start` chooses, if there are enough entries.
 
-        If a model reads a chunk in pieces, all of its pieces are read the same way.
+        If a chunk is read in pieces, all pieces are treated alike.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
         if chunk is not None and start < chunk.start + chunk.n:
             return chunk.chooses
-        if start >= self._n_prompt:  # first tokens of the answer
+        if start >= self._n_prompt:  # the first answer tokens
             return False
         has_room = start + CHUNK_SIZE <= self._last_from
         is_trial = self._dense is not None and has_room and start >= self._try_from
         return self._wins or is_trial
 
     def begin(self, start: int, n: int, chooses: bool) -> None:
-        """Note that `n` tokens from position `start` are being read, and whether they choose."""
+        """Start timing a chunk of `n` tokens at position `start`."""
         self._chunk = _Chunk(self._clock(), start, n, chooses)
 
     def end(self) -> None:
-        """Measure the chunk since `begin`, if there is one."""
+        """Stop timing the current chunk, if there is one, and record its time."""
         chunk, self._chunk = self._chunk, None
         if chunk is None or not self._adapts or chunk.n < CHUNK_SIZE:
             return

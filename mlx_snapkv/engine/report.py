@@ -1,4 +1,4 @@
-"""The report of a compression: measured figures, or the reason why nothing was compressed."""
+"""The report on a request: what was kept and how long it took, or why nothing was compressed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..planning.units import format_bytes
 if TYPE_CHECKING:  # commands import this file before they need MLX
     from ..planning.request_plan import Plan
 
-SLOWER = 0.9  # a warning is given below this speed, relative to the full cache
+SLOWER = 0.9  # warn below this speed, relative to the full cache
 NO_POLICY = "none"
-STAYING = "kv_bytes_staying", "file_bytes"  # fields of a report that are shown unless they are 0
+STAYING = "kv_bytes_staying", "file_bytes"  # report fields that are shown only if they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 ENDED_IN_FULL = "the answer ended among its first tokens, which read all entries"
 ENDED_IN_BLOCKS = (
@@ -22,35 +22,37 @@ ENDED_IN_BLOCKS = (
 
 @dataclass
 class CompressionReport:
-    """The compression of one request. If several Macs share the model, the figures are those of this Mac.
+    """The outcome of compression or sparse attention in one request.
+
+    If several Macs share the model, all numbers are for this Mac only.
 
     Attributes:
         policy: the setting, as on the command line, or NO_POLICY.
-        prompt_tokens: number of tokens in the whole prompt.
-        reason: why nothing was compressed, and what to change; None if entries were evicted or are read sparsely.
-        entries_kept: entries per KV head, by layer of the model; None for layers without a KV cache.
-        kv_bytes_before: bytes of the entries of all tokens at the compression, including evicted entries.
-        kv_bytes_after: bytes of all keys and values in memory afterwards, and of their index, in `kv_dtype` ("float16"
-            or "8 bits", for example). An answer token reads all of them except `kv_bytes_staying`.
-        kv_bytes_staying: the bytes of `kv_bytes_after` that a token does not read.
-        file_bytes: bytes of entries in files.
-        block: number of tokens that fit in the cache in addition to the kept entries, if the answer evicts in blocks.
-        attention_share: share (0 to 1) of the voters' attention that the kept entries received, by layer, if queries
-            vote.
-        prefill_seconds: time from the first chunk to the compression.
-        selection_seconds: time for scoring, ranking and gathering, including evictions during prefill.
-        read_per_chunk: largest number of earlier entries that a chunk of the prompt read by choice, per KV head; None
-            if chunks read all.
-        read_per_token: largest number of entries per KV head that a token of the answer reads by choice; None if tokens
-            do not choose.
-        read_all: first and last token, counted from 1, of each run of answer tokens that read all entries while others
-            choose. The last token is None if the run lasts to the end of the answer.
-        means: largest number of cluster means that a token reads in place of unread entries; 0 without means.
-        plain_path: why MLX's operations compute the attention of tokens that choose; None if GPU kernels do, or if no
-            token chooses.
+        prompt_tokens: length of the whole prompt in tokens.
+        reason: why nothing was compressed, and what to change. None if entries were evicted or are read sparsely.
+        entries_kept: entries per KV head in each layer of the model. None for layers without a KV cache.
+        kv_bytes_before: size of all tokens' entries at compression, including entries that were already evicted.
+        kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
+            it except `kv_bytes_staying`.
+        kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
+        file_bytes: size of the entries in files.
+        kv_dtype: type of the entries after compression, such as "float16" or "8 bits".
+        block: if the answer evicts in blocks, number of tokens that fit in the cache on top of the kept entries.
+        attention_share: if queries vote, share of their attention that went to the kept entries, 0 to 1 in each layer.
+        prefill_seconds: time from the first chunk to compression.
+        selection_seconds: time for scoring, ranking and copying, including evictions during prefill.
+        read_per_chunk: largest number of earlier entries per KV head that a prompt chunk chose to read. None if chunks
+            read all entries.
+        read_per_token: largest number of entries per KV head that an answer token chooses to read. None if tokens do
+            not choose.
+        read_all: runs of answer tokens that read all entries, if other tokens choose. Each run is a pair of the first
+            and last token, counted from 1. The last token is None if the run lasts to the end of the answer.
+        means: largest number of cluster means that a token reads in place of unread entries. 0 without means.
+        plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no token
+            chooses.
         auto: the setting that `policy="auto"` selected, and why.
-        full_token_seconds: time of a token from the full cache, before the compression.
-        token_seconds: time of a token after the compression.
+        full_token_seconds: time per token with the full cache, before compression.
+        token_seconds: time per token after compression.
     """
 
     policy: str
@@ -77,7 +79,7 @@ class CompressionReport:
 
     @classmethod
     def of_full_cache(cls, plan: Plan) -> CompressionReport:
-        """Return the report of a prompt that is left to mlx-lm."""
+        """Create the report of a prompt that is left to mlx-lm."""
         return cls(str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason)
 
     @property
@@ -87,17 +89,17 @@ class CompressionReport:
 
     @property
     def entries(self) -> int:
-        """Return the largest number of entries that a layer keeps per KV head; 0 if nothing was compressed."""
+        """Return the largest number of entries per KV head in any layer, or 0 if nothing was compressed."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
     def kv_bytes_read(self) -> int:
-        """Return the bytes that a token of the answer reads, including the index and unused rows."""
+        """Return the bytes that an answer token reads, including the index and unused rows."""
         return self.kv_bytes_after - self.kv_bytes_staying
 
     @property
     def warnings(self) -> list[str]:
-        """Return a sentence for each disadvantage of the compression in speed or memory."""
+        """Return a warning if compression made the answer slower, and one if it increased memory."""
         found = []
         if self.full_token_seconds and self.token_seconds:
             times = self.full_token_seconds / self.token_seconds
@@ -115,7 +117,7 @@ class CompressionReport:
 
     @property
     def entries_text(self) -> str:
-        """Describe the entries that were kept, or that a token reads."""
+        """Describe how many entries were kept, or how many each token reads."""
         chunk = "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
         if self.read_per_token is not None:
             means = ""
@@ -133,7 +135,7 @@ class CompressionReport:
 
     @property
     def _exceptions(self) -> str:
-        """Describe the tokens that read all entries while others choose."""
+        """Describe which tokens read all entries while the others choose."""
         if not self.read_all:
             return ""
         runs = [
@@ -143,9 +145,9 @@ class CompressionReport:
 
     @property
     def memory_text(self) -> str:
-        """Describe the KV memory before and after the compression, and the entries that stay unread.
+        """Describe the KV memory before and after compression, and where unread entries stay.
 
-        Buffers may be larger than the kept entries.
+        Buffers may be larger than the kept entries need, which the text points out.
         """
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
@@ -161,11 +163,11 @@ class CompressionReport:
         return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as a dict, for JSON."""
+        """Return all fields as a JSON-serialisable dict."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return the report as one line for users."""
+        """Summarise the report in one line for users."""
         if not self.compressed:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]

@@ -1,4 +1,4 @@
-"""One request, from its first chunk to the last token of its answer."""
+"""A compressed or sparse request, from the first prompt chunk to the last answer token."""
 
 import contextlib
 import time
@@ -24,39 +24,44 @@ from .sparse_mode import SparseMode
 
 
 class Mode(Protocol):
-    """The part of a request that differs between policies (`compress_mode.py`) and sparse attention."""
+    """How a request reads and compresses its prompt.
+
+    Implemented for policies (`compress_mode.py`) and for sparse attention (`sparse_mode.py`).
+    """
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)` of the prompt, and return the last logits `(1, n, vocab_size)`."""
+        """Call the model on prompt tokens `(1, L)`, and return the last logits `(1, n, vocab_size)`."""
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace the caches of the prompt by the caches of the answer."""
+        """Replace the prefill caches with the caches for decoding, in place."""
 
 
 @final
 class Request:
     """A request that is compressed or uses sparse attention.
 
-    mlx-lm's `generate_step` runs on the request's `model` and `caches`. It reads the list of caches at every step, so
-    `compress` can replace the elements of the list between two steps.
+    mlx-lm's `generate_step` runs on the request's `model` and `caches`. It looks up the elements of `caches` at every
+    step, so `compress` can replace them between two steps.
 
     Args:
         model: the mlx-lm model.
-        plan: the plan of the request.
-        prompt_cache: empty, or with the full or compressed entries of earlier turns.
+        plan: the request's plan.
+        prompt_cache: the caller's prompt cache, which is empty or contains the full or compressed entries of earlier
+            turns.
         on_kept: called for each layer with the entries that a policy keeps.
 
     Attributes:
-        model: the model for mlx-lm's loop.
-        caches: the caches for mlx-lm's loop: those of the prompt, and after `compress` those of the answer.
+        model: the model to pass to mlx-lm's loop.
+        caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the
+            caches for decoding.
         is_compressed: whether `compress` has replaced the caches.
-        report: the report, which `compress` completes.
+        report: the report, which `compress` fills in.
     """
 
     def __init__(
         self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
     ):
-        """Make the caches on which the prompt is read."""
+        """Create the prefill caches."""
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
@@ -79,12 +84,12 @@ class Request:
 
     @property
     def read_caches(self) -> list:
-        """Return the caches of the tokens read so far, from which another request can continue."""
+        """Return the caches with the tokens read so far, from which another request can continue."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes within the `with` block, if queries are needed."""
+        """Patch the model's attention classes within the `with` block if queries have to be captured."""
         if self._started is None:
             require_unchanged(self.plan, self.layers, self.prompt_cache)
             self._started = time.perf_counter()
@@ -93,18 +98,18 @@ class Request:
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for tokens `(1, L)` of prompt or answer, as mlx-lm's loop requests, and return the logits."""
+        """Call the model for mlx-lm's loop on prompt or answer tokens `(1, L)`, and return the logits."""
         if not self.is_compressed:
             return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
 
     def prompt_is_read(self) -> None:
-        """Note the duration of the prefill, at the first call."""
+        """Record the prefill time. Only the first call has an effect."""
         if self._prefill_seconds is None and self._started is not None:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches` when the prompt has been read, or again after `read_all`, and return the report.
+        """Compress `caches` after prefill, or again after `read_all`, and return the report.
 
         Raises: SnapKVError: scores are NaN, or the store has no space for the entries.
         """
@@ -116,14 +121,14 @@ class Request:
         return self.report
 
     def read_all(self) -> None:
-        """Let the next tokens of a sparse answer read all entries, until `compress` is called again."""
+        """Make the next tokens of a sparse answer read all entries, until `compress` is called again."""
         assert self._sparse_mode is not None
         self._sparse_mode.read_all(self.caches)
 
     def setup_in_tokens(self) -> float:
-        """Return the number of answer tokens that repay the index, by the speed record of this machine.
+        """Estimate from this machine's speed record how many answer tokens make up for building the index.
 
-        It is 0 for later turns of a conversation, which only extend the index.
+        Return 0 for later turns of a conversation, which only extend the index.
         """
         assert self.plan.sparse is not None
         if self.plan.n_held:
@@ -131,14 +136,17 @@ class Request:
         return speed_of(self._model, self.plan.sparse).setup_in_tokens(self.plan.n_prompt)
 
     def remember(self, answer: Sequence[Measurement] = ()) -> None:
-        """Add the times of the prompt's chunks and of an answer to the speed record of this machine."""
+        """Add the measured times of prompt chunks and of the answer to this machine's speed record."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
         chunks = [] if pace is None else pace.measurements
         extend(self._model, self.plan.sparse, [*chunks, *answer])
 
     def end(self) -> CompressionReport:
-        """Finish a sparse request that was never compressed: move its entries to the store, and return the report."""
+        """Finish a sparse request that never switched to sparse tokens: move its entries to the store.
+
+        Return the report.
+        """
         assert self._sparse_mode is not None
         self._sparse_mode.end(self.caches, self.report)
         return self.report
@@ -152,16 +160,16 @@ def make_request(
     owned: bool = False,
     on_kept: KeptCallback | None = None,
 ) -> Request:
-    """Make the request for a plan.
+    """Create the request for a plan.
 
     Args:
         model: an mlx-lm model.
-        plan: a plan without a `reason` to leave the prompt to mlx-lm.
-        prompt_cache: the prompt cache of the plan; None makes a new one.
-        owned: whether the prompt cache was made for the plan's store. Otherwise its entries are copied to the store.
+        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
+        prompt_cache: the prompt cache that was planned for. By default, a new one is created.
+        owned: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
         on_kept: called for each layer with the entries that a policy keeps.
 
-    Raises: SnapKVError: the store can't keep the entries of the prompt cache.
+    Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if plan.sparse is not None and not owned:

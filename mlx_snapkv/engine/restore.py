@@ -1,17 +1,17 @@
-"""Undo tokens: trim a prompt cache that only grows, or restore a copy of any other."""
+"""Rolls back a prompt cache, by trimming it if it only grows, or else by restoring a copy."""
 
 from ..caches.layers import kv_bytes, layer_caches, members
 
 
 class CacheCopy:
-    """A copy of a prompt cache, from which the cache can be restored.
+    """A snapshot of a prompt cache, for restoring it later.
 
-    For caches that only grow, the number of tokens is enough. Other caches are copied; the copy shares arrays until the
-    cache writes to them.
+    For a cache that only grows, the snapshot is just its number of tokens. Any other cache is copied, and the copy
+    shares its arrays until the cache writes to them.
     """
 
     def __init__(self, prompt_cache: list):
-        """Copy the state of every cache."""
+        """Take the snapshot."""
         self._list = prompt_cache
         self._caches = list(prompt_cache)
         caches = layer_caches(prompt_cache)
@@ -20,14 +20,14 @@ class CacheCopy:
         self._copied = [(c, c.offset, c.kv_nbytes) for c in caches if not c.grows]
 
     def restore(self) -> None:
-        """Restore all caches, and the list that contains them."""
+        """Restore the list and every cache in it."""
         self._list[:] = self._caches
         for restore in self._restorers:
             restore()
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the bytes of keys and values that only this copy holds, because caches were replaced or changed."""
+        """Return the KV bytes that only this snapshot keeps in memory, because caches were replaced or changed."""
         now = {id(cache) for cache in members(self._list)}
         replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
         return replaced + sum(
@@ -38,7 +38,7 @@ class CacheCopy:
 
 
 def trim_to(n_tokens: int, prompt_cache: list) -> bool:
-    """Trim a prompt cache to its first `n_tokens` tokens. If a cache does more than grow, return False instead."""
+    """Trim a prompt cache to its first `n_tokens` tokens. Return False if it can't be trimmed."""
     caches = layer_caches(prompt_cache)
     if all(cache.offset <= n_tokens for cache in caches):
         return True

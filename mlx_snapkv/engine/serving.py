@@ -1,4 +1,4 @@
-"""Serve a request by mlx-lm's iterators, with the compression between two of their steps."""
+"""Serves a request with mlx-lm's generators, and compresses the prompt cache between two of their steps."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
-ENOUGH = 8  # number of tokens that a reported mean time needs
+ENOUGH = 8  # minimum number of tokens for a mean time to be reported
 
 
 def serve(
@@ -41,22 +41,22 @@ def serve(
     *,
     on_kept: KeptCallback | None = None,
 ) -> Iterator[Any]:
-    """Start a request, and return mlx-lm's iterator `start(model, **options)`.
+    """Start a request, and return an iterator over the items that `start(model, **options)` yields.
 
-    The cache is compressed between two of its steps.
+    The cache is compressed between two steps of mlx-lm's iterator.
 
-    If the request fails before its first item, the caller's prompt cache is unchanged: a policy reads the
-    prompt into separate caches, and for sparse attention `_all_or_nothing` restores the cache. Conversations restore
-    their own caches.
+    If the request fails before the first item, the caller's prompt cache is unchanged. With a policy, the prompt is
+    read into separate caches. With sparse attention, `_all_or_nothing` restores the cache. Conversations restore their
+    own caches.
 
     Args:
-        start: mlx-lm's function, such as `generate_step`, with the prompt bound.
+        start: mlx-lm's function, such as `generate_step`, with the prompt already bound.
         model: the mlx-lm model.
-        n_prompt: number of tokens in the prompt.
-        max_tokens: maximum number of tokens in the answer; -1 for no limit.
-        config: the config; with `turns`, `options` contain a conversation's own prompt cache.
-        on_report: called with the `CompressionReport`; None for no report.
-        options: mlx-lm's keywords for `start`.
+        n_prompt: prompt length in tokens.
+        max_tokens: maximum answer length in tokens, or -1 for no limit.
+        config: the config. If it has `turns`, `options` must contain the conversation's prompt cache.
+        on_report: called with the `CompressionReport`, if given.
+        options: mlx-lm's keyword arguments for `start`.
         on_kept: called for each layer with the entries that a policy keeps.
     """
     start = with_pacing(start)
@@ -66,7 +66,7 @@ def serve(
     turns = config.turns
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
-    # Without kv_bits, because mlx-lm would quantise entries before a policy has scored them.
+    # Leave out kv_bits, or mlx-lm would quantise the entries before the policy has scored them.
     _, loop_options = extract_quantization(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(
@@ -95,7 +95,7 @@ def serve(
 
 
 def require_servable(model, config: CompressionConfig) -> None:
-    """Check that options agree, and that the model supports the config. Raises: SnapKVError."""
+    """Check that the config has no conflicting options and is supported by the model. Raises: SnapKVError."""
     config.require(model)
     config.require_compressible()
     caches = make_caches(model, config.sparse)
@@ -105,11 +105,12 @@ def require_servable(model, config: CompressionConfig) -> None:
 
 
 def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """Return mlx-lm's iterator.
+    """Return mlx-lm's iterator for a request that is not compressed.
 
-    If the prompt cache evicts, it is fed as if tokens came one at a time, and records the queries that vote.
+    The prompt cache may still evict, if an earlier request compressed it. In that case calls are split at evictions,
+    and the queries that vote are recorded.
 
-    Raises: SnapKVError: embeddings can't be fed to such a cache.
+    Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """
     cache = options.get("prompt_cache") or []
     if options.get("input_embeddings") is not None and evicts(cache):
@@ -131,7 +132,7 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
 def _answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
-    """Yield the items of an answer. The arguments are those of `_compressed_answer`."""
+    """Yield the items of an answer. See `_compressed_answer` for the arguments."""
     if request.plan.adapts:
         return _adaptive_answer(items, request, on_report)
     return _compressed_answer(items, request, on_report, keep)
@@ -140,9 +141,9 @@ def _answer(
 def _adaptive_answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback
 ) -> Iterator[Any]:
-    """Yield the items of a sparse answer, whose tokens read few entries as long as that is faster than reading all.
+    """Yield the items of a sparse answer, which falls back to full attention whenever that is faster.
 
-    The index is built when tokens first read few entries, so short answers do without it.
+    The index is built when sparse attention is first tried, so short answers never need one.
     """
     pace = Pace(request.plan.n_prompt, request.setup_in_tokens())
     report = request.report
@@ -157,7 +158,7 @@ def _adaptive_answer(
                 if pace.switches(timed.latest):
                     switch_seconds = _switch(request, pace.reads_all, n, on_report)
                     seconds += switch_seconds
-                    if not setup and not request.plan.n_held:  # later turns only extend their index
+                    if not setup and not request.plan.n_held:  # later turns only extend the index
                         setup.append(Measurement(SETUP, request.plan.n_prompt, switch_seconds))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
@@ -169,13 +170,13 @@ def _adaptive_answer(
 
 
 def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback) -> float:
-    """Switch between reading all entries and few after the `n`-th token, and return the seconds of the switch.
+    """Switch between full and sparse attention, and return how many seconds it took.
 
     Args:
-        request: the request, whose report lists the switches.
+        request: the request. The switch is added to its report.
         reads_all: whether the next tokens read all entries.
-        n: number of tokens in the answer so far.
-        on_report: called at the first switch to few entries.
+        n: number of answer tokens so far.
+        on_report: called at the first switch to sparse attention.
     """
     started = time.perf_counter()
     report = request.report
@@ -185,7 +186,7 @@ def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback
     else:
         is_first = not request.is_compressed
         request.compress()
-        report.read_all[-1][1] = n + 1  # mlx-lm is already computing the next token
+        report.read_all[-1][1] = n + 1  # mlx-lm has already started on the next token
         if is_first:
             on_report(report)
     return time.perf_counter() - started
@@ -194,7 +195,7 @@ def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback
 def _end_adaptive(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
-    """Add a sparse answer to the speed record, and report on it if all of its tokens read all entries."""
+    """Add a sparse answer to the speed record. If it never switched to sparse attention, report on it now."""
     request.remember(measurements)
     if request.is_compressed:
         return
@@ -205,7 +206,7 @@ def _end_adaptive(
 
 
 def _without(item: Any, seconds: float) -> Any:
-    """Subtract `seconds` from the time on which a `GenerationResponse` bases its speed. Other items are unchanged."""
+    """Exclude `seconds` from the generation speed of a `GenerationResponse`. Return other items unchanged."""
     if not seconds or not isinstance(item, GenerationResponse):
         return item
     n = item.generation_tokens
@@ -215,16 +216,16 @@ def _without(item: Any, seconds: float) -> Any:
 def _compressed_answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
-    """Yield the items of an answer, and compress before the item of the last token that votes is yielded.
+    """Yield the items of an answer, and compress just before yielding the last token that votes.
 
-    mlx-lm has fed this token by then.
+    By then, mlx-lm has already fed this token to the model.
 
     Args:
         items: mlx-lm's iterator on the request's model and caches.
-        request: the request, which has not read its prompt.
+        request: the request. Its prompt has not been read yet.
         on_report: called with the report.
-        keep: whether the caller uses the cache afterwards. If so, it is compressed even if the answer ends or is
-            abandoned before that token.
+        keep: whether the caller will use the cache again. If so, it is compressed even if the answer ends or is
+            abandoned before the last voting token.
     """
     before = _Timed(items)
     try:
@@ -259,10 +260,10 @@ def _compressed_answer(
 
 
 class _Timed(Iterator[Any]):
-    """An iterator that measures the time of each item. The mean excludes the first item.
+    """An iterator that times each item.
 
     Attributes:
-        latest: seconds of the latest item.
+        latest: seconds that the latest item took.
     """
 
     def __init__(self, items: Iterator[Any]):
@@ -281,19 +282,19 @@ class _Timed(Iterator[Any]):
 
     @property
     def mean(self) -> float | None:
-        """Return the mean seconds per item; None before `ENOUGH` items."""
+        """Return the mean seconds per item, without the first one. Return None until there are `ENOUGH` items."""
         return self._seconds / self._n if self._n >= ENOUGH else None
 
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
-    """Yield the items of a request. If it fails before the first item, restore its prompt cache."""
+    """Yield the items of a request. Restore the prompt cache if the request fails before the first item."""
     before = CacheCopy(prompt_cache)
     try:
         first = next(items, None)
     except BaseException:
         before.restore()
         raise
-    del before  # frees the copies before the answer ends
+    del before  # free the copies now instead of at the end of the answer
     if first is not None:
         yield first
         yield from items

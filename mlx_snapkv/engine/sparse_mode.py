@@ -1,4 +1,4 @@
-"""How a request with sparse attention reads its prompt and lets the tokens of its answer choose entries."""
+"""Prefill and decoding caches for requests with sparse attention."""
 
 from typing import Any, final
 
@@ -31,17 +31,17 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """The mode of a request with sparse attention. With read="dense", chunks read all entries.
+    """The mode of a request with sparse attention.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caches that store all entries.
-        pieces: calls the model for parts of a chunk whose scores fit in memory.
+        pieces: calls the model on pieces of a chunk whose scores fit in memory.
 
     Attributes:
-        pace: decides which chunks choose; None if none may.
+        pace: decides which prompt chunks choose entries. None if all chunks read all entries, as with read="dense".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        """Store the parts of the request, and decide how chunks are paced."""
+        """Create the mode and its pace."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
@@ -67,9 +67,10 @@ class SparseMode:
             self.pace = ReadingPace(plan, speed_of(model, plan.sparse) if is_turn else Speed())
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for a chunk `(1, L)`. A chunk that chooses is split, and each part chooses its own entries.
+        """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
-        The pace measures a part when it has been evaluated, which is at the next call.
+        A sparse chunk is split into parts, each of which chooses its own entries. The pace stops timing a part at the
+        start of the next one, because only then has the part been evaluated.
         """
         if self.pace is None:
             return self._pieces(inputs, cache)
@@ -87,13 +88,16 @@ class SparseMode:
             inputs = inputs[:, n:]
 
     def _piece_size(self, start: int, n: int) -> int:
-        """Return how many of the `n` tokens from position `start` choose together; the last tokens all do."""
+        """Return how many of the `n` tokens from position `start` on choose entries together.
+
+        The prompt's last tokens all choose together.
+        """
         assert self.plan.sparse_reading is not None
         n_before_last = self.plan.sparse_reading.last_from - start
         return min(n, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace `caches` by caches whose tokens choose among all entries. Nothing is evicted."""
+        """Replace `caches` with caches whose tokens choose among all entries. Nothing is evicted."""
         self._require_numbers()
         if report.read_per_token is None:
             self._note_chunks(caches, report)
@@ -102,7 +106,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # A layer that lends its entries passes them on as arrays, so its tokens read all of them.
+            # Borrowing layers receive this layer's entries as arrays, so its tokens have to read all of them.
             if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().with_quantization(None)))
@@ -118,11 +122,11 @@ class SparseMode:
             report.plain_path = why_plain(first.cache_in(caches).ranking, stored.queries[:, :, :1])
 
     def read_all(self, caches: list) -> None:
-        """Move the answer's entries so far to the prompt's own caches, and put these into `caches`.
+        """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
 
-        The next tokens then read all entries, until `compress` is called again.
+        The next tokens read all entries, until `compress` is called again.
         """
-        # Otherwise the next write would copy an array that has other readers.
+        # Evaluate pending reads first. Otherwise the next write would have to copy the array.
         mx.eval([c.state for c in caches])
         for layer in self.layers:
             answer = layer.cache_in(caches)
@@ -136,11 +140,11 @@ class SparseMode:
         self._prompt_cache[:] = caches
 
     def end(self, read_caches: list, report: CompressionReport) -> None:
-        """Move all entries to the store, and complete the report. The answer, if any, read all entries.
+        """Move all entries to the store, and fill in the report of an answer that read all entries.
 
         Args:
-            read_caches: the caches on which the prompt was read.
-            report: receives the figures.
+            read_caches: the prefill caches.
+            report: the report to fill in.
         """
         caches = self._prompt_cache
         offload(self.layers, caches)
@@ -154,7 +158,7 @@ class SparseMode:
         report.file_bytes = file_bytes(caches)
 
     def _require_numbers(self) -> None:
-        """Check that queries and keys are not NaN, because NaN can't be ranked. Raises: SnapKVError."""
+        """Check queries and keys for NaN, which can't be ranked. Raises: SnapKVError."""
         last = self.layers[-1].cache_in(self._prompt_cache)
         if not last.n_queries:
             return
@@ -164,9 +168,10 @@ class SparseMode:
             raise nan_scores()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
-        """Return a view of all entries of a layer. The index of earlier turns is extended by the new entries.
+        """Return a view of all of a layer's entries, after indexing the new ones.
 
-        A new index is fitted to the prompt's last queries, if these were recorded.
+        If there is no index from earlier turns, a new one is built. It is fitted to the prompt's last queries if they
+        were recorded.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)
@@ -175,9 +180,9 @@ class SparseMode:
         return view
 
     def _make_ranking(self, layer: AttentionLayer) -> TokenRanking:
-        """Return the ranking by which tokens of the answer choose among the entries of a layer.
+        """Create the ranking that answer tokens use to choose among a layer's entries.
 
-        The layer's cache keeps the index, and the clusters of whole blocks, for later turns.
+        The index and the clusters of whole blocks are stored in the layer's cache for later turns.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = self.full_view(layer)
@@ -186,24 +191,24 @@ class SparseMode:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.whole_blocks()
-            mx.eval(ranking.residual)  # limits the memory for this to one layer
+            mx.eval(ranking.residual)  # one layer at a time, to limit memory
         return ranking
 
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
-        """Return the prompt's last queries as voters for all entries of a layer."""
+        """Return the prompt's last queries as voters on all of a layer's entries."""
         cache = layer.cache_in(self._prompt_cache)
         return cache.voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_chunks(self, read_caches: list, report: CompressionReport) -> None:
-        """Add to the report how many earlier entries a chunk read, if chunks chose."""
+        """Record how many earlier entries a chunk read, if chunks chose."""
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing[0].cache_in(read_caches).n_read
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Move the entries of a prompt to their store.
+    """Move the prompt's entries to their store.
 
-    Raises: SnapKVError: the disk is full; some entries stay in memory.
+    Raises: SnapKVError: the disk is full. Some entries then stay in memory.
     """
     for layer in layers:
         layer.cache_in(prompt_cache).offload()

@@ -1,4 +1,4 @@
-"""Check token ids given by a caller."""
+"""Validation of token ids passed by callers."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..models.counts import vocabulary
 
 
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
-    """Return the prompt as an array `(T,)`. Raises: SnapKVError: it is not a sequence of token ids, or empty."""
+    """Convert the prompt to an array `(T,)`. Raises: SnapKVError: it is empty, or not a sequence of token ids."""
     if isinstance(prompt, str):
         raise SnapKVError("the prompt must be token ids, got a text: encode it with the tokenizer")
     try:
@@ -30,13 +30,16 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
 
 
 def require_known(tokens: mx.array, model: Any) -> None:
-    """Check that all tokens are in the model's vocabulary. Raises: SnapKVError."""
+    """Check that all token ids are in the model's vocabulary. Raises: SnapKVError."""
     ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
     require_in_vocabulary("the prompt", ends, vocabulary(model))
 
 
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
-    """Check that all tokens are in `[0, size)`, because MLX would read outside the embedding. Raises: SnapKVError."""
+    """Check that all token ids are in `[0, size)`. Raises: SnapKVError.
+
+    MLX does not check them, and would read outside the embedding table.
+    """
     for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:
             raise SnapKVError(f"{what} must have token ids from 0 to {size - 1}, got {token}")

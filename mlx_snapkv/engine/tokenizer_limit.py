@@ -1,9 +1,9 @@
-"""Ignore the maximum length of a tokenizer, which is no limit here. This file imports nothing slow."""
+"""Turns off the tokenizer's length warning. Kept separate from slow imports."""
 
 
 def ignore_length_limit(tokenizer) -> None:
-    """Silence transformers' warning about texts longer than the tokenizer's limit, because they do not fail here."""
-    # Names of warnings that are given once.
+    """Silence transformers' warning about texts longer than the tokenizer's limit, which does not apply here."""
+    # transformers records here which warnings it has already shown.
     given_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(given_warnings, dict):
         given_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

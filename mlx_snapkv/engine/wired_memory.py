@@ -1,4 +1,4 @@
-"""Configure MLX's use of memory before a command runs a model."""
+"""MLX memory settings for commands that run a model."""
 
 import atexit
 import contextlib
@@ -17,19 +17,19 @@ atexit.register(_WIRED.close)
 
 
 def hold_memory(model: Any) -> None:
-    """Keep a GPU's memory wired, as mlx-lm does while it generates, and limit MLX's cache of free buffers.
+    """Wire GPU memory for the model, as mlx-lm does during generation, and limit MLX's buffer cache.
 
-    The memory stays wired until the process ends or another model is loaded.
+    The memory stays wired until the process exits or another model is loaded.
 
-    Raises: SnapKVError: MLX finds no GPU on a Mac.
+    Raises: SnapKVError: this is a Mac, but MLX finds no GPU.
     """
     if (complaint := complaint_here(has_metal=mx.metal.is_available())) is not None:
         raise SnapKVError(complaint)
     machine = this_machine()
     mx.set_cache_limit(machine.buffers)
-    # At this limit, MLX frees unused buffers before it allocates more.
+    # Once this limit is reached, MLX frees unused buffers before it allocates new ones.
     mx.set_memory_limit(machine.usable)
     _WIRED.close()
-    # MLX may print a warning, and stdout is for answers.
+    # MLX may print a warning, but stdout is reserved for answers.
     with contextlib.redirect_stdout(sys.stderr):
         _WIRED.enter_context(mlx_generate.wired_limit(model))
