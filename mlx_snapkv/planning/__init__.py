@@ -1,1 +1,1 @@
-"""Decisions about a request before it runs, and estimates of its memory. All of this is arithmetic."""
+"""Plans requests before they run, and estimates their memory. Nothing here runs a model."""

@@ -1,4 +1,4 @@
-"""The setting to use by default, for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
+"""Chooses a setting for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
 
 import math
 import re
@@ -33,35 +33,36 @@ SPARSE = CompressionConfig(Sparse())
 SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
 SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
 SMALL_WINDOW = _within(8192)
-MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
-TYPICAL = 32_768  # tokens of the prompts to come, where none is known
+# Shorter prompts would lose less than half of their entries.
+MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
+TYPICAL = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
-# Candidates by task, from the best for the answer to the smallest. Later questions of a conversation may ask for any
-# entry.
+# Candidates for each task, from the best answers to the least memory. In a conversation, later questions may need any
+# entry, so settings that keep all entries come first.
 EVICTING = (SNAPKV, SMALL_WINDOW, *(_within(n) for n in (4096, 2048, 1024, 512)))
 CANDIDATES = {
     QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# Part of the usable memory that the full cache may take. Other programs need the rest.
+# Fraction of the usable memory that a request with a full cache may take. Other programs need the rest.
 COMFORTABLE = 0.75
-# Part of the full cache's time for a prompt and `MAX_TOKENS` more that sparse attention may take.
+# Sparse attention must take less than this fraction of the full cache's time for a prompt and `MAX_TOKENS` more tokens.
 MAX_TIME_RATIO = 0.95
 
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """The request that `policy="auto"` chooses a setting for.
+    """A request for which `policy="auto"` chooses a setting.
 
     Attributes:
-        n_prompt: tokens of the prompt; None if the prompts are not known yet.
+        n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
-        may_be_sparse: whether sparse attention can serve the request, as it has to if the user set a store.
-        store: the store that the user set, which asks for sparse attention.
-        kv_bits: bits of the entries kept; see `generate_step`.
-        kv_memory: limit of the entries in bytes.
-        speed: what this machine's speed record says of sparse attention in memory.
+        may_be_sparse: whether sparse attention is possible. It must be if `store` is set.
+        store: the store that the user asked for, which requires sparse attention.
+        kv_bits: bits per value of the kept entries; see `generate_step`.
+        kv_memory: limit on the size of the entries in bytes.
+        speed: this machine's speed record for sparse attention in memory.
     """
 
     n_prompt: int | None
@@ -73,7 +74,7 @@ class AutoRequest:
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. A store that the user set is for sparse attention."""
+        """Return the candidates for a prompt, best first. With `store`, sparse attention is the only one."""
         if self.store is not None:
             return (CompressionConfig(Sparse(store=self.store)),)
         configs = CANDIDATES[self.task]
@@ -82,23 +83,26 @@ class AutoRequest:
         return tuple(config for config in configs if self.may_be_sparse or config.sparse is None)
 
     def sparse_share(self, n_prompt: int) -> float:
-        """Return the part of the full cache's time that sparse attention takes here; infinite if it is unknown."""
+        """Return the predicted time with sparse attention, as a fraction of the full cache's time on this machine.
+
+        Return infinity if there are no measurements.
+        """
         predicted = self.speed.seconds(n_prompt, MAX_TOKENS)
         return math.inf if predicted is None else predicted[0] / predicted[1]
 
     def completed(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Return a candidate; if the prompts are not known, SnapKV evicts only from a length on."""
+        """Set a minimum prompt length on SnapKV if the prompts are not known yet. Return other candidates unchanged."""
         if self.n_prompt is None and candidate == SNAPKV:
-            # The prompts to come may be short, and little would be evicted from short ones.
+            # The prompts may turn out to be short, and short prompts have little to evict.
             long_only = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
             return CompressionConfig(long_only)
         return candidate
 
 
 class Recommendation(NamedTuple):
-    """A config for a request, the prompt's memory plan, and why the config is recommended.
+    """A recommended config, with the prompt's memory plan and the reason.
 
-    `fits` is false if no candidate fits; the config is then the one that takes the least memory.
+    If no candidate fits, `fits` is False and the config is the one that takes the least memory.
     """
 
     config: CompressionConfig
@@ -107,11 +111,11 @@ class Recommendation(NamedTuple):
     fits: bool = True
 
     def __str__(self) -> str:
-        """Return "auto: CONFIG, because WHY", for users."""
+        """Return "auto: CONFIG, because WHY", to show to users."""
         return f"{AUTO}: {self.config}, because {self.why}"
 
     def explain(self, report: Any) -> None:
-        """Note in a request's report what was chosen, and if it is the full cache, why."""
+        """Add the recommendation to a request's report. If it is the full cache, also set the report's `reason`."""
         report.auto = str(self)
         if self.config.setting is None:
             report.reason = self.why
@@ -120,7 +124,7 @@ class Recommendation(NamedTuple):
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Return a callback that notes in a report what "auto" chose, if it was asked, and hands it to `on_report`."""
+    """Return a callback that adds the recommendation, if there is one, to a report and passes it to `on_report`."""
 
     def receive(report: Any) -> None:
         if recommendation is not None:
@@ -133,10 +137,10 @@ def explaining(
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A config that a request could have, and what it would take.
+    """A possible config for a request, and the memory that it would take.
 
     Attributes:
-        kv_bytes: the most bytes of entries at once.
+        kv_bytes: peak size of the entries in bytes.
     """
 
     config: CompressionConfig
@@ -148,12 +152,12 @@ class _Candidate:
 
 
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
-    """Return the best setting for the task that fits in `usable` bytes.
+    """Recommend the best setting for the task that fits in `usable` bytes.
 
-    For few tokens that is the full cache. For more it is the full cache only if that leaves memory to spare, and
-    sparse attention instead if it is known to be clearly faster on this machine.
+    Short prompts get the full cache. Longer prompts get it only if it leaves enough memory for other programs, and if
+    sparse attention is not known to be clearly faster on this machine.
 
-    Raises: SnapKVError: the model supports no setting that may be chosen.
+    Raises: SnapKVError: the model supports none of the candidates.
     """
     n_prompt = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
     candidates = _candidates(planner, request, n_prompt)
@@ -182,9 +186,9 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
-    """Return the settings that change how a prompt is read, and for a short one the full cache; the best come first.
+    """Return the candidates for a prompt that would have an effect, best first. Short prompts also get the full cache.
 
-    Raises: SnapKVError: the model supports none.
+    Raises: SnapKVError: the model supports none of the candidates.
     """
     configs = request.candidates(n_prompt) if planner.can_compress else ()
     if not configs or n_prompt < MIN_TOKENS_TO_EVICT:
@@ -208,7 +212,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
 
 
 def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) -> str:
-    """Return why a config, the first of the candidates for a prompt of `n_prompt` tokens, is the best."""
+    """Explain why `config`, the first candidate for a prompt of `n_prompt` tokens, is the best."""
     if config.setting is None and n_prompt < MIN_TOKENS_TO_EVICT:
         return f"at {n_prompt:,} tokens reading all entries costs little"
     if config.setting is None:
@@ -229,7 +233,7 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
 
 
 def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:
-    """Return why the best candidate is not recommended: the bytes that it would take, and the bytes that there are."""
+    """Explain why the best candidate is not recommended: how much memory it would take, and how much there is."""
     if best.kv_bytes > kv_limit:
         need, limit = best.kv_bytes, kv_limit
     else:
@@ -253,22 +257,22 @@ def resolve(
     kv_memory: int | None = None,
     store: str | None = None,
 ) -> tuple[CompressionConfig, dict[str, Any], Recommendation | None]:
-    """Return the config that the keywords ask for, mlx-lm's own options, and for "auto" the recommendation.
+    """Resolve keyword arguments to a config, mlx-lm's options and, for "auto", the recommendation.
 
     Args:
-        model: an mlx-lm model; its shapes and its trained length count for "auto".
-        n_prompt: tokens of the prompt; None if the prompts are not known yet.
-        task: the task that "auto" chooses for, such as `QUESTION`.
-        options: mlx-lm's own. With a caller's `prompt_cache` or a `draft_model` "auto" chooses sparse attention only
-            if `store` asks for it.
+        model: an mlx-lm model. "auto" considers its shapes and trained length.
+        n_prompt: prompt length in tokens. None if the prompts are not known yet.
+        task: the task for which "auto" chooses, such as `QUESTION`.
+        options: mlx-lm's options. With a `prompt_cache` or a `draft_model`, "auto" does not choose sparse attention
+            unless `store` is set.
         snapkv: see `generate_step`.
         policy: see `generate_step`; "auto" is allowed.
         sparse: see `generate_step`.
-        max_tokens: limit of an answer's tokens.
-        kv_memory: limit of the entries in bytes, for "auto".
-        store: the only store that "auto" may choose sparse attention with; None for any.
+        max_tokens: maximum answer length in tokens.
+        kv_memory: limit on the size of the entries in bytes, for "auto".
+        store: restricts "auto" to sparse attention with this store.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another.
+    Raises: SnapKVError: an option is invalid or conflicts with another one.
     """
     if not asks_for_auto(snapkv, policy):
         methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
@@ -297,7 +301,7 @@ def resolve(
         for name in ("prefill_step_size", "kv_group_size")
         if name in mlx_options
     }
-    n_answer = min(max(0, max_tokens), TYPICAL)  # -1, for no limit, is planned as 0
+    n_answer = min(max(0, max_tokens), TYPICAL)  # -1 (no limit) is planned as 0
     planner = Planner(model, max_tokens=n_answer, **planner_options)
     recommendation = recommend(planner, request, this_machine().usable)
     config = recommendation.config.with_mlx_options(mlx_options)
@@ -305,9 +309,9 @@ def resolve(
 
 
 def worth_comparing(n_prompt: int) -> list[str]:
-    """Return two policies to compare with sparse attention on a prompt: one that evicts once, one within a budget.
+    """Return two policies to compare with sparse attention: one that evicts once, and one with a fixed budget.
 
-    Below about 20,000 tokens the budgets are smaller, so that something is evicted.
+    For prompts below about 20,000 tokens, the budgets are reduced so that some entries are evicted.
     """
     top_k = 4096
     # SnapKV keeps 4/3 of top_k, and that should be at most a quarter of the prompt.

@@ -1,4 +1,4 @@
-"""The length from which sparse attention is faster than the full cache on this machine."""
+"""Finds the prompt length at which sparse attention becomes faster than the full cache on this machine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MEASURED, ESTIMATED, UNKNOWN = "measured", "estimated", "unknown"
 
 
 class BreakEven(NamedTuple):
-    """The first of `LENGTHS` at which sparse attention is faster, and how this length is known.
+    """The shortest of `LENGTHS` at which sparse attention is faster.
 
     Attributes:
-        basis: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
-        tokens: the length; None if sparse attention is never faster, or if this is unknown.
+        basis: where the length comes from: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
+        tokens: the length in tokens. None if it is unknown, or if sparse attention is never faster.
     """
 
     basis: str = UNKNOWN
     tokens: int | None = None
 
     def __str__(self) -> str:
-        """Return the words that follow "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
+        """Return a predicate for "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
         where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""
@@ -30,11 +30,11 @@ class BreakEven(NamedTuple):
 
 
 def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
-    """Return the lengths from which sparse prefill ("reading") and sparse decoding ("decoding") pay.
+    """Return the break-even lengths of sparse prefill ("reading") and sparse decoding ("decoding").
 
     Args:
         speed: the speed record.
-        estimate: decoding speed estimated by timing a layer, for what the record lacks.
+        estimate: speeds estimated by timing a layer, used where the record has no measurements.
     """
     ways = {"reading": (READ_FEW, READ_ALL), "decoding": (DECODE_FEW, DECODE_ALL)}
     bases = {MEASURED: speed, ESTIMATED: estimate}
@@ -47,7 +47,7 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
 
 def sentence(found: dict[str, BreakEven]) -> str:
-    """Describe the result of `break_evens` in a sentence without full stop."""
+    """Describe the result of `break_evens` in a sentence without a full stop."""
     if all(way.basis == UNKNOWN for way in found.values()):
         return "no request has measured yet whether sparse attention pays"
     return "; ".join(f"sparse {name} {way}" for name, way in found.items())

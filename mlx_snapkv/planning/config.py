@@ -1,4 +1,4 @@
-"""The configuration of a request: its setting, and the options of mlx-lm that limit it."""
+"""The configuration of a request: its setting, and the mlx-lm options that affect it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .prompt_plan import require_step_size
 from .settings import Setting, resolve_setting
 
 METHODS = ("snapkv", "policy", "sparse")
-# Options of sparse attention, of which no keyword of mlx-lm or option of SnapKV has the name.
+# Names of options that only sparse attention has, not SnapKV or mlx-lm.
 SPARSE_ONLY = set(Sparse.options()) - set(SnapKV.options())
 
 
@@ -32,14 +32,14 @@ class CompressionConfig:
     """The setting of a request; see `generate_step`.
 
     Attributes:
-        setting: a policy or sparse attention; None is the full cache.
-        quantization: how the entries kept are quantised; None leaves them as they are.
-        turns: whether caches that hold tokens already are compressed again, as a conversation's caches are.
-        max_kv_size: mlx-lm's option, the size of a rotating cache.
-        has_draft_model: whether mlx-lm's option `draft_model` is given.
-        is_text: whether a text is read without an answer, for later questions.
+        setting: policies or sparse attention, or None for the full cache.
+        quantization: quantisation of the kept entries. None leaves it unchanged.
+        turns: whether to compress prompt caches that already contain tokens, as in a conversation.
+        max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache.
+        has_draft_model: whether mlx-lm's `draft_model` is set.
+        is_text: whether the prompt is a text that is read for later questions, without an answer.
 
-    Raises: SnapKVError: an option of mlx-lm conflicts with sparse attention.
+    Raises: SnapKVError: an mlx-lm option conflicts with sparse attention.
     """
 
     setting: Setting | None = None
@@ -50,7 +50,7 @@ class CompressionConfig:
     is_text: bool = False
 
     def __post_init__(self) -> None:
-        """Check that no option of mlx-lm excludes sparse attention."""
+        """Check that no mlx-lm option conflicts with sparse attention."""
         if self.sparse is None:
             return
         if self.quantization is not None:
@@ -67,13 +67,13 @@ class CompressionConfig:
     def from_keywords(
         cls, keywords: dict[str, Any], **fields: Any
     ) -> tuple[CompressionConfig, dict[str, Any]]:
-        """Return the config that the keywords of `generate_step` ask for, and the keywords that are mlx-lm's own.
+        """Split the keyword arguments of `generate_step` into a config and mlx-lm's options.
 
         Args:
-            keywords: keywords of `generate_step`, mlx-lm's own included.
-            **fields: fields of the config that are no keywords, such as `turns`.
+            keywords: keyword arguments of `generate_step`, including those for mlx-lm.
+            **fields: fields of the config that are not keyword arguments, such as `turns`.
 
-        Raises: SnapKVError: one is invalid or conflicts with another, or belongs into `sparse`.
+        Raises: SnapKVError: an option is invalid, conflicts with another one, or belongs in `sparse`.
         """
         for name, value in keywords.items():
             if name in SPARSE_ONLY:
@@ -90,7 +90,7 @@ class CompressionConfig:
         return config.with_mlx_options(mlx_options), mlx_options
 
     def with_mlx_options(self, options: dict[str, Any]) -> CompressionConfig:
-        """Return the config with the limits that mlx-lm's own options of `generate_step` set.
+        """Return a copy of the config that takes mlx-lm's options into account.
 
         Raises: SnapKVError: an option is invalid or conflicts with the config.
         """
@@ -105,52 +105,58 @@ class CompressionConfig:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return everything but the model and the tokens that entries depend on. A server finds prefixes by it."""
+        """Return everything that cached entries depend on besides the model and the tokens.
+
+        A server uses it as part of the key for cached prefixes.
+        """
         return {"setting": str(self.setting), "quantization": str(self.quantization)}
 
     def __str__(self) -> str:
-        """Return the setting as a command line takes it."""
+        """Return the setting as it is written on the command line."""
         return str(self.setting or "the full cache")
 
     @property
     def flags(self) -> str:
-        """Return the options of a command that ask for this; none for the full cache."""
+        """Return the command-line options that select this setting. They are empty for the full cache."""
         if self.setting is None:
             return ""
         if self.sparse is None:
             return f"--policy {shlex.quote(str(self.setting))}"
         options = str(self.sparse).partition(":")[2]
-        # The flag needs a value, and this one is the default.
+        # The flag requires a value, so pass a default explicitly.
         return f"--sparse {shlex.quote(options or 'read=sparse')}"
 
     @property
     def compress(self) -> Compress | None:
-        """Return the setting if it evicts entries."""
+        """Return the setting if it evicts entries, otherwise None."""
         return self.setting if isinstance(self.setting, Compress) else None
 
     @property
     def sparse(self) -> Sparse | None:
-        """Return the setting if it is sparse attention."""
+        """Return the setting if it is sparse attention, otherwise None."""
         return self.setting if isinstance(self.setting, Sparse) else None
 
     @property
     def store(self) -> str | None:
-        """Return where sparse attention keeps all entries; None with a policy, which evicts."""
+        """Return where sparse attention keeps all entries, or None without sparse attention."""
         return None if self.sparse is None else self.sparse.store
 
     @property
     def evicts_in_blocks(self) -> bool:
-        """Return whether entries are evicted while a prompt is read."""
+        """Return whether entries are evicted during prefill."""
         return self.compress is not None and self.compress.evicts_in_blocks
 
     def require(self, model) -> None:
-        """Raise SnapKVError if the model does not support the setting."""
+        """Check that the model supports the setting. Raises: SnapKVError."""
         if self.sparse is not None:
             _require_sparse_support(model)
         self._require_heads(model)
 
     def require_compressible(self) -> None:
-        """Raise SnapKVError if mlx-lm's options exclude the compression of a prompt; off, they may be combined."""
+        """Check that no mlx-lm option rules out compression. Raises: SnapKVError.
+
+        Without compression, these options can be combined freely.
+        """
         if self.max_kv_size is not None:
             raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
         if not self.has_draft_model:
@@ -168,7 +174,7 @@ class CompressionConfig:
             )
 
     def _require_heads(self, model) -> None:
-        """Raise SnapKVError if a policy compares all heads of a layer, and several Macs share them."""
+        """Check that no policy compares heads that are split across several Macs. Raises: SnapKVError."""
         policies = () if self.compress is None else self.compress.policies
         agreeing = [policy for policy in policies if policy.heads_agree]
         if agreeing and split_of(model) == TENSOR:
@@ -180,7 +186,7 @@ class CompressionConfig:
 
 
 def _require_sparse_support(model) -> None:
-    """Raise UnsupportedModelError if a layer of a model can't choose which entries its tokens read."""
+    """Check that every layer of the model supports sparse attention. Raises: UnsupportedModelError."""
     owners = attentions(model)
     reason = next((owner.family.no_sparse for owner in owners if owner.family.no_sparse), None)
     if reason is None and all(owner.borrowers for owner in owners):

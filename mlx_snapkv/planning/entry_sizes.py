@@ -1,4 +1,4 @@
-"""The bytes of a token's entries in a model's caches, and of the model's weights."""
+"""Sizes in bytes of a model's KV entries per token, and of its weights."""
 
 from functools import cached_property
 from typing import cast
@@ -20,22 +20,22 @@ from .shapes import LayerShape, layer_shapes, window_of
 
 
 class EntrySizes:
-    """The bytes of a token's entries in a model's caches, computed from the shapes of caches with one token.
+    """KV bytes per token, by layer and by kind of cache.
 
-    Only shapes are used; nothing is evaluated.
+    They are computed from the shapes of caches that contain one token. Nothing is evaluated.
 
     Args:
-        model: an mlx-lm model, whose weights need not be loaded.
+        model: an mlx-lm model. Its weights need not be loaded.
 
     Attributes:
-        layers: the layers that can be compressed; if empty, `refusal` says why.
-        plain: bytes of a token's entries in each full cache of another layer.
-        sliding: for each sliding window, the bytes of a token's entries and the length of the window.
-        states: bytes of all linear states.
+        layers: the layers that can be compressed. If there are none, `refusal` says why.
+        plain: KV bytes per token for each full cache that can't be compressed.
+        sliding: KV bytes per token and window length for each sliding window.
+        states: total size in bytes of all linear-attention states.
     """
 
     def __init__(self, model):
-        """Make caches with one token, and classify the layers by their caches."""
+        """Create caches with one token, and classify the layers by their caches."""
         self.model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []
@@ -68,23 +68,23 @@ class EntrySizes:
 
     @property
     def of_widest(self) -> int:
-        """Return the bytes of a token's entries in the layer where they are largest."""
+        """Return the KV bytes per token of the layer with the largest entries."""
         return max((*self.of_token(), *self.plain), default=0)
 
     def of_token(self, quantization: Quantization | None = None) -> list[int]:
-        """Return the bytes of a token's entries in each of `layers`, with a quantisation if given."""
+        """Return the KV bytes per token for each of `layers`, optionally quantised."""
         return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
 
     def in_memory(self, store: str | None) -> int:
-        """Return the bytes of a token's entries that a `store` keeps in memory, without the index."""
+        """Return the KV bytes per token that a `store` keeps in memory, without the index."""
         return 0 if in_files(store) else self.stored(store)
 
     def stored(self, store: str | None) -> int:
-        """Return the bytes of a token's entries in a `store`, in memory or files."""
+        """Return the KV bytes per token in a `store`, whether in memory or in files."""
         return sum(self.of_token(store_quantization(self.model, self.layers, store)))
 
     def of_files(self, store: str | None, n: int) -> int:
-        """Return the bytes of `n` tokens in files: entries and, for a long text, also index and means."""
+        """Return the size of `n` tokens in files: their entries and, for a long text, also index and means."""
         if not in_files(store):
             return 0
         entries = n * self.stored(store)
@@ -93,25 +93,24 @@ class EntrySizes:
         return entries + int(n * (self.of_index() + self.of_means()))
 
     def of_index(self) -> int:
-        """Return the bytes per token of the key indexes of `layers`."""
+        """Return the bytes per token of the key indexes in all `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
     def of_means(self) -> float:
-        """Return the bytes per token of the mean keys by which chunks choose pages."""
+        """Return the bytes per token of the mean keys that chunks use to choose pages."""
         means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE_SIZE
 
     def of_clusters(self) -> float:
-        """Return the bytes per token of clusters: the token's id, and its share of the means."""
+        """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
         ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
         return ids + sum(self.of_token()) / CLUSTER_SIZE
 
     def full(self, quantization: Quantization | None) -> int:
-        """Return the bytes of a token's entries in all layers with full caches.
+        """Return the total KV bytes per token of all full caches.
 
         Args:
-            quantization: mlx-lm's quantisation of the entries, which does not apply to caches in a `CacheList`; None
-                without.
+            quantization: mlx-lm's quantisation, if any. It does not apply to caches in a `CacheList`.
         """
         unquantised = sum(self.of_token()) + sum(self.plain)
         if quantization is None:
@@ -125,14 +124,14 @@ class EntrySizes:
         return unquantised - n_bytes(entries) + n_bytes(packed)
 
     def rest(self, n: int, chunk: int) -> int:
-        """Return the bytes of linear states and sliding windows after `n` tokens, read `chunk` at a time.
+        """Return the size of linear states and sliding windows after `n` tokens, read in chunks of `chunk` tokens.
 
-        The cache of a window holds the window and the current chunk.
+        A sliding window's cache contains the window and the current chunk.
         """
         windows = sum(size * min(n, window + chunk) for size, window in self.sliding)
         return self.states + windows
 
 
 def weight_bytes(model) -> int:
-    """Return the bytes of a model's weights."""
+    """Return the total size of a model's weights in bytes."""
     return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))

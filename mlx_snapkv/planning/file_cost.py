@@ -1,4 +1,4 @@
-"""The bytes that reading a prompt will write to files, and whether the disk has room for them."""
+"""Predicts how many bytes a prompt will write to files, and checks whether the disk has room for them."""
 
 import contextlib
 import shutil
@@ -18,9 +18,9 @@ class Disk(NamedTuple):
     """A disk that entries are written to.
 
     Attributes:
-        folders: the folders on it that entries are written to.
-        folder_bytes: bytes that are written to each of them.
-        free: bytes that are free on the disk.
+        folders: the folders on this disk that entries are written to.
+        folder_bytes: number of bytes written to each folder.
+        free: number of free bytes on the disk.
     """
 
     folders: tuple[Path, ...]
@@ -29,19 +29,19 @@ class Disk(NamedTuple):
 
     @property
     def need(self) -> int:
-        """Return the bytes that are written to the disk."""
+        """Return the total number of bytes written to the disk."""
         return self.folder_bytes * len(self.folders)
 
 
 @dataclass(frozen=True)
 class FileCost:
-    """The bytes that reading a prompt will write to files."""
+    """The disk space that reading a prompt takes."""
 
     tokens: int
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        """Return the sentence for users, with the free space of every disk."""
+        """Describe the disk space in a sentence for users, with the free space of every disk."""
         disks = []
         for disk in self.disks:
             size = format_bytes(disk.folder_bytes)
@@ -51,7 +51,7 @@ class FileCost:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a sentence for each disk that has too little room."""
+        """Return a warning for each disk with too little space."""
         return [
             f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
             f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
@@ -64,15 +64,15 @@ class FileCost:
 def file_cost(
     model, setting: Setting | None, n_new: int, *, saved_in: Path | None = None
 ) -> FileCost | None:
-    """Return the bytes that reading `n_new` tokens will write.
+    """Predict the disk space that reading `n_new` tokens takes.
 
-    Return None if entries don't go to files, or no disk says what is free.
+    Return None if no entries go to files, or if the free space can't be determined.
 
     Args:
-        model: an mlx-lm model, its weights loaded or not.
-        setting: sparse attention, with the store and its folder; nothing else writes to files.
-        n_new: tokens to read.
-        saved_in: the folder that all entries are copied to at the end.
+        model: an mlx-lm model. Its weights need not be loaded.
+        setting: the setting. Only sparse attention with store="file" writes files.
+        n_new: number of tokens to read.
+        saved_in: the folder to which all entries are copied at the end, if any.
     """
     if n_new == 0 or not isinstance(setting, Sparse) or not in_files(setting.store):
         return None
@@ -80,9 +80,9 @@ def file_cost(
     folders = [Path(setting.store_dir or tempfile.gettempdir())]
     if saved_in is not None:
         folders.append(saved_in)
-    disks: dict[int, Disk] = {}  # number of the device -> disk
+    disks: dict[int, Disk] = {}  # device number -> disk
     for path in folders:
-        with contextlib.suppress(OSError):  # some file systems don't say what is free
+        with contextlib.suppress(OSError):  # some file systems do not report free space
             device = path.stat().st_dev
             if device not in disks:
                 free = shutil.disk_usage(path).free

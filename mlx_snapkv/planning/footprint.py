@@ -1,4 +1,4 @@
-"""Estimate the memory of a request in bytes."""
+"""Estimates the memory of a request."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,48 +18,50 @@ from .prompt_plan import PREFILL_STEP_SIZE
 from .request_plan import Plan, plan_request
 from .scores import scores_limit
 
-# Factor on the counted activations and copies. MLX starts a layer while arrays of the previous one still exist. Norms,
-# logits, votes, and freed buffers that do not fit later arrays are not counted.
+# Safety factor for activations and copies. MLX starts on a layer before the arrays of the previous one are freed, and
+# the estimate leaves out norms, logits, votes, and freed buffers that can't be reused.
 MARGIN = 2.5
 
 
 class Need(NamedTuple):
-    """The memory of one request in bytes, without the model's weights."""
+    """The memory of one request in bytes, not counting the model's weights."""
 
-    extra_in_prefill: int  # entries in addition to `caches` until the prompt has been compressed
-    kept: int  # entries after the compression
+    extra_in_prefill: int  # entries on top of `caches` until the prompt is compressed
+    kept: int  # entries after compression
     caches: int  # all caches at the end of the answer, including unused rows
-    keeps_shape: bool = False  # whether the caches keep their shape while the answer is decoded
-    extra_in_answer: int = 0  # entries in addition to `caches` that answer tokens choose among
-    chunk: int = 0  # activations, scores and copies of a prompt chunk
-    step: int = 0  # copies made for an answer token
+    keeps_shape: bool = False  # whether the caches keep their shape during decoding
+    extra_in_answer: int = 0  # entries on top of `caches` that answer tokens choose among
+    chunk: int = 0  # activations, scores and copies for one prompt chunk
+    step: int = 0  # copies for one answer token
 
     @property
     def peak_entries(self) -> int:
-        """Return the maximum bytes of entries."""
+        """Return the peak size of the entries."""
         return max(self.extra_in_prefill, self.extra_in_answer) + self.caches
 
     @property
     def prefill_peak(self) -> int:
-        """Return the maximum bytes until the prompt has been compressed."""
+        """Return the peak memory until the prompt has been compressed."""
         return self.caches + self.extra_in_prefill + self.chunk
 
     @property
     def answer_peak(self) -> int:
-        """Return the maximum bytes after the prompt has been compressed."""
+        """Return the peak memory after the prompt has been compressed."""
         return self.caches + self.extra_in_answer + self.step
 
 
 @dataclass
 class Footprint:
-    """The memory of requests with a config.
+    """Estimates the memory of requests with a given config.
 
     Attributes:
+        sizes: entry sizes of the model.
+        config: the config of the requests.
         step_size: maximum tokens per chunk.
-        quantises_full: whether mlx-lm quantises long full caches, which it does not do in batches.
-        row_bytes: bytes of a token's entries in the layers that can be compressed.
+        quantises_full: whether mlx-lm quantises long full caches. It does not do so in batches.
+        row_bytes: KV bytes per token in the layers that can be compressed.
 
-    Raises: UnsupportedModelError: the config has a setting, and the model's entries can't be compressed.
+    Raises: UnsupportedModelError: the config has a setting, but the model can't be compressed.
     """
 
     sizes: EntrySizes
@@ -75,7 +77,9 @@ class Footprint:
         self.row_bytes = sum(self.sizes.of_token(self.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
-        """Plan a request on an empty cache, because a stored prefix may be gone when the request starts.
+        """Plan a request that starts from an empty cache.
+
+        Cached prefixes are not considered, because they may be evicted before the request starts.
 
         Raises: SnapKVError: the setting does not support the request.
         """
@@ -85,7 +89,7 @@ class Footprint:
         )
 
     def need(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the memory of a request with an answer of `max_tokens`."""
+        """Estimate the memory of a request whose answer has `max_tokens` tokens."""
         if plan.reason is not None:
             return self._need_of_full(plan, max_tokens)
         if self.config.sparse is not None:
@@ -93,7 +97,7 @@ class Footprint:
         return self._need_of_policy(plan, max_tokens)
 
     def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the memory of a sparse request, which keeps all entries; the answer's are in a growing cache."""
+        """Estimate a sparse request, which keeps all entries and adds a growing cache for the answer."""
         n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
         return self._need_of_both(
             plan,
@@ -105,7 +109,7 @@ class Footprint:
         )
 
     def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the memory of a request whose policy keeps a copy of a few entries, followed by the answer's."""
+        """Estimate a request with a policy, which copies the kept entries and appends the answer's."""
         n_kept = self.kept(plan)
         kept = self.row_bytes * n_kept
         return self._need_of_both(
@@ -126,15 +130,15 @@ class Footprint:
         at_compression: int,
         stays: int = 0,
     ) -> Need:
-        """Return the memory in all layers, given the bytes in the layers that can be compressed.
+        """Add the other layers to the sizes for the layers that can be compressed.
 
         Args:
             plan: the request's plan.
-            max_tokens: number of tokens of the answer.
-            kept: bytes of entries after the compression.
-            held: bytes of the caches at the end of the answer.
-            at_compression: maximum bytes of entries until the compression.
-            stays: bytes of entries that answer tokens choose among.
+            max_tokens: answer length in tokens.
+            kept: size of the entries after compression, in bytes.
+            held: size of the caches at the end of the answer, in bytes.
+            at_compression: peak size of the entries until compression, in bytes.
+            stays: size of the entries that answer tokens choose among, in bytes.
         """
         sizes = self.sizes
         n_prompt = plan.n_prompt
@@ -152,7 +156,7 @@ class Footprint:
         )
 
     def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
-        """Return the memory of a request that is left to mlx-lm."""
+        """Estimate a request that is left to mlx-lm."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
@@ -175,7 +179,7 @@ class Footprint:
         )
 
     def _chunk(self, plan: Plan) -> int:
-        """Return the bytes of a chunk in addition to entries: activations, scores, and a copy of a layer's entries."""
+        """Return what a chunk takes on top of its entries: activations, scores, and a copy of one layer's entries."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
@@ -188,19 +192,19 @@ class Footprint:
         else:
             n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
         copied = sizes.of_widest * n_seen
-        # Layers that can't be compressed see the whole prompt.
+        # Layers that can't be compressed attend to the whole prompt.
         most_seen = n_prompt if sizes.plain else n_seen
-        # Blocks are never split, so nothing limits their scores.
+        # Blocks are never split, so their scores have no limit.
         limit = None if plan.options.evicts_in_blocks else scores_limit()
         held = max(x.chunk_bytes(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
-        # Attention is counted from logits, which are computed in blocks of this size.
+        # Attention is accumulated from logits, which are computed in blocks of this size.
         counting = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return held + int(MARGIN * (copied + means)) + counting
 
     def of_prefix(self, n: int) -> int:
-        """Return the bytes, in memory and files, of a prefix of `n` tokens from which requests can continue."""
+        """Return the size of a cached prefix of `n` tokens, in memory and in files."""
         if self.config.compress is not None and not self.config.evicts_in_blocks:
-            # The prefix keeps all entries, and each request compresses a copy.
+            # The cached prefix keeps all entries. Each request compresses its own copy.
             return replace(self, config=CompressionConfig()).of_prefix(n)
         if self.config.sparse is None:
             return self.need(self.plan(n), 0).caches
@@ -209,7 +213,7 @@ class Footprint:
         return held + sizes.of_files(self.config.store, n)
 
     def stored(self, n: int) -> int:
-        """Return the bytes in memory of `n` tokens and their index, under sparse attention."""
+        """Return the memory that sparse attention needs for the entries and the index of `n` tokens."""
         if self.config.store is None:
             return 0
         entry_bytes = n * self.sizes.in_memory(self.config.store)
@@ -219,48 +223,48 @@ class Footprint:
         return entry_bytes + n_rows_allocated * self.sizes.of_index()
 
     def means(self, plan: Plan) -> int:
-        """Return the bytes in memory of cluster means and page means."""
+        """Return the memory for cluster means and page means."""
         return self._cluster_means(plan) + self._page_means(plan)
 
     def _cluster_means(self, plan: Plan) -> int:
-        """Return the bytes of cluster means, which tokens read in place of unread entries."""
+        """Return the size of the cluster means, which replace unread entries."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.of_clusters())
 
     def _page_means(self, plan: Plan) -> int:
-        """Return the bytes of page means, which are kept with entries in files if chunks choose by them."""
+        """Return the size of the page means. They are only stored for entries in files, if chunks choose pages."""
         reading = plan.sparse_reading
         if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
             return 0
         return int(self.index_rows_in_memory(plan.n_prompt) * self.sizes.of_means())
 
     def index_rows_in_memory(self, n: int) -> int:
-        """Return for how many of `n` tokens index and means are in memory. With entries in files, this is limited."""
+        """Return how many of `n` tokens have their index and means in memory. There is a limit for entries in files."""
         return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
 
     def kept(self, plan: Plan) -> int:
-        """Return the number of entries of a prompt that an answer token reads per KV head, in compressed layers."""
+        """Return how many prompt entries per KV head an answer token reads in a compressed layer."""
         return min(plan.n_prompt, plan.decode_quota.entries)
 
     def bytes_read(self, plan: Plan) -> int:
-        """Return the bytes of entries while the prompt is read, in the layers that can be compressed."""
+        """Return the peak size of the entries during prefill, in the layers that can be compressed."""
         reading = plan.sparse_reading
         if reading is not None:
-            # From the first chunk that chooses, entries move to their store chunk by chunk.
+            # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
             stored = plan.n_prompt * self.sizes.in_memory(self.config.store)
             if self.config.store == "memory":
                 return stored
             return stored + reading.n_before * sum(self.sizes.of_token())
-        # Caches that evict during prefill are quantised from the start, others at the compression.
+        # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else sum(self.sizes.of_token())
         return row_bytes * self.rows_read(plan)
 
     def rows_read(self, plan: Plan) -> int:
-        """Return the number of entries with which the prompt is read, in each layer that a policy compresses."""
+        """Return the maximum number of entries per compressed layer during prefill."""
         block = 1 if plan.compress is None else plan.compress.policy.block
-        n_answer = plan.n_ahead + 1  # answer tokens before the compression
+        n_answer = plan.n_ahead + 1  # answer tokens before compression
         return min(
             plan.n_prompt + n_answer,
             plan.prefill_quota.entries + max(block, n_answer),
@@ -268,7 +272,7 @@ class Footprint:
 
 
 def _grown(n: int, plan: Plan, max_tokens: int) -> int:
-    """Return the rows, including unused ones, of a cache of `n` entries after an answer of `max_tokens`."""
+    """Return how many rows a cache of `n` entries has after `max_tokens` answer tokens, including unused rows."""
     if plan.keeps_shape:
         return n
     n_new = max_tokens

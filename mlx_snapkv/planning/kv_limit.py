@@ -1,4 +1,4 @@
-"""The KV memory that a machine has in addition to a model, and advice for requests that need more."""
+"""Limits on KV memory, and advice for requests that exceed them."""
 
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
@@ -8,12 +8,12 @@ from .entry_sizes import weight_bytes
 from .footprint import Footprint
 from .machine import this_machine
 
-NO_KV_LIMIT = 0  # value of `--max-kv-bytes` for no limit
-STEPS = 16  # number of lengths among which `longest_prompt` searches
+NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that turns off the limit
+STEPS = 16  # `longest_prompt` tries multiples of 1/16 of a prompt's length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
-    """Return the KV memory in bytes that this machine has in addition to weights and a chunk of the longest prompt.
+    """Return how many bytes of KV memory this machine has left after the weights and the largest prompt chunk.
 
     Args:
         footprint: estimates the memory of requests.
@@ -28,13 +28,13 @@ def machine_kv_limit(footprint: Footprint) -> int:
 
 
 def fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bool:
-    """Return whether a request needs at most `limit` bytes of KV memory; False if it is not supported.
+    """Return whether a request fits in `limit` bytes of KV memory. Unsupported requests never fit.
 
     Args:
         footprint: estimates the memory of requests.
-        n_prompt: number of tokens of the prompt.
-        max_tokens: maximum number of tokens in the answer.
-        limit: bytes of KV memory.
+        n_prompt: prompt length in tokens.
+        max_tokens: maximum answer length in tokens.
+        limit: KV memory limit in bytes.
     """
     try:
         return (
@@ -45,13 +45,13 @@ def fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bo
 
 
 def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
-    """Return advice that would make a request fit: entries in fewer bits or in files, or a shorter prompt.
+    """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt.
 
     Args:
-        footprint: estimates the memory of requests, with the options by which this request does not fit.
-        n_prompt: number of tokens of the prompt.
-        max_tokens: maximum number of tokens in the answer.
-        limit: bytes of KV memory.
+        footprint: estimates the memory of requests, with the config that makes this request too large.
+        n_prompt: prompt length in tokens.
+        max_tokens: maximum answer length in tokens.
+        limit: KV memory limit in bytes.
     """
     for config in (SPARSE_4BIT, SPARSE_IN_FILES):
         other = _with_config(footprint, config)
@@ -62,13 +62,13 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
 
 
 def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
-    """Return a prompt length that fits, a multiple of 1/16 of `n_prompt`; 0 if none fits."""
+    """Return the longest prompt that fits, as a multiple of 1/16 of `n_prompt`. Return 0 if none fits."""
     lengths = (n_prompt * step // STEPS for step in range(STEPS - 1, 0, -1))
     return next((n for n in lengths if n and fits(footprint, n, max_tokens, limit)), 0)
 
 
 def _with_config(footprint: Footprint, config: CompressionConfig) -> Footprint | None:
-    """Return a footprint with other options; None if the model does not support them."""
+    """Return a copy of the footprint with another config, or None if the model does not support the config."""
     try:
         config.require(footprint.sizes.model)
         return Footprint(footprint.sizes, config, footprint.step_size)

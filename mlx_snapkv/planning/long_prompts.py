@@ -1,4 +1,4 @@
-"""What commands say about a prompt before they read it: what will be kept, and whether it is too long."""
+"""Messages that commands print before they read a prompt: what will be kept, and whether the prompt is too long."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ from .settings import Setting
 from .units import format_bytes
 
 MIN_BUDGET_TO_SUGGEST = 16  # entries; smaller budgets are not suggested
-LONG_PROMPT = 2048  # tokens; shorter prompts get no line without a policy
+LONG_PROMPT = 2048  # tokens; shorter prompts without a policy get no message
 _PLANNER_OPTIONS = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
-    """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`.
+    """Checks prompts before they are read, and suggests what to do about prompts that are too long.
 
     Args:
-        model: an mlx-lm model, its weights loaded or not.
-        policy: the setting; None for the full cache.
-        is_text: the prompts are texts, read on their own for questions to come.
-        **options: mlx-lm's own; None means that an option is not set.
+        model: an mlx-lm model. Its weights need not be loaded.
+        policy: the setting, or None for the full cache.
+        is_text: whether the prompts are texts that are read for later questions.
+        **options: options of `generate_step`, except for the setting. Options that are None are ignored.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LongPrompts:
         is_text: bool = False,
         **options: Any,
     ):
-        """Sort the options; nothing is computed before a prompt's length is known."""
+        """Sort the options. Nothing is computed yet, because it depends on the prompt's length."""
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
@@ -55,18 +55,20 @@ class LongPrompts:
         self._planner: Planner | None = None
 
     def warning(self, n_prompt: int, n_before: int = 0) -> str | None:
-        """Return a sentence if a prompt exceeds the model's trained length with the `n_before` tokens read already.
+        """Return a warning if the prompt, after `n_before` earlier tokens, exceeds the model's trained length.
 
-        None for a rotating cache, which holds at most `max_kv_size` entries.
+        Return None for a rotating cache, which never has more than `max_kv_size` entries.
         """
         if self._is_rotating:
             return None
         return beyond_trained_length(self._model, n_before + n_prompt)
 
     def kept_text(self, n_prompt: int, n_before: int = 0) -> str | None:
-        """Return a sentence about the entries to be kept and the memory saved, or about why nothing is evicted.
+        """Describe how many entries will be kept and how much memory that saves, or why nothing will be evicted.
 
-        Return None for a short prompt without a setting. Raises: SnapKVError: the model does not support the setting.
+        Return None for a rotating cache, or for a short prompt without a setting.
+
+        Raises: SnapKVError: the model does not support the setting.
         """
         n_tokens = n_before + n_prompt
         setting = self._config.setting
@@ -91,14 +93,14 @@ class LongPrompts:
     def require_memory(
         self, n_prompt: int, n_before: int = 0, max_kv_bytes: int | None = None
     ) -> None:
-        """Raise SnapKVError if a prompt of `n_prompt` tokens will not fit in memory.
+        """Check that a prompt of `n_prompt` tokens fits in memory. Raises: SnapKVError.
 
-        A prompt that can't be planned is refused later, or fits. A rotating cache always fits.
+        Prompts that can't be planned pass this check and may be rejected later. Rotating caches always fit.
 
         Args:
             n_prompt: number of tokens to read.
-            n_before: number of tokens read before; their entries are still there unless a policy evicts.
-            max_kv_bytes: limit of KV memory; None for what this machine has beside the model, 0 for no limit.
+            n_before: number of tokens read earlier. Their entries count unless a policy evicts.
+            max_kv_bytes: limit on KV memory in bytes. 0 turns off the check. None checks against this machine's memory.
         """
         if self._is_rotating or max_kv_bytes == NO_KV_LIMIT:
             return
@@ -124,7 +126,7 @@ class LongPrompts:
             )
 
     def _what_fits(self, n_prompt: int) -> str:
-        """Return words about the setting that makes a prompt fit in memory."""
+        """Suggest a setting with which the prompt would fit in memory."""
         assert self._planner is not None
         request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
@@ -138,7 +140,7 @@ class LongPrompts:
 
 
 def _sentence_in_full(plan: Plan) -> str:
-    """Return the sentence about a prompt that is left to mlx-lm: why, and what would change that."""
+    """Explain why a prompt is left to mlx-lm, and what would change that."""
     n_prompt = plan.n_prompt
     if plan.sparse is None:
         example = worth_comparing(n_prompt)[0]
@@ -154,7 +156,7 @@ def _sentence_in_full(plan: Plan) -> str:
 
 
 def _where_stored(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
-    """Return the size of all entries of `n_tokens` in a `store`, such as "1.2 GB of files"."""
+    """Describe the size of `n_tokens` in a `store`, such as "1.2 GB of files"."""
     stored = n_tokens * sizes.stored(store)
     if in_files(store):
         return f"{format_bytes(stored)} of files"
@@ -162,7 +164,7 @@ def _where_stored(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
 
 
 def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
-    """Return the sentence about the entries that a prompt's chunks and its answer's tokens read."""
+    """Describe how many entries prompt chunks and answer tokens will read."""
     n_prompt = plan.n_prompt
     n_read = f"{footprint.kept(plan):,}"
     stored = _where_stored(footprint.sizes, plan.options.store, n_prompt)
@@ -178,9 +180,9 @@ def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
 
 
 def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
-    """Return the sentence about the entries that a policy keeps of a prompt, and the memory saved.
+    """Describe how many prompt entries a policy will keep, and how much memory that saves.
 
-    A block policy's cache has room for a block of later entries, which is counted, too.
+    With schedule="block", the memory includes room for a block of new entries.
     """
     n_prompt = plan.n_prompt
     n_kept = footprint.kept(plan)
@@ -191,7 +193,7 @@ def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
     after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sum(sizes.plain)
     since = ""
     if not (plan.options.evicts_in_blocks or plan.options.is_text):  # a text has no answer
-        # The prompt gives the first token of the answer, and each token that is fed ahead gives one more.
+        # The prompt yields the first answer token, and each token fed ahead yields one more.
         since = f" from the answer's token {plan.n_ahead + 2} on"
     room = f", room for a block of {n_block:,} included" if n_block else ""
     return (

@@ -1,4 +1,4 @@
-"""The name of a machine, and its memory for models."""
+"""This machine's processor, and how much of its memory models can use."""
 
 import os
 import platform
@@ -8,38 +8,38 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# bytes; a Mac's GPU may use two thirds of this memory, and three quarters of larger memories
+# Bytes. On Macs with up to this much memory, the GPU may use two thirds of it; on larger ones, three quarters.
 _SMALL_MEMORY = 36 << 30
-_MEMINFO = Path("/proc/meminfo")  # on Linux
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the limit of a container
+_MEMINFO = Path("/proc/meminfo")  # Linux
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 
 
-_BUFFERS_SHARE = 16  # MLX may keep freed buffers of up to 1/16 of the usable memory
+_BUFFERS_SHARE = 16  # MLX's buffer cache may take up to 1/16 of the usable memory
 _MIN_BUFFERS = 256 << 20  # bytes; enough for the activations of a chunk
 
 
 class Machine(NamedTuple):
-    """The memory of a machine in bytes, and how much of it a model may use."""
+    """A machine's total memory, and the part that models can use, in bytes."""
 
     memory: int
     usable: int
 
     @property
     def room(self) -> int:
-        """Return the bytes for weights and requests: the usable memory minus a margin for freed buffers."""
+        """Return the bytes available for weights and requests: usable memory minus MLX's buffer cache."""
         return self.usable - self.usable // _BUFFERS_SHARE
 
     @property
     def buffers(self) -> int:
-        """Return the maximum bytes of freed buffers that MLX may keep. By default MLX keeps all of them."""
+        """Return the size limit for MLX's cache of freed buffers. By default, MLX keeps all of them."""
         return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)
 
 
 def this_machine() -> Machine:
     """Return the memory of this machine.
 
-    The usable memory is Metal's recommended maximum for the GPU or, without Metal, what is available or already used by
-    MLX.
+    With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the available memory plus what
+    MLX already uses.
     """
     if mx.metal.is_available():
         info = mx.device_info()
@@ -60,13 +60,13 @@ def this_machine() -> Machine:
 
 
 def mac(memory: int) -> Machine:
-    """Return a Mac with `memory` bytes, and the default part that its GPU may use."""
+    """Return a Mac with `memory` bytes, with the part that its GPU may use by default."""
     usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
     return Machine(memory=memory, usable=usable)
 
 
 def processor() -> str:
-    """Return the name of the GPU or of the processor; "unknown" without a name."""
+    """Return the name of the GPU, or else of the CPU. Return "unknown" if neither has a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Estimate the memory of a model's prompts by length and setting, without loading weights."""
+"""Estimates how much memory a prompt takes with a given model and setting, without loading the weights."""
 
 import functools
 from dataclasses import asdict, dataclass, replace
@@ -20,29 +20,32 @@ from .settings import Setting, resolve_setting, setting_named
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a prompt of `context` tokens in bytes."""
+    """The memory for a prompt of `context` tokens, in bytes."""
 
     context: int
     policy: str | None  # None means the full cache
     kv_bits: int | None  # None means no quantisation
     weights: int
-    kv: int  # entries after the compression
-    reading: int  # maximum until the compression, including weights
-    answering: int  # maximum after the compression, including weights
+    kv: int  # entries after compression
+    reading: int  # peak until compression, including weights
+    answering: int  # peak after compression, including weights
     reason: str | None = None  # why the prompt is not compressed
 
     @property
     def peak(self) -> int:
-        """Return the maximum bytes, while reading or answering."""
+        """Return the peak memory of the whole request in bytes."""
         return max(self.reading, self.answering)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and `peak`, for JSON."""
+        """Return all fields and `peak` as a JSON-serialisable dict."""
         return asdict(self) | {"peak": self.peak}
 
 
 class Planner:
-    """Plans prompts of one model, whose weights need not be loaded. The options are those of `generate_step`."""
+    """Estimates the memory of prompts for one model.
+
+    The model's weights need not be loaded. The options are the same as in `generate_step`.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Planner:
         max_tokens: int = MAX_TOKENS,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
-        """Determine the model's shapes and the bytes of its weights."""
+        """Determine the model's shapes and the size of its weights."""
         self.model = model
         self.trained_length = trained_length(model)
         self._group_size = kv_group_size
@@ -66,19 +69,19 @@ class Planner:
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
     ) -> MemoryPlan:
-        """Return the memory of a prompt of `context` tokens; see `plan_memory`."""
+        """Estimate the memory for a prompt of `context` tokens; see `plan_memory`."""
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         setting = setting_named(policy) if isinstance(policy, str) else policy
         plan, _ = self.planned(context, CompressionConfig(setting), kv_bits)
-        if isinstance(policy, str):  # the plan repeats the text of the caller
+        if isinstance(policy, str):  # show the policy as the caller wrote it
             return replace(plan, policy=policy)
         return plan
 
     def planned(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
-        """Return the memory of a prompt with a config, and the maximum bytes of its entries."""
+        """Plan a prompt, and return its memory and the peak size of its entries in bytes."""
         plan = plan_request(
             self.model,
             replace(config, quantization=self._quantization(kv_bits)),
@@ -89,10 +92,10 @@ class Planner:
         return self.counted(plan)
 
     def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
-        """Return the memory of a planned request, and the maximum bytes of its entries."""
+        """Return the memory of a planned request, and the peak size of its entries in bytes."""
         setting = plan.options.setting
         quantization = plan.options.quantization
-        # A prompt that is left to mlx-lm needs the memory of the full cache.
+        # A prompt that is left to mlx-lm needs a full cache.
         config = plan.options if plan.reason is None else replace(plan.options, setting=None)
         need = self._footprint(config).need(plan, self._max_tokens)
         memory_plan = MemoryPlan(
@@ -128,20 +131,22 @@ def plan_memory(
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
-    """Return the memory of a prompt on the default device, from the model's shapes (docs/benchmarks.md).
+    """Estimate the memory for a prompt on the default device, using only the model's shapes.
+
+    See docs/benchmarks.md for how the estimate works.
 
     Args:
-        model: an mlx-lm model, whose weights need not be loaded.
-        context: number of tokens in the prompt.
+        model: an mlx-lm model. Its weights need not be loaded.
+        context: prompt length in tokens.
         policy: see `generate_step`; "auto" is not supported.
         snapkv: see `generate_step`.
         sparse: see `generate_step`.
-        kv_bits: bits of the kept entries; None does not quantise them.
-        **options: `kv_group_size`, `max_tokens` and `prefill_step_size` of `generate_step`.
+        kv_bits: bits per value of the kept entries. By default, they are not quantised.
+        **options: `kv_group_size`, `max_tokens` and `prefill_step_size`, as in `generate_step`.
 
-    Raises: SnapKVError: the setting can't serve the model or a prompt of this length.
+    Raises: SnapKVError: the setting does not support the model or the prompt length.
     """
     setting = resolve_setting(snapkv, policy, sparse)
-    # A string is passed on unparsed, because the plan prints the policy as the user wrote it.
+    # Pass a string on as it is, so that the plan shows the policy as the user wrote it.
     policy_or_setting = policy if isinstance(policy, str) else setting
     return Planner(model, **options).plan(context, policy_or_setting, kv_bits)

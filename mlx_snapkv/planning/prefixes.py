@@ -1,4 +1,4 @@
-"""The size of a server's prefix cache, in bytes and in prompts."""
+"""Determines the size of a server's prefix cache."""
 
 import shutil
 import tempfile
@@ -14,9 +14,10 @@ from .footprint import Footprint
 from .machine import Machine
 from .units import format_bytes
 
-IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9  # default bytes; more if one prompt needs more
-MIN_PREFIX_BYTES = 256 << 20  # minimum bytes, however little memory there is
-DEFAULT_CONTEXT = 1 << 17  # tokens of a prompt if the trained length is unknown
+# Default sizes in bytes. They are larger if a single prompt needs more.
+IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9
+MIN_PREFIX_BYTES = 256 << 20  # the default size is never smaller than this
+DEFAULT_CONTEXT = 1 << 17  # prompt length in tokens to assume if the trained length is unknown
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class PrefixRoom:
     """The size of a prefix cache.
 
     Attributes:
-        limit: total bytes.
-        context: number of tokens in the longest prompt.
-        each: bytes of the longest prompt; 0 if the setting does not support it.
+        limit: total size in bytes.
+        context: length of the longest prompt in tokens.
+        each: size of the longest prompt in bytes. 0 if the setting does not support this length.
     """
 
     limit: int
@@ -34,7 +35,7 @@ class PrefixRoom:
     each: int
 
     def __str__(self) -> str:
-        """Return the line printed by the server: how many prompts fit, or how to make room for more."""
+        """Return the server's startup message: how many prompts fit, or how to make room for one."""
         room = f"prefix cache: {format_bytes(self.limit)}"
         if not self.each:
             return room
@@ -58,18 +59,18 @@ def prefix_room(
     max_kv_bytes: int | None = None,
     max_context: int | None = None,
 ) -> PrefixRoom:
-    """Return a size of `given` bytes; by default, the size for a prompt as long as the model's context.
+    """Return the size of the prefix cache.
 
-    The default is at most half of the memory that the weights leave, or of the disk, because requests need the other
-    half.
+    By default, the cache has room for at least one prompt as long as the model's context. It takes at most half of the
+    memory that the weights leave free, or half of the free disk space, so that requests have the other half.
 
     Args:
         model: the served model.
-        options: keywords of the `CompressedBatchGenerator`.
-        machine: the machine, with its free memory.
-        given: bytes set by the user; None for the default.
-        max_kv_bytes: limit of KV memory set by the user; None or 0 without one.
-        max_context: maximum tokens of a prompt, set by the user; None for no limit.
+        options: keyword arguments of `CompressedBatchGenerator`.
+        machine: the machine to serve on.
+        given: size in bytes set by the user. None for the default.
+        max_kv_bytes: KV memory limit in bytes set by the user. None or 0 for no limit.
+        max_context: maximum prompt length in tokens set by the user. None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)
     longest = trained_length(model) or max_context or DEFAULT_CONTEXT

@@ -1,4 +1,4 @@
-"""The parts of a plan that follow from a setting and a prompt's length: compression, voters, chunk sizes."""
+"""Planning that depends only on the setting and the prompt length: what to compress, voters, chunk sizes."""
 
 import math
 from collections.abc import Callable
@@ -14,28 +14,29 @@ from ..sparse.options import N_VOTERS, Sparse
 from .scores import largest_chunk
 from .settings import Setting
 
-# Called with the number of processed tokens, and the total.
+# Called with the number of tokens processed so far and the total.
 ProgressCallback = Callable[[int, int], None]
 
 # mlx-lm's defaults:
 PREFILL_STEP_SIZE = 2048  # tokens per chunk
-MAX_TOKENS = 256  # tokens of an answer
+MAX_TOKENS = 256  # answer length
 
-# Chunk sizes are multiples of this where possible. Quantised mixture models are reported to fail at other lengths.
+# Chunk sizes are multiples of this where possible. Quantised mixture-of-experts models reportedly fail at other
+# lengths.
 MULTIPLE = 32
 
 
 def require_step_size(size: Any) -> None:
-    """Check that a chunk size is a positive integer; otherwise mlx-lm's loop would not end. Raises: SnapKVError."""
+    """Check that a chunk size is a positive integer, or mlx-lm would loop forever. Raises: SnapKVError."""
     if size is not None and not (is_whole(size) and size >= 1):
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The positions `[first, last)` of a prompt whose queries vote for its entries."""
+    """The prompt length, and the positions `[first, last)` of the queries that vote."""
 
-    n_prompt: int  # tokens of the prompt and of earlier turns
+    n_prompt: int  # tokens in the prompt, including earlier turns
     first: int
     last: int
 
@@ -46,15 +47,15 @@ class PromptPlan:
 
     @property
     def n_ahead(self) -> int:
-        """Return the number of answer tokens that are fed to the full caches before the compression."""
+        """Return how many answer tokens are fed to the full caches before compression."""
         return max(1, self.last - self.n_prompt)
 
 
 def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
-    """Return the queries that vote on a prompt of `n_prompt` tokens under a policy.
+    """Determine which queries vote on a prompt of `n_prompt` tokens with a policy.
 
-    With schedule="block" only queries of the recent window vote, because entries before older queries may have been
-    evicted.
+    With schedule="block", only queries in the recent window vote, because entries that older queries attended to may
+    already have been evicted.
     """
     n_voters = compress.decode_policy.obs_window
     if compress.evicts_in_blocks:
@@ -64,26 +65,27 @@ def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
 
 
 def sparse_voters(n_prompt: int) -> PromptPlan:
-    """Return the queries of a prompt of `n_prompt` tokens by which sparse attention builds its index."""
+    """Determine which queries of a prompt of `n_prompt` tokens are used to build the index for sparse attention."""
     return PromptPlan(n_prompt, max(0, n_prompt - N_VOTERS), n_prompt)
 
 
 def reason_to_leave(
     setting: Setting, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Return why a prompt is left to mlx-lm; None if it will be compressed or read sparsely.
+    """Return why a prompt is left to mlx-lm, or None if it will be compressed or read sparsely.
 
     Args:
-        setting: a policy or sparse attention.
-        n_prompt: number of tokens of the prompt.
-        prompt_cache: caches that the prompt continues; None for new ones.
-        max_tokens: number of answer tokens, which a block policy keeps within the budget, too; -1 for no limit.
+        setting: policies or sparse attention.
+        n_prompt: prompt length in tokens.
+        prompt_cache: the caches that the prompt continues from, or None for new ones.
+        max_tokens: maximum answer length in tokens, or -1 for no limit. Policies with schedule="block" also evict
+            during the answer.
 
     Raises: SnapKVError: the prompt is empty.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    # All layers are checked, because the first layer of a hybrid model may have a cache without an offset.
+    # Check all layers, because in a hybrid model, the first layer's cache may not have an offset.
     if not all(cache.empty() for cache in members(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):
@@ -92,7 +94,7 @@ def reason_to_leave(
 
 
 def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
-    """Return why a prompt is not read sparsely: the budget is less than one entry, or the prompt fits it."""
+    """Return why a prompt is not read sparsely, or None if it is."""
     try:
         sparse.quota(n_prompt)
     except SnapKVError as error:
@@ -104,7 +106,7 @@ def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
 
 
 def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str | None:
-    """Return why a prompt is not compressed: it is short, fits the budget, or the budget is less than one entry."""
+    """Return why a policy does not compress a prompt, or None if it does."""
     min_ctx = compress.policy.min_ctx
     if n_prompt < min_ctx:
         return (
@@ -118,7 +120,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     if not compress.fits(n_prompt):
         return None
-    # Block policies also evict during the answer, unless it fits as well.
+    # Policies with schedule="block" also evict during the answer, unless that fits as well.
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
     if compress.decode_policy.schedule == "once" or answer_fits:
         return fits_reason(n_prompt, compress.policy)
@@ -126,7 +128,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def fits_reason(n_prompt: int, policy: Policy) -> str:
-    """Return the sentence for a prompt that fits a policy's budget."""
+    """Return the reason for a prompt that fits a policy's budget."""
     parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
         f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{parts}; "
@@ -137,18 +139,22 @@ def fits_reason(n_prompt: int, policy: Policy) -> str:
 def compressed_chunk_size(
     compress: Compress, limit: int | None, plan: PromptPlan, n_new: int
 ) -> int:
-    """Return the number of tokens per chunk: at most `limit`, and a policy's `prefill_chunk` or `block`.
+    """Return the chunk size for a request with a policy.
 
-    With schedule="once" the queries that vote are in a short last chunk. Otherwise all queries of a long chunk would
-    stay in memory until a few of them were copied. This way, prefill needs no more memory than mlx-lm's. A prompt of
-    one chunk is not split. If the scores of a chunk would take too much memory, the model reads it in pieces; see
-    `scores`.
+    With schedule="block", it is `limit`, but at most the policy's `block`.
+
+    With schedule="once", it is the policy's `prefill_chunk` or, by default, `limit`. If queries vote, the size is
+    adjusted so that they end up in a short last chunk. Without this, all queries of a long chunk would stay in memory
+    until the voting ones were copied, and prefill would need more memory than in mlx-lm. A prompt that fits in one
+    chunk is not split.
+
+    Chunks whose scores would take too much memory are later split into pieces; see `scores`.
 
     Args:
         compress: the policies for prompt and answer.
-        limit: the caller's `prefill_step_size`; None for no limit.
-        plan: where the voting queries begin (`first`), and the length of the prompt.
-        n_new: number of prompt tokens that have not been read.
+        limit: the caller's `prefill_step_size`, or None for no limit.
+        plan: the prompt length, and where the voting queries begin (`first`).
+        n_new: number of prompt tokens still to read.
     """
     policy = compress.policy
     if compress.evicts_in_blocks:
@@ -159,19 +165,19 @@ def compressed_chunk_size(
 
 
 def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
-    """Return a chunk size near `size` for which the last chunk holds little more than the voting queries.
+    """Return a chunk size near `size` such that the last chunk has few tokens besides the voting queries.
 
-    A large multiple of `MULTIPLE` is reduced in steps of `MULTIPLE`. Any other size divides the tokens before the
-    voting queries evenly.
+    If `size` is a large multiple of `MULTIPLE`, the result is one as well. Otherwise, the tokens before the voting
+    queries are divided into equal chunks.
 
     Args:
         size: maximum number of tokens per chunk.
-        plan: where the voting queries begin (`first`), and the length of the prompt.
-        n_new: number of prompt tokens that have not been read.
+        plan: the prompt length, and where the voting queries begin (`first`).
+        n_new: number of prompt tokens still to read.
     """
     n_read = plan.n_prompt - n_new
     n_before_voters = plan.first - n_read
-    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no boundary to choose
+    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no boundary to align
         return size
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
         sizes = range(size, size // 2 - 1, -MULTIPLE)

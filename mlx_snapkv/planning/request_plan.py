@@ -1,6 +1,6 @@
-"""The plan of one request: all decisions about it, made before it runs, in one frozen value.
+"""The plan of a request: a frozen dataclass with every decision, made before the request runs.
 
-Reading, compressing, decoding, counting memory and telling the user all follow the plan.
+Prefill, compression, decoding, memory estimates and messages to the user all follow the plan.
 """
 
 from dataclasses import dataclass, replace
@@ -56,12 +56,13 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """The numbers of entries that the chunks of a prompt choose among the entries before them.
+    """How many earlier entries the chunks of a prompt choose to read.
 
     Attributes:
-        reach: the entries that a chunk reads at most; it reads all if there are no more.
-        last: the entries that the prompt's last tokens read at most, from position `last_from` on.
-        n_before: tokens before the first chunk that chooses; all tokens if no chunk does.
+        reach: maximum numbers of entries that a chunk reads. If there are no more than that, it reads all of them.
+        last: the same for the prompt's last tokens, which start at position `last_from`.
+        last_from: position of the first of the last tokens.
+        n_before: number of tokens before the first chunk that chooses. It is the prompt length if no chunk does.
     """
 
     reach: Reach
@@ -75,14 +76,14 @@ class Plan(PromptPlan):
     """All decisions about one request.
 
     Attributes:
-        options: the config of the request.
-        reason: why the prompt is left to mlx-lm; None if it is compressed. With a reason, there are no quotas.
-        n_new: tokens to read after the earlier turns.
-        prefill_quota: the entries that each full-attention layer holds while the prompt is read.
-        decode_quota: the entries of each full-attention layer that the answer is decoded from, or reads.
-        sparse_reading: how chunks of the prompt choose the entries that they read; None if they read all.
-        adapts: whether chunks of the prompt and tokens of the answer choose only while that is faster than reading
-            all entries.
+        options: the request's config.
+        reason: why the prompt is left to mlx-lm, or None if it is compressed. With a reason, the quotas are None.
+        n_new: number of tokens to read after the earlier turns.
+        prefill_quota: number of entries that each full-attention layer keeps during prefill.
+        decode_quota: number of prompt entries that each full-attention layer keeps for the answer or, with sparse
+            attention, that each answer token reads.
+        sparse_reading: how prompt chunks choose entries. None if they read all entries.
+        adapts: whether prompt chunks and answer tokens choose entries only while that is faster than reading all.
     """
 
     options: CompressionConfig
@@ -95,66 +96,66 @@ class Plan(PromptPlan):
 
     @property
     def compress(self) -> Compress | None:
-        """Return the setting if it is one or two policies; otherwise None."""
+        """Return the setting if it is one or two policies, otherwise None."""
         return self.options.compress
 
     @property
     def sparse(self) -> Sparse | None:
-        """Return the setting if it is sparse attention; otherwise None."""
+        """Return the setting if it is sparse attention, otherwise None."""
         return self.options.sparse
 
     @property
     def prefill_policy(self) -> Policy:
-        """Return the policy that evicts while the prompt is read; only of a request that compresses."""
+        """Return the policy that evicts during prefill. Only valid for requests with a policy."""
         assert self.compress is not None
         return self.compress.policy
 
     @property
     def decode_policy(self) -> Policy:
-        """Return the policy that evicts once the prompt has been read; only of a request that compresses."""
+        """Return the policy that evicts after prefill. Only valid for requests with a policy."""
         assert self.compress is not None
         return self.compress.decode_policy
 
     @property
     def n_ahead(self) -> int:
-        """Return how many answer tokens are fed to the full caches before the compression."""
+        """Return how many answer tokens are fed to the full caches before compression."""
         return FIRST_TOKENS if self.adapts else super().n_ahead
 
     @property
     def accumulates_attention(self) -> bool:
-        """Return whether all queries of the prompt vote."""
+        """Return whether all of the prompt's queries vote."""
         return self.compress is not None and self.compress.accumulates_attention
 
     @property
     def keeps_shape(self) -> bool:
-        """Return whether the shape of the answer's caches is constant."""
+        """Return whether the caches keep their shape during decoding."""
         return self.compress is not None and self.compress.decode_policy.keeps_shape
 
     @property
     def n_held(self) -> int:
-        """Return the tokens of earlier turns."""
+        """Return the number of tokens in earlier turns."""
         return self.n_prompt - self.n_new
 
     @property
     def observes(self) -> bool:
-        """Return whether queries of the prompt are captured, to vote or to choose the entries that a chunk reads."""
+        """Return whether prompt queries are captured, either to vote or to choose what a chunk reads."""
         return self.compress is None or self.compress.observes
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether queries of the answer are captured, to vote or to choose the entries that a token reads."""
+        """Return whether answer queries are captured, either to vote or to choose what a token reads."""
         return self.compress is None or self.compress.decode_policy.observes_answer
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position whose queries count in a policy's query statistics; None if it has none."""
+        """Return the first position that counts in the policy's query statistics, or None if it uses none."""
         return None if self.compress is None else self.compress.statistics_from
 
     @property
     def capacity(self) -> int:
-        """Return the entries that a cache of sparse attention allocates at once, with the entries of earlier turns.
+        """Return the number of entries to preallocate in each sparse-attention cache, including earlier turns.
 
-        Entries outside memory go to their store chunk by chunk, from the first chunk that chooses.
+        Unless the store is in memory, entries move to it chunk by chunk, starting with the first chunk that chooses.
         """
         whole, reading = self.n_prompt + self.n_ahead + 1, self.sparse_reading
         if reading is None or self.options.store == "memory":
@@ -162,7 +163,7 @@ class Plan(PromptPlan):
         return whole if reading.n_before == self.n_prompt else reading.n_before
 
     def chunk_size(self, limit: int | None) -> int:
-        """Return the number of tokens to read at a time, `limit` at most."""
+        """Return the number of tokens per chunk, which is at most `limit` unless chunks choose entries."""
         if self.reason is not None:
             return limit or PREFILL_STEP_SIZE
         if self.compress is not None:
@@ -172,7 +173,7 @@ class Plan(PromptPlan):
         largest = largest_chunk()
         size = min(limit or largest, largest)
         if self.sparse_reading is not None:
-            return max(CHUNK_SIZE, size)  # chunks that choose are parts of it
+            return max(CHUNK_SIZE, size)  # sparse chunks are cut from chunks of this size
         return size_before_voters(size, self, self.n_new)
 
 
@@ -186,19 +187,19 @@ def plan_request(
     is_embedded: bool = False,
     layers: list[AttentionLayer] | None = None,
 ) -> Plan:
-    """Return the plan of a request to read `n_new` tokens on a prompt cache, which is not changed.
+    """Plan a request that reads `n_new` tokens. The prompt cache is not changed.
 
     Args:
-        model: an mlx-lm model, its weights loaded or not.
-        options: the config of the request.
+        model: an mlx-lm model. Its weights need not be loaded.
+        options: the request's config.
         n_new: number of tokens to read.
-        prompt_cache: None is a new one.
-        max_tokens: tokens of the answer; -1 has no limit.
+        prompt_cache: the prompt cache to continue from, or None for a new one.
+        max_tokens: maximum answer length in tokens, or -1 for no limit.
         is_embedded: whether the prompt is given as embeddings.
-        layers: the model's full-attention layers; None or an empty list looks them up.
+        layers: the model's full-attention layers. If missing or empty, they are looked up.
 
-    Raises: SnapKVError: options exclude each other, the prompt is empty, the model is not supported, its entries can't
-        be quantised like this, or a budget has no room for the sink and the recent window.
+    Raises: SnapKVError: options conflict, the prompt is empty, the model is not supported, its entries can't be
+        quantised this way, or a budget has no room for the sink and the recent window.
     """
     options.require(model)
     reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
@@ -229,8 +230,8 @@ def plan_request(
 
 
 def plan_compression(options: CompressionConfig, n_prompt: int) -> Plan:
-    """Return the plan to compress caches of `n_prompt` tokens that mlx-lm has filled."""
-    policy = options.compress.decode_policy  # type: ignore[union-attr]  # the caller's is a policy
+    """Plan the compression of caches that mlx-lm has filled with `n_prompt` tokens."""
+    policy = options.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
     quota = policy.quota(n_prompt)
     fits = n_prompt <= quota.entries
     return Plan(
@@ -251,7 +252,7 @@ def _reason(
     max_tokens: int,
     is_embedded: bool,
 ) -> str | None:
-    """Return why a request is left to mlx-lm; None if it is compressed."""
+    """Return why a request is left to mlx-lm, or None if it is compressed or sparse."""
     setting = options.setting
     if setting is None:
         return NO_POLICY_REASON
@@ -268,7 +269,7 @@ def _reason(
 def _planned(
     model: Any, options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
 ) -> Plan:
-    """Return the plan of a prompt that is not left to mlx-lm."""
+    """Plan a request that is not left to mlx-lm."""
     if (compress := options.compress) is not None:
         return Plan(
             **vars(compressed_voters(compress, n_prompt)),
@@ -294,9 +295,10 @@ def _planned(
 
 
 def _adapts(options: CompressionConfig) -> bool:
-    """Return whether a request under sparse attention may read all entries.
+    """Return whether a request with sparse attention may fall back to reading all entries.
 
-    Several Macs have to choose alike, and other stores than memory return all entries slowly.
+    It may not if several Macs share the model, because all of them must decide alike. It may not outside the memory
+    store either, because other stores are slow at reading all entries.
     """
     sparse = options.sparse
     if sparse is None or sparse.store != "memory":

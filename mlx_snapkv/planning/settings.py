@@ -1,4 +1,4 @@
-"""The setting of a request: a policy evicts entries, or sparse attention keeps all entries and reads few of them."""
+"""The setting of a request, which is either eviction by policies or sparse attention."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from ..compress.policy import Policy
 from ..errors import Option, SnapKVError
 from ..sparse.options import Sparse
 
-AUTO = "auto"  # the value of `policy` that leaves the choice to `planning/auto.py`
+AUTO = "auto"  # the value of `policy` that lets `planning/auto.py` choose
 
 Setting = Compress | Sparse
 
 
 def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
-    """Return whether the keywords of `generate_step` ask for "auto". Raises: SnapKVError: both are given."""
+    """Return whether `snapkv` or `policy` asks for "auto". Raises: SnapKVError: both are set."""
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:
@@ -29,11 +29,11 @@ def resolve_setting(
     policy: Policy | Setting | str | None = None,
     sparse: Sparse | dict[str, Any] | str | bool | None = None,
 ) -> Setting | None:
-    """Return the setting that the three keywords of `generate_step` ask for, or None.
+    """Resolve the `snapkv`, `policy` and `sparse` arguments of `generate_step` to a setting, or None.
 
-    Raises: SnapKVError: two are given, or one can't be read.
+    Raises: SnapKVError: more than one is set, or a value is invalid.
     """
-    if isinstance(policy, Sparse):  # a setting that was resolved before
+    if isinstance(policy, Sparse):  # a setting that is already resolved
         return policy
     compress = resolve_compress(snapkv, policy)
     sparse_setting = Sparse.from_keyword(sparse)
@@ -49,14 +49,14 @@ def resolve_compress(
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Compress | str | None = None,
 ) -> Compress | None:
-    """Return the setting that the keywords `snapkv` and `policy` of `generate_step` ask for, or None.
+    """Resolve the `snapkv` and `policy` arguments of `generate_step` to a setting, or None.
 
     Args:
-        snapkv: a `SnapKV`, a dict of its options, or `"top_k=4096,n_sink=128"`.
-        policy: a policy object, a `Compress`, or a string such as `"keydiff:budget=8192"`, or two policies joined by
+        snapkv: a `SnapKV`, a dict of its options, or a string such as `"top_k=4096,n_sink=128"`.
+        policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by
             " then ".
 
-    Raises: SnapKVError: both are given, one can't be read, or "auto" is asked for, which is resolved before.
+    Raises: SnapKVError: both are set, a value is invalid, or it is "auto", which must be resolved beforehand.
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(
@@ -77,7 +77,7 @@ def resolve_compress(
 
 
 def setting_named(text: str) -> Setting | None:
-    """Return the setting of the string that a report or a file's header has."""
+    """Parse a setting from the string in a report or in the header of a file."""
     name, _, options = text.partition(":")
     if name.strip() == Sparse.name:
         return Sparse.from_string(options)

@@ -1,4 +1,4 @@
-"""The shapes of a model's layers, and their memory while they read a chunk. Weights are not needed."""
+"""Shapes of a model's layers, and the memory that each takes to read a chunk. The weights are not needed."""
 
 import json
 import tempfile
@@ -26,23 +26,23 @@ METAL = mx.metal.is_available()
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The memory of a decoder layer in bytes while it reads a chunk, without its cache."""
+    """The memory that a decoder layer takes to read a chunk, not counting its cache."""
 
-    per_token: int  # bytes per token of the chunk: outputs of the layer's projections
-    scores: int = 0  # bytes per pair of query and visible entry; 0 with a fused kernel
-    window: int = 0  # maximum number of entries that a query sees
-    per_entry: int = 0  # bytes per visible entry: MLA's latents, expanded for every head
+    per_token: int  # bytes per token in the chunk: outputs of the layer's projections
+    scores: int = 0  # bytes per query and visible entry; 0 with a fused kernel
+    window: int = 0  # maximum number of entries that a query can see
+    per_entry: int = 0  # bytes per visible entry: MLA latents expanded for every head
 
     def chunk_bytes(
         self, chunk: int, seen: int, limit: int | None = None, margin: float = 1
     ) -> int:
-        """Return the bytes for a chunk of `chunk` tokens that sees `seen` entries, including its own.
+        """Return the bytes that the layer takes to read a chunk.
 
         Args:
-            chunk: number of tokens of the chunk.
-            seen: number of entries that the last token of the chunk sees.
-            limit: maximum bytes of scores; larger chunks are read in pieces.
-            margin: factor for everything except scores, which are counted exactly.
+            chunk: chunk length in tokens.
+            seen: number of entries that the chunk's last token can see, including the chunk's own.
+            limit: size limit for the scores in bytes. Larger chunks are read in pieces.
+            margin: safety factor for everything except the scores, which are computed exactly.
         """
         if self.window != UNLIMITED:
             seen = min(seen, self.window + chunk - 1)
@@ -51,7 +51,7 @@ class LayerShape:
         if limit is not None and self.scores:
             smallest_piece = self.scores * MIN_TOKENS_AT_ONCE * seen
             scores = min(scores, max(limit, smallest_piece))
-            # Pieces become shorter as the prompt grows, so the first one has the most activations.
+            # Pieces get shorter as the prompt grows, so the first piece has the most activations.
             n_at_once = min(chunk, tokens_at_once(0, self.scores, limit))
         return scores + int(margin * (self.per_entry * seen + self.per_token * n_at_once))
 
@@ -59,13 +59,13 @@ class LayerShape:
 def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     """Return the distinct shapes of a model's layers, given `caches` with one token.
 
-    The last layer is omitted, because chunks do not compute its attention.
+    The last layer is left out, because its attention is not computed during prefill.
     """
     layers = list(model.layers)
     windows = [_window(cache) for cache in caches]
     key_sizes = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
-        # If some layers have several caches or none of their own, count all as the largest.
+        # Some layers have several caches, or none of their own. Treat every layer like the largest.
         windows = [max(windows)] * len(layers)
         key_sizes = [max(key_sizes)] * len(layers)
     item = min((c.keys.dtype.size for c in _holding(caches)), default=4)  # bytes per number
@@ -83,14 +83,14 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
 
 
 def window_of(cache: Any) -> int | None:
-    """Return the number of entries in a sliding or chunked window; None if the cache has none."""
+    """Return the size of a cache's sliding or chunked window, or None if it has no window."""
     if isinstance(cache, RotatingKVCache):
         return cache.max_size
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
 def _window(cache: Any) -> int:
-    """Return the maximum number of entries that a layer's queries see; 0 without attention."""
+    """Return the maximum number of entries that a layer's queries can see, or 0 without attention."""
     holding = _holding([cache])
     if not holding:
         return 0
@@ -98,18 +98,18 @@ def _window(cache: Any) -> int:
 
 
 def _key_size(cache: Any) -> int:
-    """Return the size of a layer's keys; 0 without attention."""
+    """Return the size of a layer's keys, or 0 without attention."""
     holding = _holding([cache])
     return holding[0].keys.shape[-1] if holding else 0
 
 
 def _holding(caches: Any) -> list[Any]:
-    """Return the caches that hold keys, including members of cache lists."""
+    """Return the caches that contain keys, including members of cache lists."""
     return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
 
 
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
-    """Return the families of a model's attention modules, by the id of the module; None for unknown families."""
+    """Map the `id()` of each attention module to its family, or to None if the family is unknown."""
     try:
         owners = attentions(model)
     except UnsupportedModelError:
@@ -132,16 +132,16 @@ def _attending(
     """Add attention to the shape of a layer.
 
     Args:
-        shape: shape of the layer without attention.
+        shape: the layer's shape without attention.
         attention: the attention module.
-        family: family of the module; None if unknown.
-        window: maximum number of entries that a query sees.
+        family: the module's family, or None if it is unknown.
+        window: maximum number of entries that a query can see.
         key_size: size of the keys in the layer's cache.
         item: bytes per number.
     """
     head_size = key_size
     per_entry = 0
-    if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
+    if hasattr(attention, "embed_q"):  # MLA expands the latents for every head
         head_size = attention.qk_nope_head_dim
         per_entry = item * query_heads(attention) * (head_size + attention.v_head_dim)
     scores = score_bytes(attention, family, head_size, item)
@@ -149,9 +149,9 @@ def _attending(
 
 
 def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, item: int) -> int:
-    """Return the bytes of scores for one query and one entry in all heads, at `item` bytes per number.
+    """Return the score bytes per query and entry for all heads, at `item` bytes per number.
 
-    They are 0 if a fused kernel supports heads of this size. MLA computes and stores the scores of positional parts
+    Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
     separately, unless its family joins both parts.
     """
     arrays = 1
@@ -160,12 +160,12 @@ def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, 
     elif family is not None and family.sinks_of(attention) is not None:
         arrays = 3  # a column for the sinks is appended and removed again
     if is_fused(head_size):
-        arrays = 1 if arrays == 2 else 0  # only separate scores of positional parts are stored
+        arrays = 1 if arrays == 2 else 0  # only the separate positional scores are stored
     return item * query_heads(attention) * arrays
 
 
 def _projected(modules: list[Any]) -> int:
-    """Return how many numbers the projections of a layer compute per token."""
+    """Return how many numbers a layer's projections compute per token."""
     experts = max(1, *map(experts_per_token, modules))
     n_numbers = 0
     for module in modules:
@@ -173,14 +173,14 @@ def _projected(modules: list[Any]) -> int:
         weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in name:
             continue
-        # The projection of experts has a third axis. Convolutions compute one number per channel.
+        # Expert projections have a third axis. Convolutions compute one number per channel.
         outputs = weight.shape[0] if "Conv" in name else weight.shape[-2]
         n_numbers += outputs * (experts if "Switch" in name else 1)
     return n_numbers
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """Load the model in a folder with uninitialised weights, of which only the shapes are meaningful."""
+    """Load the model in a folder with placeholder weights that have the right shapes."""
     changes = unread_parameters(load_config(Path(folder))).changes
     model, _ = load_model(Path(folder), lazy=True, model_config=changes)
     blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
@@ -189,7 +189,7 @@ def without_weights(folder: str | Path) -> nn.Module:
 
 
 def repository_without_weights(name: str) -> nn.Module:
-    """Load a Hugging Face repository's model with uninitialised weights, from its config and the weights' headers."""
+    """Load a model from Hugging Face with placeholder weights. Only the config and the weights' headers are fetched."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     config = Path(hf_hub_download(name, "config.json"))
@@ -203,7 +203,7 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """Write a safetensors file with the header for `tensors`, and a sparse hole in place of the data."""
+    """Write a safetensors file that has a header for `tensors`, but a sparse hole in place of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:

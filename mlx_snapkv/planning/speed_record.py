@@ -1,6 +1,7 @@
-"""The speed record of this machine: how long tokens took, by model and length, in one small file.
+"""The speed record: a small file with this machine's measured token times, by model and text length.
 
-Requests extend it. By it, `auto`, `plan`, `doctor` and batches predict whether sparse attention is faster.
+Requests add their measurements. `auto`, `plan`, `doctor` and batches use the record to predict whether sparse attention
+is faster.
 """
 
 from __future__ import annotations
@@ -28,24 +29,27 @@ from ..paths import put
 from ..sparse.options import Sparse
 from .machine import processor, this_machine
 
-# Environment variable with another path of the file. If it is empty, no record is kept.
+# Environment variable that overrides the path of the file. If it is empty, no record is kept.
 PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
-FORMAT = 1  # format of the file; files in other formats are ignored
-MOST_KEYS = 64  # maximum number of models and methods in the file, the latest ones
-FORGETTING = 1 / 32  # a measurement loses this share of its weight with every later one
-# Minimum standard deviation of lengths, relative to their mean, from which a slope is determined.
+FORMAT = 1  # version of the file format; files in other versions are ignored
+MOST_KEYS = 64  # maximum number of keys (model and method) in the file; the oldest are dropped
+FORGETTING = 1 / 32  # each new measurement reduces the weight of earlier ones by this fraction
+# Minimum spread of the measured lengths for fitting a slope: standard deviation relative to the mean.
 SPREAD = 1 / 8
 
 # Kinds of measurements:
 DECODE_ALL = "decode_all"  # an answer token that reads all entries
 DECODE_FEW = "decode_few"  # an answer token that chooses
 READ_ALL = "read_all"  # a prompt token that reads all entries
-READ_FEW = "read_few"  # a prompt token whose chunk chooses
+READ_FEW = "read_few"  # a prompt token in a chunk that chooses
 SETUP = "setup"  # building the index and the means of a prompt
 
 
 class Measurement(NamedTuple):
-    """Seconds for one of these kinds, and the number of entries before the token or, for `SETUP`, in the prompt."""
+    """A measured time in seconds, of one of the kinds above.
+
+    `length` is the number of entries before the token or, for `SETUP`, the prompt length.
+    """
 
     kind: str
     length: float
@@ -53,10 +57,11 @@ class Measurement(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line `seconds = a + b * length` fitted to measurements, stored as weighted sums; x is length, y is seconds.
+    """A line `seconds = a + b * length` fitted to measurements.
 
-    Seconds are never negative, and never decrease with length. If all lengths are about equal, the slope is unknown: it
-    may be anything from 0 to the slope of a line through the origin.
+    It is stored as weighted sums, where x is the length and y is the time in seconds. Predicted times are never
+    negative and never decrease with length. If all measured lengths are about equal, the slope is unknown. It is then
+    assumed to be between 0 and the slope of a line through the origin.
     """
 
     n: float = 0.0
@@ -66,20 +71,20 @@ class Line(NamedTuple):
     xy: float = 0.0
 
     def with_measurements(self, length: float, seconds: float) -> Line:
-        """Add a measurement to the line."""
+        """Return the line with one more measurement."""
         new = 1.0, length, length * length, seconds, length * seconds
         return Line(*((1 - FORGETTING) * old + added for old, added in zip(self, new)))
 
     def least(self, length: float) -> float:
-        """Return the minimum seconds to expect at a length."""
+        """Return a lower bound on the seconds at a length."""
         return min(self._at(length))
 
     def most(self, length: float) -> float:
-        """Return the maximum seconds to expect at a length."""
+        """Return an upper bound on the seconds at a length."""
         return max(self._at(length))
 
     def _at(self, length: float) -> tuple[float, float]:
-        """Return the seconds at a length, for the smallest and for the largest possible slope."""
+        """Return the seconds at a length with the smallest and with the largest possible slope."""
         x, y = self.x / self.n, self.y / self.n
         through_origin = y / x if x else 0.0
         variance = self.xx / self.n - x * x
@@ -95,35 +100,38 @@ _Bound = Callable[[Line, float], float]  # `Line.least` or `Line.most`
 
 @dataclass(frozen=True)
 class Speed:
-    """The lines of one model and method on this machine, by kind. Kinds without measurements are missing."""
+    """The fitted lines for one model and method on this machine, by kind of measurement.
+
+    Kinds without measurements are missing.
+    """
 
     lines: dict[str, Line] = field(default_factory=dict)
 
     def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
-        """Return whether a token that reads few entries is clearly faster than one that reads all.
+        """Return whether tokens that read few entries take less than `worth` times as long as tokens that read all.
 
-        Clearly means that it takes less than `worth` times as long. The result is None if one of the kinds was not
-        measured. An unknown slope counts against sparse attention.
+        Return None if one of the kinds was not measured. If a slope is unknown, assume the worst case for sparse
+        attention.
         """
         if few not in self.lines or every not in self.lines:
             return None
         return self.lines[few].most(length) < worth * self.lines[every].least(length)
 
     def pays_from(self, few: str, every: str, lengths: Iterable[int]) -> int | None:
-        """Return the first length at which `pays` is true; None if there is no such length."""
+        """Return the first of `lengths` at which `pays` is true, or None if it never is."""
         return next((n for n in lengths if self.pays(few, every, n)), None)
 
     def seconds(self, n_prompt: int, n_answer: int) -> tuple[float, float] | None:
-        """Predict how many seconds a prompt and its answer take, with sparse attention and with the full cache.
+        """Predict the seconds for a prompt and its answer, with sparse attention and with the full cache.
 
-        Return None if measurements are missing. Unknown slopes count against sparse attention.
+        Return None if measurements are missing. If a slope is unknown, assume the worst case for sparse attention.
         """
         return self._seconds(n_prompt, n_answer, Line.most, Line.least)
 
     def loses(self, n_prompt: int, n_answer: int) -> bool:
         """Return whether sparse attention is known to be slower than the full cache.
 
-        If tokens of the prompt were not measured, only the answer is compared. Unknown slopes count for sparse
+        If prefill was not measured, only the answer is compared. If a slope is unknown, assume the best case for sparse
         attention.
         """
         predicted = self._seconds(n_prompt, n_answer, Line.least, Line.most)
@@ -134,10 +142,10 @@ class Speed:
         return predicted is not None and predicted[0] >= predicted[1]
 
     def setup_in_tokens(self, n_prompt: int) -> float:
-        """Return the number of answer tokens after which reading few entries has repaid the index and the means.
+        """Return how many answer tokens it takes until sparse attention makes up for building the index and the means.
 
-        The result is 0 if it is unknown, and infinite if reading few entries is not faster. Unknown slopes count for
-        sparse attention.
+        Return 0 if that is unknown, and infinity if sparse attention is not faster. If a slope is unknown, assume the
+        best case for sparse attention.
         """
         lines = self.lines
         if not {DECODE_FEW, DECODE_ALL, SETUP} <= lines.keys():
@@ -148,20 +156,20 @@ class Speed:
     def _seconds(
         self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
     ) -> tuple[float, float] | None:
-        """Return `seconds`, using `of_few` for tokens that read few entries and the setup, and `of_all` for others."""
+        """Predict `seconds` with the bound `of_few` for sparse attention and the bound `of_all` for the full cache."""
         lines = self.lines
         if not {DECODE_FEW, DECODE_ALL, SETUP, READ_ALL} <= lines.keys():
             return None
         mean_read, mean_answered = n_prompt / 2, n_prompt + n_answer / 2
         read = n_prompt * of_all(lines[READ_ALL], mean_read)
-        # If no chunk was worth choosing, the prompt is read in full.
+        # Without measurements of sparse chunks, assume that the prompt is read in full.
         read_few = n_prompt * of_few(lines[READ_FEW], mean_read) if READ_FEW in lines else read
         sparse = read_few + of_few(lines[SETUP], n_prompt)
         sparse += n_answer * of_few(lines[DECODE_FEW], mean_answered)
         return sparse, read + n_answer * of_all(lines[DECODE_ALL], mean_answered)
 
     def with_measurements(self, measurements: Iterable[Measurement]) -> Speed:
-        """Add measurements, except those whose seconds are not positive or not finite."""
+        """Return the lines with more measurements. Times that are not positive and finite are ignored."""
         lines = dict(self.lines)
         for kind, length, seconds in measurements:
             if 0 < seconds < math.inf:
@@ -170,13 +178,13 @@ class Speed:
 
 
 def speed_of(model: Any, sparse: Sparse) -> Speed:
-    """Return the record of a model with sparse attention on this machine; empty without a record."""
+    """Return this machine's record for a model with sparse attention, or an empty one."""
     speeds = _read()
     return speeds.get(_key(model, sparse) or "", Speed()) if speeds else Speed()
 
 
 def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
-    """Add the measurements of a request to the record. If the file can't be written, nothing changes."""
+    """Add a request's measurements to the record. Do nothing if the file can't be written."""
     path = record_path()
     key = _key(model, sparse) if path is not None and measurements else None
     if path is None or key is None:
@@ -184,7 +192,7 @@ def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
     speeds = _read()
     speeds[key] = speeds.pop(key, Speed()).with_measurements(
         measurements
-    )  # the latest key comes last
+    )  # pop and reinsert, so that the latest key is last
     latest = list(speeds.items())[-MOST_KEYS:]
     content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest}}
     with contextlib.suppress(OSError, ValueError):
@@ -193,7 +201,7 @@ def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
 
 
 def record_path() -> Path | None:
-    """Return the path of the record in the user's cache folder; None if no record is kept."""
+    """Return the path of the record, by default in the user's cache folder. Return None if no record is kept."""
     given = os.environ.get(PATH_VARIABLE)
     if given is not None:
         return Path(given) if given else None
@@ -203,7 +211,7 @@ def record_path() -> Path | None:
 
 
 def _read() -> dict[str, Speed]:
-    """Read the record, by key. It is empty without a file that this version can read."""
+    """Read the record. Return an empty dict if there is no readable file in this format."""
     path = record_path()
     if path is None:
         return {}
@@ -220,7 +228,7 @@ def _read() -> dict[str, Speed]:
 
 
 def _parse_line(sums: Any) -> Line:
-    """Parse the sums of a fitted line. Raises: ValueError, TypeError: no measurements have these sums."""
+    """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: no measurements can have these sums."""
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.n <= 0 or line.y <= 0:
         raise ValueError("no measurements have these sums")
@@ -228,7 +236,7 @@ def _parse_line(sums: Any) -> Line:
 
 
 def _key(model: Any, sparse: Sparse) -> str | None:
-    """Return the key of measurements: machine, versions, shape of the model, and method.
+    """Return the key for measurements, which names the machine, the versions, the model's shape and the method.
 
     Return None if the model's shape can't be determined.
     """
@@ -243,7 +251,7 @@ def _key(model: Any, sparse: Sparse) -> str | None:
 
 
 def _shape(model: Any) -> list[str]:
-    """Describe the shape of a model. Raises: SnapKVError: it does not support sparse attention."""
+    """Describe the shape of a model. Raises: SnapKVError: the model does not support sparse attention."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
     keys = arrays(layers[0].entries_in(caches).sample)[0]
@@ -257,7 +265,7 @@ def _shape(model: Any) -> list[str]:
 
 
 def _bits(model: Any) -> int:
-    """Return the bits of a model's weights: the smallest number of quantised modules, or those of its largest array."""
+    """Return the bits per weight: the minimum over quantised modules, or those of the largest unquantised weight."""
     bits = [x.bits for x in model.modules() if "scales" in x and hasattr(x, "bits")]
     if bits:
         return min(bits)

@@ -1,8 +1,8 @@
-"""Format numbers of bytes."""
+"""Formats byte counts."""
 
 
 def format_bytes(n: float) -> str:
-    """Return bytes in decimal units, like mlx-lm: 1,234,567 is "1.23 MB"."""
+    """Format bytes in decimal units, like mlx-lm: 1,234,567 becomes "1.23 MB"."""
     for unit in ("B", "kB", "MB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
