@@ -1,1 +1,1 @@
-"""Eviction: policies that choose which entries stay, and caches for these entries."""
+"""Eviction: policies that choose which entries to keep, and the caches that hold them."""

@@ -1,4 +1,4 @@
-"""Count the attention that each entry receives, for policies such as H2O."""
+"""Accumulate the attention that each entry receives, for policies such as H2O."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class AttentionCount:
-    """The attention that entries have received so far, and queries whose attention is not counted yet.
+    """The attention that entries have received so far, and queries that are still to be counted.
 
-    The queries of single tokens are collected and counted together, because each count reads all keys. The object never
-    changes, so a cache can be restored to an earlier count.
+    Each count reads all keys, so the queries of single tokens are collected and counted together. The object is
+    immutable, so that a cache can be restored to an earlier count.
 
     Attributes:
         counts: whether queries are counted. If not, entries keep the attention that they received in another cache.
-        received: `(B, n_kv_heads, n)` float32, the attention that the first `n` entries have received.
+        received: attention that the first `n` entries have received, `(B, n_kv_heads, n)` float32.
         waiting: queries that are not counted yet, `(B, n_heads, L, head_dim)` each.
     """
 
@@ -26,26 +26,26 @@ class AttentionCount:
     waiting: list[mx.array] = field(default_factory=list)
 
     def with_counts(self, received: mx.array | None) -> AttentionCount:
-        """Return an object with a new count of received attention and no waiting queries."""
+        """Return a copy with a new count of received attention and no waiting queries."""
         return replace(self, received=received, waiting=[])
 
     def with_queries(self, queries: mx.array) -> AttentionCount:
-        """Return an object with more waiting queries, `(B, n_heads, L, head_dim)`."""
+        """Return a copy with additional waiting queries, `(B, n_heads, L, head_dim)`."""
         return replace(self, waiting=[*self.waiting, queries])
 
     def total(
         self, shape: tuple[int, ...], votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
-        """Add the attention of the waiting queries to `received`; None if the attention is unknown.
+        """Return the attention received so far, waiting queries included, or None if it is unknown.
 
         Args:
-            shape: `(B, n_kv_heads, n)`, the shape of the result.
-            votes: returns the attention, of `shape`, that queries `(B, n_heads, L, head_dim)` give to the entries.
+            shape: shape of the result, `(B, n_kv_heads, n)`.
+            votes: returns the attention that queries `(B, n_heads, L, head_dim)` give to the entries, of that shape.
         """
         if not self.counts and self.received is None:
             return None
         received = mx.zeros((*shape[:2], 0)) if self.received is None else self.received
-        # Number of entries that have not received attention yet.
+        # Entries appended since the last count have not received any attention yet.
         n_new = shape[2] - received.shape[2]
         total = mx.pad(received, [(0, 0), (0, 0), (0, n_new)])
         if self.waiting:
@@ -54,6 +54,6 @@ class AttentionCount:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Return the arrays that are evaluated between two decoded tokens."""
+        """Return the arrays to evaluate after each decoded token."""
         received = [] if self.received is None else [self.received]
         return [*self.waiting, *received]

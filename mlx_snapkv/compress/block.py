@@ -1,4 +1,4 @@
-"""The KV cache of a fixed budget, which evicts entries whenever it is full."""
+"""A KV cache with a fixed budget, which evicts entries whenever it is full."""
 
 import math
 from typing import Any
@@ -30,29 +30,29 @@ from .selection import select
 class BlockKVCache(EvictingCache):
     """A KV cache of at most `quota.entries + block` entries per KV head, for any number of tokens.
 
-        [0 : n_kept)        entries that the last eviction kept, in order of position; they differ between heads
-        [n_kept : size())   entries of the tokens since then
+        [0 : n_kept)        entries kept by the last eviction, in order of position; they differ between heads
+        [n_kept : size())   entries of the tokens since the last eviction
 
-    If the next tokens do not fit, the `quota.entries` entries with the highest scores move to the front first. They all
-    precede the new tokens, so the mask is the ordinary causal mask, aligned with the last entry. Keys keep the rotation
-    of their original position; `offset` is the logical position of the next token. An update of more than `block`
-    tokens is kept whole until the next update.
+    If the next tokens don't fit, the cache first keeps the `quota.entries` entries with the highest scores and moves
+    them to the front. All of them precede the new tokens, so the mask is the usual causal mask, aligned with the last
+    entry. Keys keep the rotation of their original position, and `offset` is the next token's position in the text. An
+    update of more than `block` tokens is kept in full until the next update.
 
     Args:
-        policy: scores the entries; None evicts none.
-        quota: number of entries that an eviction keeps.
+        policy: scores the entries. None disables eviction.
+        quota: number of entries to keep at each eviction.
         block: number of tokens between two evictions.
-        layer: the `AttentionLayer` of the cache.
+        layer: the cache's `AttentionLayer`.
         last: position before which queries may vote.
-        newest: number of last queries to keep for votes; None keeps `policy.obs_window`.
-        quantization: quantisation of the entries; None keeps them plain.
-        counting: attention that the entries have received; None starts a count if the policy needs one.
+        newest: number of most recent queries to keep for voting. None means `policy.obs_window`.
+        quantization: quantisation of the entries, or None for plain entries.
+        counting: attention that the entries have received. None starts a new count if the policy needs one.
 
     Attributes:
-        steady: positions of tokens that must all attend to the same entries, so that an eviction may happen only before
-            the first of them. If there are more than `block`, the cache exceeds its limit for them.
-        expected_size: number of entries that the cache will hold at least. The first buffers are not larger, to save
-            memory.
+        steady: positions of tokens that must all attend to the same entries, so nothing is evicted between them. If
+            there are more than `block`, the cache exceeds its capacity to fit them.
+        expected_size: minimum number of entries that the cache will grow to. The first buffers are no larger than
+            this, to save memory.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -72,7 +72,7 @@ class BlockKVCache(EvictingCache):
         quantization: Quantization | None = None,
         counting: AttentionCount | None = None,
     ):
-        """Start without entries. The first update allocates the buffers."""
+        """Start empty. The first update allocates the buffers."""
         if policy is not None and newest is None:
             newest = policy.obs_window
         super().__init__(last=last, newest=newest)
@@ -89,7 +89,7 @@ class BlockKVCache(EvictingCache):
         self._kept_positions: mx.array | None = None
 
     def _saved_numbers(self) -> dict[str, Any]:
-        """Return the attributes that are saved as JSON, by name."""
+        """Return the attributes to save as JSON, by name."""
         return super()._saved_numbers() | {
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
@@ -97,7 +97,7 @@ class BlockKVCache(EvictingCache):
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the attributes that are saved as arrays, by name."""
+        """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
             "received": self.counting.received,
@@ -105,7 +105,7 @@ class BlockKVCache(EvictingCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache to saved values."""
+        """Restore the saved attributes."""
         super()._restore(numbers, arrays)
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
@@ -129,11 +129,11 @@ class BlockKVCache(EvictingCache):
 
     @property
     def room(self) -> float:  # type: ignore[override]
-        """Return the number of tokens that fit in before the next eviction."""
+        """Return the number of tokens that fit before the next eviction."""
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
 
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append `L` tokens' keys and values, stored like the buffers. Evict entries first if they do not fit."""
+        """Append the stored keys and values of `L` tokens. If they don't fit, evict entries first."""
         L = n_rows(keys)
         if self.is_due(L):
             self.evict()
@@ -143,14 +143,14 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def place(self) -> int:
-        """Count a new token, and return the row where the caller must write its entry."""
+        """Count a new token, and return the row to which the caller must write its entry."""
         self._n += 1
         self.offset += 1
         return self._n - 1
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries after one more token."""
+        """Return the number of entries that there will be after one more token."""
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def evict(self) -> None:
@@ -158,20 +158,20 @@ class BlockKVCache(EvictingCache):
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
-        # Earlier queries can't vote, because entries before them may have been evicted.
+        # Queries before the window can't vote, because entries that they saw may have been evicted.
         entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
         entries.budget = self.quota.entries
         entries.n_window = self.quota.n_window
         kept = entries.take(select(self.policy.score(entries), self.quota))
-        # The next write would copy a buffer with other references.
+        # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
-        # The buffers were enlarged for an update of more than `block` tokens.
+        # An update of more than `block` tokens has enlarged the buffers.
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.replace_entries(kept)
 
     def replace_entries(self, entries: Entries) -> None:
-        """Replace all entries by `entries` of tokens before `offset`, in order of position."""
+        """Replace all entries with `entries`, which are in order of position and before `offset`."""
         entries = entries.with_quantization(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
@@ -179,19 +179,19 @@ class BlockKVCache(EvictingCache):
         self.counting = self.counting.with_counts(entries.received)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in order of position, with the last `n_queries` queries as voters."""
+        """Return the entries in order of position. The last `n_queries` queries are the voters."""
         return self._entries(observed=self._observed(n_queries), received=self._received())
 
     def _take_queries(self, captured: Captured) -> None:
-        """Record the queries of the newest tokens. Count their attention if the policy needs it."""
+        """Record the newest tokens' queries, and count their attention if the policy needs it."""
         super()._take_queries(captured)
         if self.counting.counts:
             self._count(captured)
 
     def _count(self, captured: Captured) -> None:
-        """Count the attention of a call's queries before `last`. Those of single tokens are collected first.
+        """Count the attention of a call's queries, except those at or after `last`.
 
-        The cache already holds the entries of the call.
+        Queries of single tokens are collected and counted together. The call's own entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voting = int(min(self.last, self.offset)) - chunk_start
@@ -203,7 +203,7 @@ class BlockKVCache(EvictingCache):
             self.counting = self.counting.with_counts(self._received())
 
     def _received(self) -> mx.array | None:
-        """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32; None if unknown."""
+        """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
         shape = (*self._heads, self._n)
 
         def votes(queries: mx.array) -> mx.array:
@@ -217,23 +217,23 @@ class BlockKVCache(EvictingCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, which are evaluated between two decoded tokens."""
+        """Return the recorded arrays, to be evaluated after each decoded token."""
         return [*super().recorded, *self.counting.arrays]
 
     def is_due(self, L: int = 1) -> bool:
-        """Return whether entries must be evicted before the next `L` tokens."""
+        """Return whether entries must be evicted before the next `L` tokens are appended."""
         if self.policy is None or self.offset in self.steady[1:]:
             return False
-        # Before the first steady token, there must be room for all of them.
+        # Before the first steady token, make sure that all of them fit.
         n_next = max(L, len(self.steady)) if self.offset in self.steady else L
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
         if (lacks_votes or lacks_statistics) and self._n_since == 0:
-            return False  # no query can vote yet; queries of the next tokens will
+            return False  # nothing can vote yet, but the next tokens' queries will
         return self._n + n_next > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
-        """Write stored entries to the rows `[start, size())`. Enlarge the buffers first if necessary."""
+        """Write stored entries to rows `[start, size())`, after enlarging the buffers if necessary."""
         n_before = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > n_before:
             buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
@@ -242,7 +242,7 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return how many rows to allocate for the next buffers, at least `size()`, given the present number."""
+        """Return how many rows the next buffers need, at least `size()`, if there are `n_before` now."""
         is_unlimited = self.quota.entries >= UNLIMITED
         n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
         if n_before == 0 and self.expected_size:
@@ -262,7 +262,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
-        """Return the original positions of the entries, uint32 `(B, n_kv_heads, size())`, ascending."""
+        """Return the entries' original positions in ascending order, uint32 `(B, n_kv_heads, size())`."""
         n_since = self._n_since
         since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
         since = mx.broadcast_to(since, (*self._heads, n_since))

@@ -1,4 +1,4 @@
-"""Make the cache from which an answer is decoded after its prompt was compressed."""
+"""Build the cache for decoding an answer after its prompt has been compressed."""
 
 import mlx.core as mx
 
@@ -14,13 +14,13 @@ from .window import SnapKVCache
 def decode_cache(
     layer: AttentionLayer, kept: Entries, offset: int, policy: Policy, quota: Quota
 ) -> EvictingCache:
-    """Return the cache of one layer for the tokens after the prompt.
+    """Build one layer's cache for the tokens after the prompt.
 
     Args:
-        layer: the `AttentionLayer` of the cache.
-        kept: the prompt's entries that were kept; later entries get the same quantisation.
+        layer: the cache's `AttentionLayer`.
+        kept: the entries kept from the prompt. Later entries get the same quantisation.
         offset: position of the next token.
-        policy: the policy that compressed the prompt; its schedule and `on_full` determine the class of the cache.
+        policy: the policy that compressed the prompt. Its `schedule` and `on_full` determine the type of the cache.
         quota: number of entries that the policy keeps in this layer.
     """
     if policy.schedule == "block":
@@ -35,7 +35,7 @@ def decode_cache(
         cache.replace_entries(kept)
         return cache
     n_window = None if policy.grows else quota.n_window
-    # A sliding window starts with the newest entries, a growing one starts empty.
+    # A sliding window starts with the newest entries, a growing window starts empty.
     n_in_window = 0 if n_window is None else min(len(kept), n_window)
     n_pin = len(kept) - n_in_window
     window = SnapKVCache(

@@ -1,4 +1,4 @@
-"""The base class of caches that evict entries."""
+"""The base class for caches that evict entries."""
 
 import json
 from abc import abstractmethod
@@ -29,19 +29,19 @@ from .policy import Policy
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """Base class of caches that evict entries. It stores the entries, saves them, and presents them to the policy.
+    """Base class for caches that evict entries. It stores and saves the entries, and passes them to the policy.
 
     The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the order of the
-    rows, and when entries are evicted.
+    rows, and decide when to evict entries.
 
     Attributes:
         keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the arrays of quantised entries.
-        policy: scores the entries; None if no entry is scored.
-        positions: uint32 `(B, n_kv_heads, size())`, the original position of the entry in each row.
-        layer: the `AttentionLayer` of the cache; None if the policy needs only entries.
+        policy: scores the entries, or None if they are never scored.
+        positions: original position of each row's entry, uint32 `(B, n_kv_heads, size())`.
+        layer: the cache's `AttentionLayer`, or None if the policy needs nothing but the entries.
     """
 
-    # Attributes that are saved as JSON. All except the first two are the `Recorder`'s.
+    # Attributes to save as JSON. All but the first two belong to `Recorder`.
     SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
         "offset",
         "_n",
@@ -62,40 +62,40 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append `L` tokens' keys and values, stored like the buffers. Evict entries first if they do not fit."""
+        """Append the stored keys and values of some tokens. If they don't fit, evict entries first."""
 
     def flush(self) -> None:
         """Move all entries to the first `n_entries` rows, as `place` requires."""
 
     @abstractmethod
     def place(self) -> int:
-        """Count a new token after `flush`, and return the row where the caller must write its entry."""
+        """Count a new token, and return the row to which the caller must write its entry. Call `flush` first."""
 
     def is_due(self, L: int = 1) -> bool:
-        """Return whether entries must be evicted before the next `L` tokens."""
+        """Return whether entries must be evicted before the next `L` tokens are appended."""
         return False
 
     def evict(self) -> None:
         """Keep the entries with the highest scores."""
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the present state of the cache. It may be called repeatedly."""
+        """Return a function that restores the cache's current state. It can be called more than once."""
         return super().restorer() if self.grows else restorer_of(self)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return all stored entries for the attention."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return the stored keys and values to attend to."""
         self.append(pack(keys, self.quantization), pack(values, self.quantization))
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """Return the stored entries, `(B, n_kv_heads, size(), head_dim)` each."""
+        """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
         stored = self.keys, self.values
-        # If `keys` had a second reference, an eviction could not write in place.
+        # Avoid a slice of full buffers: with a second reference, an eviction could not write in place.
         return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
-        """Return saved numbers as JSON, and saved arrays, because mlx-lm's files contain only strings and arrays."""
+        """Return what to save: numbers as a JSON string, and arrays. mlx-lm's files can only store these two types."""
         arrays = {name: array for name, array in self._saved_arrays().items() if array is not None}
         return json.dumps(self._saved_numbers()), arrays
 
@@ -106,7 +106,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         self._restore(json.loads(numbers), arrays)
 
     def _saved_numbers(self) -> dict[str, Any]:
-        """Return the attributes that are saved as JSON, by name."""
+        """Return the attributes to save as JSON, by name."""
         return {
             "policy": None if self.policy is None else str(self.policy),
             "quantization": None if self.quantization is None else vars(self.quantization),
@@ -116,7 +116,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the attributes saved as arrays, or lists or tuples of arrays, by name; None for missing ones."""
+        """Return the attributes to save as arrays, by name: an array, a list or tuple of arrays, or None."""
         return {
             "keys": self.keys,
             "values": self.values,
@@ -126,10 +126,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache to saved values.
-
-        Files contain lists in place of tuples, and omit empty lists.
-        """
+        """Restore the saved attributes. Files turn tuples into lists, and omit empty lists."""
         policy = numbers["policy"]
         self.policy = None if policy is None else policy_named(policy)
         quantization = numbers["quantization"]
@@ -150,12 +147,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             setattr(self, name, numbers[name])
 
     def is_trimmable(self) -> bool:
-        """Return False: mlx-lm would trim any number of tokens, but evicted entries can't be restored."""
+        """Return False, because mlx-lm may trim any number of tokens and evicted entries can't be restored."""
         return False
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether the policy needs queries of later tokens."""
+        """Return whether the policy needs the queries of later tokens."""
         return self.policy is not None and self.policy.observes_answer
 
     def size(self) -> int:
@@ -163,7 +160,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self._n
 
     def validate(self) -> str | None:
-        """Describe an inconsistency in a loaded cache; return None if the cache is consistent."""
+        """Check a loaded cache, and return a description of the problem if it is inconsistent, otherwise None."""
         if problem := super().validate():
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
@@ -175,11 +172,11 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of the buffers."""
+        """Return the size of the buffers in bytes."""
         return 0 if self.keys is None else n_bytes((self.keys, self.values))
 
     def empty(self) -> bool:
-        """Return whether the cache has no entries."""
+        """Return whether the cache is empty."""
         return self.keys is None
 
     @property
@@ -189,7 +186,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return first_array.shape[:2]
 
     def _entries(self, **others: Any) -> Entries:
-        """Return the entries in order of rows; `others` are additional fields of `Entries`."""
+        """Return the entries in row order. `others` are additional fields of `Entries`."""
         return Entries(
             *self.keys_and_values(),
             explicit_positions=self.positions,
@@ -200,9 +197,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         )
 
     def _observed(self, n: int) -> Queries | None:
-        """Return the last `n` queries as voters; None if `n` is 0.
+        """Return the last `n` queries as voters, or None if `n` is 0.
 
-        Raises: SnapKVError: these queries were not recorded.
+        Raises: SnapKVError: the queries were not recorded.
         """
         if not n:
             return None

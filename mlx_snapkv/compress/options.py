@@ -1,4 +1,4 @@
-"""The setting of a request that evicts entries: one policy, or one for the prompt and another for the answer."""
+"""A request's eviction options: one policy, or one for the prompt and another for the answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ THEN = " then "  # separates two policies in a string
 
 @dataclass(frozen=True)
 class Compress:
-    """Evict entries: `policy` applies while the prompt is read, `decode_policy` at its end and during the answer.
+    """Evict entries by `policy` while the prompt is read, and by `decode_policy` at its end and during the answer.
 
-    By default both are the same policy. A `policy` followed by another one must have schedule="block". It keeps at
-    least the sink and the window of `decode_policy`, which determines the queries that vote at the end of the prompt.
+    By default, both are the same policy. Before a different `decode_policy`, `policy` must have schedule="block" and
+    keeps at least the sink and the window of `decode_policy`, which also determines which queries vote at the end of
+    the prompt.
 
-    Raises: SnapKVError: `policy` has schedule="once" and another policy follows.
+    Raises: SnapKVError: there is a `decode_policy`, but `policy` has schedule="once".
     """
 
     policy: Policy
     decode_policy: Policy = None  # type: ignore[assignment]  # by default `policy`
 
     def __post_init__(self):
-        """Set `decode_policy` to `policy` if it is missing."""
+        """Default `decode_policy` to `policy`."""
         if self.decode_policy is None:
             object.__setattr__(self, "decode_policy", self.policy)
         elif self.policy.schedule != "block":
@@ -49,38 +50,38 @@ class Compress:
 
     @property
     def evicts_in_blocks(self) -> bool:
-        """Return whether entries are evicted while the prompt is read."""
+        """Return whether entries are evicted while the prompt is still being read."""
         return self.policy.schedule == "block"
 
     @property
     def policies(self) -> tuple[Policy, Policy]:
-        """Return the policy of the prompt and the policy of the answer."""
+        """Return the prompt's policy and the answer's policy."""
         return self.policy, self.decode_policy
 
     @property
     def accumulates_attention(self) -> bool:
-        """Return whether one of the policies needs the attention of all queries."""
+        """Return whether either policy needs the attention of all queries."""
         return any(policy.accumulates_attention for policy in self.policies)
 
     @property
     def observes(self) -> bool:
-        """Return whether one of the policies needs queries or their statistics."""
+        """Return whether either policy needs queries or their statistics."""
         return any(policy.observes for policy in self.policies)
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position that enters the query statistics; None if no policy needs statistics."""
+        """Return the first position whose query enters the statistics, or None if neither policy needs statistics."""
         positions = [policy.query_statistics for policy in self.policies]
         return min((position for position in positions if position is not None), default=None)
 
     def fits(self, n_prompt: int) -> bool:
-        """Return whether a prompt of `n_prompt` tokens fits both budgets."""
+        """Return whether a prompt of `n_prompt` tokens fits both policies' budgets."""
         return all(policy.fits(n_prompt) for policy in self.policies)
 
     def prefill_quota(self, n_prompt: int) -> Quota:
-        """Return the number of entries that each full-attention layer keeps while the prompt is read.
+        """Return the quota of each full-attention layer while the prompt is read.
 
-        With schedule="once" these are all entries.
+        With schedule="once", it covers the whole prompt.
         """
         quota = self.policy.quota(n_prompt)
         if not self.evicts_in_blocks:
@@ -93,7 +94,7 @@ class Compress:
         ).shrunk()
 
     def __str__(self) -> str:
-        """Return the setting as a string such as "keydiff then snapkv:top_k=2048"."""
+        """Return a string such as "keydiff then snapkv:top_k=2048"."""
         if self.decode_policy is self.policy:
             return str(self.policy)
         return f"{self.policy}{THEN}{self.decode_policy}"

@@ -1,4 +1,4 @@
-"""The base class of policies: what a policy needs from a layer, and the score that it gives to each entry."""
+"""The base class for eviction policies."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from ..entries.quota import Quota
 from ..errors import SnapKVError
 from ..hyperparameters import Hyperparameters, amount, count, entry_count
 
-POLICIES: dict[str, type[Policy]] = {}  # name -> policy; subclasses with a name register themselves
+POLICIES: dict[str, type[Policy]] = {}  # name -> class, filled by `Policy.__init_subclass__`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Hyperparameters, ABC):
-    """Base class of policies. A policy is a frozen dataclass of hyper-parameters with a method `score`.
+    """Base class for policies: a frozen dataclass of hyper-parameters with a `score` method.
 
     Attributes:
-        budget: entries kept per KV head, as a number or a share of the prompt ("25%").
-        n_sink: number of first entries, which are always kept.
-        n_window: number of most recent entries, which are always kept, or a share of the budget ("10%").
-        min_ctx: shorter prompts are not compressed.
+        budget: number of entries to keep per KV head, or a share of the prompt ("25%").
+        n_sink: number of entries at the start that are always kept.
+        n_window: number of most recent entries that are always kept, or a share of the budget ("10%").
+        min_ctx: prompt length in tokens below which nothing is evicted.
         schedule: "block" evicts during prefill and decoding, whenever the next tokens would not fit in `budget + block`
-            entries. "once" reads the whole prompt and then evicts; while the answer is decoded, the recent window
-            slides, unless `on_full` is "grow".
+            entries. "once" evicts after the whole prompt has been read. The recent window then slides while the answer
+            is decoded, unless `on_full` is "grow".
         block: with schedule="block", the maximum number of tokens read at a time.
     """
 
-    summary: ClassVar[str]  # the entries that are kept, in a few words
-    paper: ClassVar[str]  # authors, year and arXiv number; empty without a paper
+    summary: ClassVar[str]  # short description of the entries that are kept
+    paper: ClassVar[str]  # authors, year and arXiv number, or an empty string
     schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
-    # A policy that needs more than keys and values overrides these.
-    obs_window: ClassVar[int] = 0  # number of last queries that vote
+    # Override these if the policy needs more than keys and values.
+    obs_window: ClassVar[int] = 0  # number of most recent queries that vote
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
-    # First position that enters `Entries.statistics`; None if no statistics are needed.
+    # First position whose query enters `Entries.statistics`. None means that no statistics are needed.
     query_statistics: ClassVar[int | None] = None
     lookahead: ClassVar[int] = 0  # number of answer tokens that vote before the compression
-    prefill_chunk: ClassVar[int | None] = None  # tokens; None follows `prefill_step_size`
-    on_full: ClassVar[str] = "slide"  # or "grow", under "once" when the recent window is full
+    prefill_chunk: ClassVar[int | None] = None  # tokens; None means `prefill_step_size`
+    on_full: ClassVar[str] = "slide"  # or "grow", with schedule="once"
     heads_agree: ClassVar[bool] = False  # whether all heads of a layer keep the same positions
 
     budget: int | str = entry_count(8192, least=1)
@@ -53,7 +53,7 @@ class Policy(Hyperparameters, ABC):
     block: int = count(512, least=1)
 
     def __init_subclass__(cls, registered: bool = True, **kwargs):
-        """Register a policy that defines a name. Raises: SnapKVError: another policy has this name."""
+        """Register the policy if it defines a name. Raises: SnapKVError: the name is taken by another policy."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
         if name is None or not registered:
@@ -65,7 +65,7 @@ class Policy(Hyperparameters, ABC):
             )
 
     def __post_init__(self):
-        """Check the schedule, and a budget that is a number. `quota` checks a share."""
+        """Check the schedule, and the budget if it is a number. A share is checked in `quota`."""
         super().__post_init__()
         if isinstance(self.budget, int):
             self._require_entries(self.budget)
@@ -73,7 +73,7 @@ class Policy(Hyperparameters, ABC):
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
-        """Return scores `(B, n_kv_heads, T)` float32 as a lazy graph. Higher means keep."""
+        """Score the entries: lazy `(B, n_kv_heads, T)` float32. Higher means keep."""
 
     @property
     def observes(self) -> bool:
@@ -83,34 +83,34 @@ class Policy(Hyperparameters, ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether queries of the answer vote at evictions, with schedule="block"."""
+        """Return whether the answer's own queries vote, which only happens with schedule="block"."""
         return self.schedule == "block" and self.observes
 
     @property
     def grows(self) -> bool:
-        """Return whether all entries of the answer are kept in addition to the budget."""
+        """Return whether the answer's entries are all kept, in addition to the budget."""
         return self.schedule == "once" and self.on_full == "grow"
 
     @property
     def keeps_shape(self) -> bool:
-        """Return whether the shape of the cache is constant while an answer is decoded."""
+        """Return whether the cache keeps a constant shape while an answer is decoded."""
         return self.schedule == "once" and not self.grows
 
     def window(self, budget: int) -> int:
-        """Return the number of most recent entries that are always kept, given the budget."""
+        """Return the number of most recent entries that are always kept, for a budget in entries."""
         return amount(self.n_window, budget)
 
     def quota(self, n_prompt: int) -> Quota:
-        """Return the number of entries that each full-attention layer keeps from a prompt of `n_prompt` tokens.
+        """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
-        Raises: SnapKVError: the budget is a share of the prompt that is less than one entry.
+        Raises: SnapKVError: the budget is a share that comes to less than one entry.
         """
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
         return self._quota_of(n_entries)
 
     def _quota_of(self, n_entries: int) -> Quota:
-        """Return the quota for a budget of `n_entries`, with sink and window reduced to fit."""
+        """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
         quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window(n_entries))
         return quota.shrunk()
 
@@ -119,7 +119,7 @@ class Policy(Hyperparameters, ABC):
         return n_prompt <= amount(self.budget, n_prompt)
 
     def _require_entries(self, budget: int) -> None:
-        """Check a number of entries. Raises: SnapKVError: it is 0, or leaves no room for a sliding window."""
+        """Check a budget in entries. Raises: SnapKVError: it is 0, or leaves no room for a sliding window."""
         if budget < 1:
             raise SnapKVError(
                 f"{self.name} option budget={self.budget} is less than one entry of this prompt"

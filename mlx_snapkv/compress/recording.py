@@ -1,4 +1,4 @@
-"""The full KV cache into which a prompt is read before a policy compresses it."""
+"""The full KV cache that holds a prompt until a policy compresses it."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from ..entries.queries import Recorder
 
 
 class RecordingKVCache(Recorder, LayerCache, KVCache):
-    """A `KVCache` that holds all entries of a prompt and records the queries of positions `[first, last)`.
+    """A `KVCache` that keeps all of a prompt's entries and records the queries at positions `[first, last)`.
 
     Args:
         first: first position whose post-RoPE query is recorded.
         last: position after the last recorded query.
-        capacity: number of entries to allocate at once, so that prefill never reallocates the buffers.
-        layer: the `AttentionLayer` of the cache.
+        capacity: number of entries to allocate up front, so that prefill never reallocates the buffers.
+        layer: the cache's `AttentionLayer`.
     """
 
     grows = converts_to_save = True
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
-        """Start without entries. The first update allocates rows for `capacity` entries."""
+        """Start empty. The first update allocates rows for `capacity` entries."""
         super().__init__(first=first, last=last)
-        self.step = capacity  # number of rows that mlx-lm's cache allocates at once
+        self.step = capacity  # mlx-lm's cache allocates this many rows at a time
         self.layer = layer
 
     def with_entries_of(self, other: KVCache, n: int) -> RecordingKVCache:
-        """Return a cache with the first `n` entries of `other` and the queries of this cache. Arrays are shared."""
+        """Return a cache with the first `n` entries of `other` and this cache's queries. No array is copied."""
         if self._shared_votes is None:
-            self._shared_votes = {}  # shared by all copies, which have equal queries
+            self._shared_votes = {}  # shared by all copies, since their queries are equal
         cache = copy.copy(self)
         cache.share(other, n)
         return cache
 
     def share(self, other: KVCache, n: int) -> None:
-        """Use the first `n` entries of `other`. Arrays are shared."""
+        """Share the first `n` entries of `other` without copying them."""
         self.keys, self.values = other.keys, other.values
         self.offset = n
 
     def fill(self, entries: Entries) -> None:
-        """Use `entries`, dequantised, as those of positions from 0 on."""
+        """Set the cache's entries, from position 0 on, to the dequantised `entries`."""
         self.keys, self.values = entries.plain()
         self.offset = len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries with all recorded queries as voters.
+        """Return the entries, with all recorded queries as voters.
 
-        `n_queries` is ignored, because `first` and `last` determine the voters.
+        `n_queries` is ignored because `first` and `last` determine the voters.
         """
         keys, values = self.keys_and_values()
         observed = None
@@ -70,10 +70,10 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         )
 
     def cache_to_save(self) -> Any:
-        """Return mlx-lm's own cache with the entries, without queries."""
+        """Return the entries, without queries, in one of mlx-lm's own caches."""
         return full_cache(Entries(*self.keys_and_values()), self.sparse_from)
 
     @property  # type: ignore[misc]  # no setter: the cache is converted before it is saved
     def state(self) -> tuple:
-        """Return the entries and recorded arrays, which mlx-lm's prefill loop evaluates after each chunk."""
+        """Return entries and recorded arrays, which mlx-lm's prefill loop evaluates after each chunk."""
         return self.keys, self.values, self._queries, self.moments.sums

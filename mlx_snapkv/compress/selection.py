@@ -1,4 +1,4 @@
-"""Select the positions of the entries to keep, given their scores."""
+"""Select which entries to keep, given their scores."""
 
 import mlx.core as mx
 
@@ -6,23 +6,23 @@ from ..entries.quota import Quota
 
 
 def select(scores: mx.array, quota: Quota) -> mx.array:
-    """Select the entries that `quota` allows, uint32 `(B, n_kv_heads, n)`; see `select_positions`."""
+    """Select the entries that fill `quota`: uint32 `(B, n_kv_heads, n)`. See `select_positions`."""
     top_k = quota.entries - quota.n_sink - quota.n_window
     return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
 
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
-    """Select the sink, the `top_k` best entries of the middle, and the recent window, in ascending order.
+    """Select the sink, the `top_k` highest-scoring entries in the middle, and the recent window.
 
     Args:
-        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle `[n_sink, T - n_window)` is ranked; ties go to
-            lower positions.
-        n_sink: number of first entries to keep.
-        top_k: number of entries of the middle to keep.
-        n_window: number of last entries to keep.
+        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked. Ties go
+            to lower positions.
+        n_sink: number of entries to keep at the start.
+        top_k: number of entries to keep in the middle.
+        n_window: number of entries to keep at the end.
 
     Returns:
-        Positions, uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
+        Positions, uint32 `(B, n_kv_heads, n)`, unique and ascending along the last axis, where `n` is
         `min(n_sink + top_k + n_window, T)`.
     """
     B, H, T = scores.shape
@@ -38,10 +38,14 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
 
 
 def top_positions(scores: mx.array, k: int) -> mx.array:
-    """Return the positions `(..., k)` of the `k` highest scores `(..., T)`, ascending uint32, for `0 < k <= T`.
+    """Return the positions of the `k` highest scores in ascending order, uint32 `(..., k)`.
 
-    Ties are resolved exactly: after all scores above the k-th highest, scores equal to it are taken from the left. NaN
-    ranks lowest, so that the result is valid for any scores.
+    Ties are broken exactly: all scores above the k-th highest are taken first, then scores equal to it from left to
+    right. NaN ranks lowest, so the result is valid for any scores.
+
+    Args:
+        scores: `(..., T)`.
+        k: number of positions, `0 < k <= T`.
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
@@ -52,7 +56,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
-    # Each chosen position is written to its index among the chosen ones, all others to index k, which is cut off.
+    # Scatter each chosen position to its rank among the chosen ones. All others go to index k, which is cut off.
     n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
     places = mx.where(is_chosen, n_chosen_so_far - 1, k)
     positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)

@@ -1,4 +1,4 @@
-"""The cache from which the answer to a compressed prompt is decoded: pinned entries and a window of newest tokens."""
+"""The cache for decoding after a compressed prompt: pinned entries and a window of recent tokens."""
 
 from typing import Any
 
@@ -21,35 +21,35 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # rows allocated after the window for tokens that are appended several at a time
+SLACK = 16  # minimum number of rows to allocate after the window for pending tokens
 
 
 @loadable
 class SnapKVCache(EvictingCache):
-    """A KV cache of pinned entries and a recent window, which grows with the answer or slides over it.
+    """A KV cache with pinned entries and a recent window that either grows with the answer or slides over it.
 
-        [0 : n_pin)            pinned: the sink and the entries with the most votes
-        [n_pin : n_keep)       recent window; once it is full, a decoded token overwrites the oldest row (a ring)
-        [n_keep : )            pending: tokens that were appended several at a time
+        [0 : n_pin)            pinned entries: the sink and the entries with the most votes
+        [n_pin : n_keep)       recent window, a ring buffer: once it is full, each decoded token overwrites the oldest
+        [n_keep : )            pending entries, from updates of several tokens
 
-    A window without a limit never fills: each decoded token is appended, which costs as much as in mlx-lm's `KVCache`.
-    A sliding window keeps a constant shape while an answer is decoded.
+    A growing window never fills up. Appending a token costs as much as in mlx-lm's `KVCache`. A sliding window keeps
+    the shape of the cache constant while an answer is decoded.
 
-    Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
-    `L > 1` tokens equals `L` updates of one token: `make_mask` hides from each token the entries that would have been
-    overwritten before it. Pending tokens move into the window before the next update.
+    Keys keep the rotation of their original position, and `offset` is the next token's position in the text. One update
+    of `L` tokens is equivalent to `L` updates of one token: `make_mask` hides the entries that earlier tokens of the
+    same update would have overwritten. Pending entries move into the window before the next update.
 
     Args:
         keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the arrays of
             quantised keys.
-        values: like `keys`.
-        positions: uint32 `(B, n_kv_heads, n_pin)`, original positions of the pinned entries.
-        offset: position of the next token; the window holds the `n` tokens before it.
-        n_window: maximum number of entries in the window, at least 1; None lets it grow.
-        quantization: quantisation of the given entries and of later ones; None for plain entries.
+        values: values in the same format.
+        positions: original positions of the pinned entries, uint32 `(B, n_kv_heads, n_pin)`.
+        offset: position of the next token. The window holds the `n` tokens before it.
+        n_window: maximum number of entries in the window, at least 1. None lets it grow.
+        quantization: quantisation of these and all later entries, or None for plain entries.
 
     Attributes:
-        is_drafted: whether mlx-lm's speculative decoding uses the cache, and trims rejected drafts.
+        is_drafted: whether the cache is used in mlx-lm's speculative decoding, which trims rejected drafts.
 
     Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
     """
@@ -68,7 +68,7 @@ class SnapKVCache(EvictingCache):
         n_window: int | None,
         quantization: Quantization | None = None,
     ):
-        """Use the given arrays as buffers, without copying them."""
+        """Use the arrays as buffers without copying them."""
         n_window = UNLIMITED if n_window is None else n_window
         n_pin = positions.shape[-1]
         n = n_rows(keys)
@@ -87,19 +87,19 @@ class SnapKVCache(EvictingCache):
         self.n_window = n_window
         self._pinned = positions.astype(mx.uint32)
         self._n = n
-        self._oldest = 0  # ring pointer: the oldest entry of the window is in row n_pin + _oldest
+        self._oldest = 0  # ring pointer: row n_pin + _oldest has the window's oldest entry
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the attributes that are saved as arrays, by name."""
+        """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {"pinned": self._pinned}
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Set the attributes of a new cache to saved values."""
+        """Restore the saved attributes."""
         super()._restore(numbers, arrays)
         self._pinned = arrays["pinned"]
 
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append `L` tokens' keys and values, stored like the buffers. In a full ring, one token replaces another."""
+        """Append the stored keys and values of `L` tokens. In a full ring, a single token overwrites the oldest."""
         L = n_rows(keys)
         self._move_pending()
         self._shrink(L)
@@ -113,7 +113,7 @@ class SnapKVCache(EvictingCache):
         write((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
-        """Enlarge the buffers if necessary. A sliding window is allocated completely."""
+        """Enlarge the buffers if necessary. A sliding window is allocated in full."""
         n_before = n_rows(self.keys)
         if self.grows:
             n_after = rows_to_allocate(self._n) if self._n > n_before else n_before
@@ -125,7 +125,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = with_new_rows((self.keys, self.values), n_after - n_before)
 
     def place(self) -> int:
-        """Count a new token, and return the row where the caller must write its entry."""
+        """Count a new token, and return the row to which the caller must write its entry."""
         if self._n < self.n_keep:
             row = self._n
             self._n += 1
@@ -137,7 +137,7 @@ class SnapKVCache(EvictingCache):
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
-        """Return whether the window has no limit, so that no entry is overwritten."""
+        """Return whether the window is unlimited, so that no entry is overwritten."""
         return self.n_window >= UNLIMITED
 
     @property
@@ -147,11 +147,11 @@ class SnapKVCache(EvictingCache):
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries after one more token."""
+        """Return the number of entries that there will be after one more token."""
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:
-        """Free rows after the window that an update of `L` tokens does not need."""
+        """Free the rows after the window that an update of `L` tokens won't need."""
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
@@ -162,14 +162,14 @@ class SnapKVCache(EvictingCache):
         self._shrink(1)
 
     def _move_pending(self) -> None:
-        """Move the pending entries into the ring, over its oldest entries."""
+        """Move the pending entries into the ring, overwriting its oldest entries."""
         n_pending = self._n - self.n_keep
         if n_pending <= 0:
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
         newest = rows((self.keys, self.values), self._n - n_moved, self._n)
-        # The newest entries of a full ring are just before its oldest one.
+        # The newest entries of a full ring come just before the oldest one.
         window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
         write((self.keys, self.values), self.n_pin + window_rows, newest)
         self._n = self.n_keep
@@ -178,12 +178,12 @@ class SnapKVCache(EvictingCache):
         """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask of `visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        # The update moves pending entries into the ring first.
+        # The next update starts by moving pending entries into the ring.
         n_pending = max(0, self._n - self.n_keep)
         n_in_window = self._n - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
         nothing_overwritten = n_in_window + N <= self.n_window
-        # A single token overwrites its entry before it reads.
+        # A single token overwrites the oldest entry before its attention reads the cache.
         if N == 1 and (nothing_overwritten or n_in_window == self.n_window):
             return None
         if nothing_overwritten and not return_array:
@@ -191,11 +191,11 @@ class SnapKVCache(EvictingCache):
         return visible(self.n_pin, n_in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
-        """Return True only for mlx-lm's speculative decoding, which trims no more tokens than it has appended."""
+        """Return True only for speculative decoding, where mlx-lm trims no more tokens than it has appended."""
         return self.is_drafted and self.grows
 
     def trim(self, n: int) -> int:  # type: ignore[override]
-        """Drop the newest `n` tokens of a growing window, or all if there are fewer, and return the number dropped."""
+        """Drop the `n` newest tokens of a growing window, or all if there are fewer. Return the number dropped."""
         n = min(n, self._n - self.n_pin)
         self._n -= n
         self.offset -= n
@@ -203,18 +203,18 @@ class SnapKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
-        """Return the original position of the entry in each row, uint32 `(B, n_kv_heads, size())`."""
+        """Return the original position of each row's entry, uint32 `(B, n_kv_heads, size())`."""
         n_recent = self._n - self.n_pin
         n_ring = min(n_recent, self.n_window)
         age_in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
-        # Age of each row after the pinned ones: 0 for the oldest entry, n_recent - 1 for the newest.
+        # Rank of each recent row by position: 0 for the oldest entry, n_recent - 1 for the newest.
         order = mx.concatenate([age_in_ring, mx.arange(n_ring, n_recent)])
         recent = (order + (self.offset - n_recent)).astype(mx.uint32)
         recent = mx.broadcast_to(recent, (*self._pinned.shape[:2], n_recent))
         return mx.concatenate([self._pinned, recent], axis=-1)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in order of position, with the last `n_queries` queries as voters."""
+        """Return the entries in order of position. The last `n_queries` queries are the voters."""
         in_rows = self._entries()
         entries = in_rows.take(mx.argsort(in_rows.positions, axis=-1))
         entries.observed = self._observed(n_queries)
@@ -222,20 +222,21 @@ class SnapKVCache(EvictingCache):
 
 
 def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
-    """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
+    """Return the mask of rows that each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
-    In order of position, the `n_recent` recent entries have the numbers from 0, and new token `i` has the number
-    `n_recent + i`. A token sees the pinned entries and the last `n_window` entries up to its own, which are the numbers
+    Number the recent entries from 0 in order of position, and then the new tokens, so that token `i` has number
+    `n_recent + i`. Each token sees the pinned entries, and the `n_window` entries up to and including its own: numbers
     `(n_recent + i - n_window, n_recent + i]`.
 
     Args:
-        n_pin: number of pinned entries, in the first rows.
-        n_recent: number of recent entries in the next rows: a ring of at most `n_window`, then others in order.
+        n_pin: number of pinned entries, which are in the first rows.
+        n_recent: number of recent entries, in the rows after the pinned ones. The first `n_window` of them form a ring,
+            the others are in order.
         n_window: number of recent entries that a token sees, including its own.
         N: number of new tokens.
-        oldest: row of the ring, counted from 0, that holds its oldest entry.
+        oldest: index of the ring's oldest entry.
     """
-    # The number of each row in order of position, negative for pinned entries. The ring is rotated.
+    # Each row's number, negative for pinned entries. The ring's numbers are rotated.
     numbers = np.arange(-n_pin, n_recent + N)
     n_ring = min(n_recent, n_window)
     ring = slice(n_pin, n_pin + n_ring)

@@ -6,7 +6,7 @@ import pkgutil
 from ...errors import Option, SnapKVError, UnknownOptionError, suggestion
 from ..policy import POLICIES, Policy
 
-# Lists of policies are in the order of these imports.
+# The order of these imports is the order in which policies are listed.
 # isort: off
 from .snapkv import SnapKV as SnapKV
 from .keydiff import KeyDiff as KeyDiff
@@ -21,7 +21,7 @@ from .random_eviction import RandomEviction as RandomEviction
 
 # isort: on
 
-# Policies in other files follow in alphabetical order.
+# Import policies from any other files in alphabetical order.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 

@@ -10,20 +10,20 @@ from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
-FUTURE = 512  # number of positions after the prompt over which the rotation is averaged
+FUTURE = 512  # number of future positions over which the rotation is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Score each entry by the expected attention of a normally distributed query, times the norm of its value.
+    """Score each entry by the attention that future queries are expected to give it, times the norm of its value.
 
-    Mean and covariance of the query are those of the pre-RoPE queries of all tokens except the first `n_sink`, rotated
-    by the mean rotation of the next 512 positions. (If the prompt has at most `n_sink` tokens, only its last query is
-    used.) The expected weight of a key then has a closed form. Weights are normalised by a softmax over the keys after
-    the sink, and averaged over the query heads of a GQA group.
+    Future queries are modelled by a normal distribution. It has the mean and covariance of all pre-RoPE queries after
+    the first `n_sink` (or of the last query, if the prompt is shorter than that), rotated by the mean rotation of the
+    next 512 positions. The expected weight of a key then has a closed form. Weights are normalised by a softmax over
+    the keys after the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
-        n_sink: number of first entries, which are always kept; the statistics exclude their queries.
+        n_sink: number of entries at the start that are always kept. The statistics exclude their queries.
     """
 
     name = "expected_attention"
@@ -38,10 +38,10 @@ class ExpectedAttention(Policy):
         return self.n_sink
 
     def score(self, entries: Entries) -> mx.array:
-        """Return log scores `(B, n_kv_heads, T)` float32. The entries of the sink get the highest.
+        """Return log scores `(B, n_kv_heads, T)` float32. The sink's entries score highest.
 
-        Scores are logarithms, because many weights are too small for float32. For a key `k` and queries with mean `m`
-        and covariance `C`, the expected weight before the softmax is `exp(k . m + k . C k / 2)`.
+        Scores are logarithms because many weights are too small for float32. For a key `k` and queries with mean `m`
+        and covariance `C`, the expected weight before normalisation is `exp(k . m + k . C k / 2)`.
         """
         first_key = entries.read_keys(0, 1)
         if len(entries) <= self.n_sink:
@@ -69,15 +69,15 @@ class ExpectedAttention(Policy):
         return mx.concatenate([sink, scores], axis=-1)
 
     def _future_queries(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the mean and half of the covariance of future queries, rotated and scaled.
+        """Return the mean and half the covariance of future queries, rotated and scaled.
 
         Args:
             entries: the layer's entries, with the statistics of its queries.
-            keys: `(B, n_kv_heads, n, head_dim)`; only the shape is used, and any `n` will do.
+            keys: any keys of the layer, `(B, n_kv_heads, n, head_dim)`. Only their shape is used.
 
         Returns:
-            The mean, `(B, n_kv_heads, head_dim, group)`, and half of the covariance, `(B, n_kv_heads, head_dim,
-            group * head_dim)`, with the matrices of a GQA group's query heads side by side.
+            The mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, `(B, n_kv_heads, head_dim,
+            group * head_dim)`, where the matrices of a GQA group's query heads are side by side.
         """
         B, H, _, D = keys.shape
         layer = entries.layer

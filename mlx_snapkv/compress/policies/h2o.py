@@ -1,4 +1,4 @@
-"""H2O: keep the heavy hitters, which are the entries that have received the most attention."""
+"""H2O: keep the heavy hitters, the entries that have received the most attention."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """Keep the entries that have received the most attention from all queries since they were stored (section 4.1).
+    """Keep the entries that have received the most attention from all queries so far (section 4.1).
 
     As in the paper (algorithm 1), half of the budget goes to recent entries. Attention is averaged over the query heads
-    of a GQA group and accumulated from block to block. The count of an evicted entry is lost.
+    of a GQA group and accumulates from block to block. When an entry is evicted, its count is lost.
     """
 
     name = "h2o"

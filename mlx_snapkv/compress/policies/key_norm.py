@@ -17,5 +17,5 @@ class KeyNorm(Policy):
     paper = "Devoto et al. 2024, arXiv:2406.11430"
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the negative squared norm, which gives the order of the norm, `(B, n_kv_heads, T)` float32."""
+        """Return the negative squared norm of each key, `(B, n_kv_heads, T)` float32."""
         return entries.map_keys(lambda keys: -(keys * keys).sum(axis=-1))

@@ -1,4 +1,4 @@
-"""KeyDiff: keep the entries whose keys differ most from the others, without computing attention."""
+"""KeyDiff: keep the entries whose keys differ most from the rest, without computing attention."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ...entries.entries import Entries
 from ...hyperparameters import choice, entry_count
 from ..policy import Policy
 
-TINY = 1e-12  # added to squared norms, so that a zero key stays zero when it is normalised
+TINY = 1e-12  # added to squared norms so that a zero key can be normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +18,11 @@ class KeyDiff(Policy):
     Attributes:
         anchor: what keys are compared with: the "mean" of the normalised keys (equation 8), the "median" of each
             coordinate, or "pairwise", which averages the similarity to all keys (equation 7), block by block.
-        similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys themselves (section 4.3).
+        similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
-    Differences from the paper: by default the first entries are kept, and half of the budget is a recent window.
-    Without the sink, Gemma 3's predictions moved three times as far from those of the full cache; with a window of 10%,
-    SmolLM2's moved twice as far (docs/quality.md).
+    Differences from the paper: by default, a sink is kept, and half of the budget is a recent window. Without a sink,
+    Gemma 3's predictions moved three times as far from those of the full cache. With a window of 10%, SmolLM2's moved
+    twice as far (docs/quality.md).
     """
 
     name = "keydiff"
@@ -35,7 +35,7 @@ class KeyDiff(Policy):
     similarity: str = choice("cosine", "dot", "euclidean")
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the negative similarity, `(B, n_kv_heads, T)` float32.
+        """Return each key's negative similarity to the anchor, `(B, n_kv_heads, T)` float32.
 
         The cost is linear in T, or quadratic for anchor="pairwise".
         """
@@ -51,7 +51,7 @@ class KeyDiff(Policy):
     def _median(self, keys: mx.array) -> mx.array:
         """Return the median of each coordinate, `(B, n_kv_heads, 1, head_dim)` float32.
 
-        Heads are processed one by one, because a median sorts a copy of the keys.
+        Heads are processed one at a time, because computing a median sorts a copy of the keys.
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
@@ -61,7 +61,7 @@ class KeyDiff(Policy):
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
-        """Normalise keys for similarity="cosine", as the anchor requires."""
+        """Return the keys from which the anchor is computed: normalised if similarity="cosine"."""
         if self.similarity != "cosine":
             return keys
         return keys * mx.rsqrt(_squared_norm(keys) + TINY)
@@ -69,7 +69,7 @@ class KeyDiff(Policy):
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:
         """Return the similarity of each key to each of `others`, `(B, n_kv_heads, n, m)`.
 
-        For similarity="euclidean" this is the negative distance.
+        For similarity="euclidean", this is the negative distance.
 
         Args:
             keys: `(B, n_kv_heads, n, head_dim)` float32.
@@ -86,7 +86,7 @@ class KeyDiff(Policy):
         return -mx.sqrt(mx.maximum(squares + other_squares - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
-        """Average the similarity of `n` keys to all keys: `(B, n_kv_heads, n)`."""
+        """Return the mean similarity of `n` keys to all keys, `(B, n_kv_heads, n)`."""
 
         def sum_over_block(others: mx.array) -> mx.array:
             return self._similarity(keys, others).sum(axis=-1)[:, :, None]

@@ -14,16 +14,16 @@ LAG = 128  # entries per block
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Score the entries after the sink by comparing each block of 128 with the next block.
+    """Score the entries after the sink by comparing each block of 128 entries with the next block.
 
-    Keys and values are scaled to the minimum and maximum of the next block, per coordinate. The standard deviation of
-    an entry's scaled coordinates, after a softmax over its block, determines the entry's rank in the block. The rank is
-    the score, so all blocks keep equally many entries. The last full block has no successor: it and the entries after
-    it are kept, the newest first, as far as the budget allows. If fewer than 256 entries follow the sink, this applies
-    to all.
+    Each coordinate of the keys and values is scaled by its minimum and maximum in the next block. Entries are then
+    ranked within their block by the standard deviation of their scaled coordinates, after a softmax over the block. The
+    rank is the score, so every block keeps the same number of entries. The last full block has no next block. It and
+    the entries after it are kept, newest first, as far as the budget allows. If there are fewer than 256 entries after
+    the sink, all of them are kept this way.
 
     Attributes:
-        n_sink: number of first entries, which are always kept and belong to no block.
+        n_sink: number of entries at the start that are always kept and belong to no block.
 
     Difference from the paper: each eviction divides the remaining entries into new blocks.
     """
@@ -35,7 +35,7 @@ class LagKV(Policy):
     n_sink: int = 4
 
     def score(self, entries: Entries) -> mx.array:
-        """Return scores `(B, n_kv_heads, T)` float32: below 1 for compared entries, at least 1 for the others."""
+        """Return scores `(B, n_kv_heads, T)` float32: below 1 in blocks with a next block, otherwise at least 1."""
         T = len(entries)
         n_blocks = (T - self.n_sink) // LAG
         recency = mx.arange(T) / T
@@ -46,7 +46,7 @@ class LagKV(Policy):
         end = self.n_sink + (n_blocks - 1) * LAG
 
         def ranks_in_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            # The last block of the span is compared with the block after it.
+            # Also read the block after the span, with which its last block is compared.
             of_keys = _information(entries.read_keys(start, stop + LAG, after))
             of_values = _information(entries.read_values(start, stop + LAG, after))
             order = mx.argsort(of_keys + of_values, axis=-1)
@@ -61,11 +61,11 @@ class LagKV(Policy):
 def _information(states: mx.array) -> mx.array:
     """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
 
-    Coordinates are scaled to the next block, `(x - min) / (max - min)`. The result is the standard deviation of an
+    Coordinates are scaled by the next block, `(x - min) / (max - min)`. The result is the standard deviation of each
     entry's scaled coordinates, after a softmax over the block.
 
     Args:
-        states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block only serves for comparison.
+        states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block is only compared against.
     """
     blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, LAG))
     next_blocks = blocks[:, :, 1:]

@@ -11,10 +11,10 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEviction(Policy):
-    """Keep a uniformly random set of entries, per KV head.
+    """Keep a uniformly random set of entries for each KV head.
 
-    The score of an entry is a hash of its position, its head and `seed`. It does not change from block to block, so
-    with either schedule the remaining entries are a uniform sample of the whole prompt.
+    An entry's score is a hash of its position, its KV head and `seed`. Scores don't change from block to block, so with
+    either schedule, the entries that remain are a uniform sample of the whole prompt.
 
     Attributes:
         seed: seed of the hash.
@@ -27,12 +27,12 @@ class RandomEviction(Policy):
     seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return a hash of each entry, `(B, n_kv_heads, T)` float32: integers below 2**24, which are exact."""
+        """Return a hash of each entry, `(B, n_kv_heads, T)` float32. Hashes are below 2**24, so none is rounded."""
         n_heads = entries.keys.shape[1]
         heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
         x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
         x += mx.array(self.seed, mx.uint32)
-        # Wellons' hash lowbias32: every bit of the input affects every bit of the result.
+        # Chris Wellons' lowbias32 hash: every input bit affects every output bit.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
         return (x >> 8).astype(mx.float32)

@@ -1,4 +1,4 @@
-"""ScissorHands: keep the entries that were important to many of the last queries."""
+"""ScissorHands: keep the entries that many of the last queries found important."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class ScissorHands(Policy):
-    """Score entries by the number of last queries that give them at least the average weight.
+    """Score each entry by how many of the last queries give it at least the average weight.
 
-    The average is 1/t for a query that sees t entries. It does not matter how far a weight exceeds the average. By
-    contrast, H2O sums the weights of all queries, SnapKV sums those of the last queries, and TOVA uses only the very
-    last query.
+    The average weight is 1/t for a query that sees t entries. How far a weight exceeds the average does not matter. By
+    contrast, H2O sums the weights of all queries, SnapKV those of the last queries, and TOVA uses only the very last
+    query.
 
     Attributes:
-        obs_window: number of last queries that are counted (the paper's history window).
-        n_window: number of most recent entries, which are always kept (the paper's recent window), or a share of the
+        obs_window: number of last queries to count (the paper's history window).
+        n_window: number of most recent entries that are always kept (the paper's recent window), or a share of the
             budget.
 
-    Differences from the paper: all layers have equal budgets by default, and counts are averaged over the query heads
-    of a GQA group.
+    Differences from the paper: by default, all layers have the same budget, and counts are averaged over the query
+    heads of a GQA group.
     """
 
     name = "scissorhands"
@@ -34,5 +34,5 @@ class ScissorHands(Policy):
     n_window: int | str = 10
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the number of such queries for each entry, 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
+        """Return the number of queries per entry, from 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
         return entries.above_average

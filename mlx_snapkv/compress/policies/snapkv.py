@@ -1,4 +1,4 @@
-"""SnapKV: the last queries of a prompt vote for the entries that the answer will need."""
+"""SnapKV: the prompt's last queries vote for the entries that the answer will need."""
 
 import math
 from dataclasses import dataclass
@@ -11,40 +11,40 @@ from ...hyperparameters import amount, choice, count, entry_count, smallest_budg
 from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
-LATEST = (32, 64)  # numbers of last queries that pool="forward" compares with the earlier queries
+LATEST = (32, 64)  # numbers of last queries that pool="forward" compares with the earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Keep a sink, a recent window and the `top_k` entries with the most votes, by default chosen once, after prefill.
+    """Keep a sink, a recent window and the `top_k` entries with the most votes. By default, evict once, after prefill.
 
     Attributes:
-        top_k: number of entries per KV head that are kept for their votes.
-        n_sink: number of first entries, which are always kept.
-        n_window: number of most recent entries, which are always kept, or a share of the budget ("25%").
-        budget: number of all entries kept, or a share of the prompt ("25%"), instead of `top_k`. By default it is the
-            smallest budget that leaves `top_k` entries to the votes.
-        obs_window: number of prompt queries that vote (the paper's L_obs).
-        pool_kernel: width of the pooling over votes, about the length of the values to be found; 1 disables pooling
-            (section 4.1).
-        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper; the width must then be odd.
-            "forward" takes the maximum of an entry's own votes, which plain text needs, and of two contrasts, which
-            exact values need. A contrast is the difference between the votes of the last 32 or 64 queries of the prompt
-            and those of the earlier queries, averaged over the entry and the `pool_kernel - 1` entries before it. A
-            model that looks a value up attends to the words before the value and continues from there. Entries that all
-            queries attend to, such as line breaks, have no contrast.
-        lookahead: number of answer tokens that are decoded from all entries before the compression; their queries vote,
-            too.
-        min_ctx: shorter prompts are not compressed.
-        prefill_chunk: maximum number of tokens per prefill chunk; None follows `prefill_step_size`.
-        on_full: what happens when the recent window is full. "grow", as in the paper, keeps all entries of the answer
-            in addition to the budget. "slide" evicts the oldest entry of the window, so that the shape of the cache
-            stays constant during decoding; this changes the answer more (docs/quality.md).
-        schedule, block: see `Policy`; papers compare with SnapKV under "block".
+        top_k: number of entries to keep per KV head because of their votes.
+        n_sink: number of entries at the start that are always kept.
+        n_window: number of most recent entries that are always kept, or a share of the budget ("25%").
+        budget: total number of entries to keep, or a share of the prompt ("25%"), instead of `top_k`. The default is
+            the smallest budget that leaves room for `top_k` voted entries.
+        obs_window: number of the prompt's last queries that vote (the paper's L_obs).
+        pool_kernel: width of the pooling over votes, which should be about the length of the values to find; 1 disables
+            pooling (section 4.1).
+        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper, and need an odd width. "forward"
+            takes the maximum of an entry's own votes, which matter for plain text, and two contrasts, which matter for
+            exact values. A contrast is the mean vote of the prompt's last 32 or 64 queries minus the mean vote of the
+            earlier ones, averaged over the entry and the `pool_kernel - 1` entries before it: to look up a value, a
+            model attends to the words before the value and continues from there. Entries that all queries attend to,
+            such as line breaks, have no contrast.
+        lookahead: number of answer tokens to decode from all entries before the prompt is compressed, so that their
+            queries vote too.
+        min_ctx: prompt length in tokens below which nothing is evicted.
+        prefill_chunk: maximum number of tokens per prefill chunk; None means `prefill_step_size`.
+        on_full: what to do when the recent window is full. "grow" keeps all of the answer's entries in addition to the
+            budget, as in the paper. "slide" evicts the window's oldest entry, which keeps the shape of the cache
+            constant during decoding but changes the answer more (docs/quality.md).
+        schedule, block: see `Policy`; papers that compare with SnapKV use "block".
 
-    Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window);
-    pool="forward" is new; and pooling covers the middle only, so that votes for entries that are kept anyway do not
-    leak out. The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
+    Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window).
+    pool="forward" is new. Pooling only covers the middle, so that votes for the sink and the window don't leak into it.
+    The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
     name = "snapkv"
@@ -54,7 +54,7 @@ class SnapKV(Policy):
     top_k: int = count(4096)
     n_sink: int = 4
     n_window: int | str = entry_count("25%", least=1)
-    budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
+    budget: int | str = None  # type: ignore[assignment]  # set in `__post_init__`
     obs_window: int = count(256, least=1)  # type: ignore[misc]
     pool_kernel: int = count(16, least=1, most=255)
     min_ctx: int = 0  # type: ignore[misc]
@@ -65,13 +65,13 @@ class SnapKV(Policy):
     schedule: str = "once"  # type: ignore[misc]
 
     def __post_init__(self):
-        """Check options that depend on each other, and compute `budget` from `top_k` or vice versa."""
+        """Check options that depend on each other, and derive `budget` from `top_k` or vice versa."""
         self._check_options()
         is_allowed = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", is_allowed, f"odd with pool={self.pool}")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
-        # `budget` and `top_k` determine each other, unless `budget` depends on the prompt.
+        # `budget` and `top_k` determine each other, unless `budget` is a share of the prompt.
         if self.budget is None:
             fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
             self._require("n_window", fewest is not None, "less than all of the budget")
@@ -81,11 +81,11 @@ class SnapKV(Policy):
         super().__post_init__()
 
     def _take_budget(self) -> None:
-        """Set `top_k` to the number of entries that `budget` leaves to the votes.
+        """Set `top_k` to the number of entries that `budget` leaves for voting.
 
         If the budget is a share of the prompt, `top_k` keeps its default and is not used.
 
-        Raises: SnapKVError: `top_k` was given and contradicts the budget.
+        Raises: SnapKVError: `top_k` is set and contradicts the budget.
         """
         default = type(self).top_k
         n_voted = default
@@ -98,16 +98,16 @@ class SnapKV(Policy):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
-        """Return the one of `top_k` and `budget` that the other implies, which the policy's string omits."""
+        """Return "budget" or "top_k", whichever follows from the other and is left out of the policy's string."""
         if not isinstance(self.budget, int):
             return None
         fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
         return "budget" if self.budget == fewest else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
-        """Return votes `(B, n_kv_heads, T)` float32, pooled except for sink and window.
+        """Return votes `(B, n_kv_heads, T)` float32, pooled except in the sink and the window.
 
-        With pool="forward" votes are averaged over the queries, otherwise they are summed.
+        With pool="forward", votes are averaged over the queries. Otherwise they are summed.
         """
         n_window = entries.n_window
         if n_window is None:
@@ -130,13 +130,14 @@ class SnapKV(Policy):
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     """Return mean votes, `(B, n_kv_heads, T)` float32, and contrasts, `(n, B, n_kv_heads, T)`.
 
-    Half of the mean's weight is on all queries, the other half on the last 32. A contrast is `max(0, mean of the last
-    queries - mean of the earlier ones)`: there is one for the prompt's last 32 queries and one for its last 64, with
-    lookahead queries added to both. With too few queries for a contrast, the mean replaces it.
+    The mean votes weigh the mean over all queries and the mean over the last 32 queries equally. A contrast is
+    `max(0, mean of the last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one
+    for its last 64, and both count lookahead queries among the last. If there are too few queries for any contrast, the
+    mean takes its place.
     """
     indices = entries.voters.indices
     n_queries = len(indices)
-    n_lookahead = max(0, indices.stop - len(entries))  # lookahead tokens are not among the entries
+    n_lookahead = max(0, indices.stop - len(entries))  # lookahead tokens have no entries
     counts = [count + n_lookahead for count in LATEST if count + n_lookahead < n_queries]
     if not counts:
         mean = entries.votes / n_queries
@@ -152,9 +153,9 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool votes `(..., T)` over `kernel` entries. `pool="forward"` averages an entry and the entries before it.
+    """Pool votes `(..., T)` over `kernel` entries: those on both sides, or for "forward" those before the entry.
 
-    At the ends, averages count missing neighbours as zeros, and "max" ignores them.
+    At the ends, "max" ignores missing neighbours, and averages count them as zeros.
     """
     if kernel == 1:
         return votes

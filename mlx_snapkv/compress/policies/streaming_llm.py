@@ -12,9 +12,9 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """Keep the first `n_sink` entries, and as many recent ones as fit the budget (section 3.2). Nothing is scored.
+    """Keep the first `n_sink` entries and as many recent ones as the budget allows (section 3.2).
 
-    Difference from the paper: keys keep the rotation of their original position. In the paper they are rotated to their
+    Difference from the paper: keys keep the rotation of their original position. The paper rotates keys to their
     position in the cache, so that distances never exceed the trained length.
     """
 
@@ -26,7 +26,7 @@ class StreamingLLM(Policy):
     n_window: int | str = "100%"
 
     def __post_init__(self):
-        """Reject any `n_window` other than the default, because the window is the budget minus the sink."""
+        """Reject any `n_window` except the default, because the window is the budget minus the sink."""
         self._require(
             "n_window",
             self.n_window == "100%",
@@ -35,18 +35,18 @@ class StreamingLLM(Policy):
         super().__post_init__()
 
     def window(self, budget: int) -> int:
-        """Return `budget` minus the sink, or half of `budget` if the sink would leave nothing."""
+        """Return `budget` minus the sink, or half of `budget` if the sink would leave no room."""
         n_sink = self.n_sink if self.n_sink < budget else budget // 2
         return budget - n_sink
 
     def quota(self, n_prompt: int) -> Quota:
-        """Return the number of entries that each full-attention layer keeps, all of which are sink or window."""
+        """Return each full-attention layer's quota, which consists of the sink and the window only."""
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
         n_window = self.window(n_entries)
         return Quota(entries=n_entries, n_sink=n_entries - n_window, n_window=n_window)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return scores that increase with the position, `(B, n_kv_heads, T)` float32."""
+        """Return the positions as scores, `(B, n_kv_heads, T)` float32."""
         B, H, T, _ = entries.keys.shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))

@@ -12,7 +12,7 @@ from ..policy import Policy
 class TOVA(Policy):
     """Keep the entries that the last query attends to most, averaged over all heads (section 3.2).
 
-    All heads of a layer therefore keep the same positions.
+    As a result, all heads of a layer keep the same positions.
     """
 
     name = "tova"
@@ -24,6 +24,6 @@ class TOVA(Policy):
     n_window: int | str = 1
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the attention of the last query, `(B, n_kv_heads, T)` float32, averaged over the layer's heads."""
+        """Return the last query's attention, averaged over the layer's heads: `(B, n_kv_heads, T)` float32."""
         votes = entries.votes
         return mx.broadcast_to(votes.mean(axis=1, keepdims=True), votes.shape)
