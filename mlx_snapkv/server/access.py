@@ -1,4 +1,4 @@
-"""Access control: API keys, Host and Origin headers, the size of bodies, and error responses."""
+"""Access control: API keys, Host and Origin headers, body sizes, and error responses."""
 
 import re
 import secrets
@@ -21,11 +21,11 @@ from .formatter import ResponseFormatter
 from .log import log
 from .metrics import Metrics
 
-# Response headers with the id of a request, for the clients of OpenAI and of Anthropic.
+# Response headers with the request id, for OpenAI's and Anthropic's clients.
 REQUEST_ID_HEADERS = "x-request-id", "request-id"
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
-# Paths that require no key, for watchdogs and for browsers, which send none.
+# Paths that need no key, because watchdogs and browsers send none.
 PUBLIC = ("/health", "/")
 
 
@@ -36,12 +36,12 @@ class Settings:
     Attributes:
         host: address to listen on.
         port: port to listen on.
-        api_key: key that clients must send; None if none is required.
+        api_key: key that clients must send, or None if no key is required.
         origins: origins of web pages that may send requests (CORS).
-        hosts: additional host names of this machine.
-        body_bytes: maximum size of a request's body.
-        timeout: maximum seconds per request; None for no limit.
-        volatile_headers: names of header lines that are removed from system prompts.
+        hosts: other host names of this machine.
+        body_bytes: maximum size of a request body in bytes.
+        timeout: maximum seconds per request, or None for no limit.
+        volatile_headers: names of header lines to remove from system prompts.
 
     Raises: SnapKVError: the address is not local and there is no key, or a host or an origin is malformed.
     """
@@ -56,14 +56,17 @@ class Settings:
     volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
-        """Check the settings. Raises: SnapKVError: see the class."""
+        """Check the settings.
+
+        Raises: SnapKVError: a setting is invalid, as described in the class docstring.
+        """
         if not self.api_key and not _is_local(self.host):
             raise SnapKVError(
                 f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "
                 "127.0.0.1"
             )
         for origin in self.origins:
-            # Pages from files have the origin "null".
+            # Pages opened from files have the origin "null".
             if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
@@ -77,9 +80,10 @@ class Settings:
                 )
 
     def drop_volatile_lines(self, body: Body) -> None:
-        """Remove lines `NAME: …` at the start of a chat's system prompt, for the names in `volatile_headers`.
+        """Remove `NAME: …` lines for the names in `volatile_headers` from the start of a chat's system prompt.
 
-        These lines differ in every request, so the prefix cache would never match the text after them. Case is ignored.
+        Such lines change with every request, so the prefix cache would never match the text after them. Case is
+        ignored.
         """
         names = "|".join(map(re.escape, self.volatile_headers))
         if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
@@ -90,10 +94,10 @@ class Settings:
 
 
 class AllowedOrigins(CORSMiddleware):
-    """Starlette's CORS for pages of the allowed origins. `Gate` answers requests of other origins with a sentence."""
+    """Starlette's CORS for allowed origins. Requests from other origins go on to `Gate`, which rejects them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a preflight, and add CORS headers to a response, if the request's origin is allowed."""
+        """Answer preflights and add CORS headers to responses, if the request's origin is allowed."""
         origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
         is_allowed = origin is not None and self.is_allowed_origin(origin)
         app = super().__call__ if is_allowed else self.app
@@ -103,12 +107,12 @@ class AllowedOrigins(CORSMiddleware):
 class Gate:
     """ASGI middleware that checks keys and hosts, and formats exceptions for the client's API.
 
-    It gives each request an id, and counts and logs the responses. Starlette's `TrustedHostMiddleware` is not used,
-    because it responds in plain text, which clients can't parse.
+    It also gives each request an id, and counts and logs the responses. It replaces Starlette's
+    `TrustedHostMiddleware`, which responds in plain text that API clients can't parse.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
-        """Wrap an application. Without a key, requests must name this machine or one of the settings' hosts."""
+        """Wrap an application. Without a key, requests must name this machine or a host from the settings."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -121,7 +125,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope = _normalize(scope)
-        status = 0  # HTTP status; 0 until the response starts
+        status = 0  # 0 until the response starts
         since = time.monotonic()
         request_id = f"req_{secrets.token_hex(12)}"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
@@ -140,7 +144,7 @@ class Gate:
                 self._require_own_host(headers)
             elif scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
-            headers["content-type"] = "application/json"  # curl's -d declares the body as a form
+            headers["content-type"] = "application/json"  # curl -d declares the body to be a form
             encoding = headers.get("content-encoding", "")
             await self._app(
                 scope,
@@ -148,10 +152,10 @@ class Gate:
                 send_and_note_status,
             )
         except Exception as error:
-            if status:  # the response has started, so the connection can only be closed
+            if status:  # too late for an error response; the connection is closed
                 raise
             await error_response(scope, error)(scope, receive, send_and_note_status)
-        # Use the route's path as the label. Every label stays in memory, and clients can invent paths.
+        # Label by route, not by path: labels are never freed, and clients can invent any number of paths.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path, str(status)).inc()
         if path.startswith("/v1/"):
@@ -159,9 +163,11 @@ class Gate:
             log.info("%s %s %d %.1f s %s", scope["method"], path, status, seconds, request_id)
 
     def _require_own_host(self, headers: Headers) -> None:
-        """Check that a request does not come from the page of another website.
+        """Check that a request does not come from another website's page.
 
-        Such a page sends its own name as the host (after DNS rebinding), or its origin. Raises: ApiError.
+        Such a page sends its own name as the host (after DNS rebinding) or as the origin.
+
+        Raises: ApiError: the host or the origin is not allowed.
         """
         host = headers.get("host", "")
         origin = headers.get("origin")
@@ -180,11 +186,11 @@ class Gate:
 
 
 def _normalize(scope: Scope) -> Scope:
-    """Return the scope with `/v1` once in its path and no slash at the end, for any base URL that a client uses.
+    """Return the scope with a path that starts with `/v1` exactly once and has no trailing slash.
 
-    HEAD requests become GET requests.
+    This accepts any base URL that a client may be configured with. HEAD requests become GET requests.
     """
-    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients send the whole URL to a proxy
+    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients of a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
     path = re.sub("^(/v1)+(?=/v1/)", "", path)
@@ -196,7 +202,7 @@ def _normalize(scope: Scope) -> Scope:
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """Return an error response in Anthropic's format for its paths and clients, otherwise in OpenAI's."""
+    """Return an error response, in Anthropic's format for its paths and clients and in OpenAI's for all others."""
     api_error = as_api_error(error, scope["state"]["request_id"])
     if api_error.status_code in (404, 405):
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
@@ -205,12 +211,15 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Return whether a request uses Anthropic's API, or comes from its client."""
+    """Return whether a request uses Anthropic's API or comes from its client library."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
 def _require_key(headers: Headers, key: str) -> None:
-    """Check that the headers contain the key. Raises: ApiError: they don't."""
+    """Check that the headers contain the API key.
+
+    Raises: ApiError: the key is missing or wrong.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     sent = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not secrets.compare_digest(sent.encode(), key.encode()):
@@ -226,7 +235,7 @@ def _is_local(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a host name in lower case, without the port, or the brackets of an IPv6 address."""
+    """Return a host in lower case, without its port and without the brackets of IPv6 addresses."""
     host = host.lower()
     if host.startswith("["):
         return host[1 : host.find("]")]

@@ -1,4 +1,4 @@
-"""Limit requests: decide which requests the server accepts, and when each may start."""
+"""Decide which requests the server accepts, and when each of them may start."""
 
 import contextlib
 import threading
@@ -21,20 +21,20 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-# Maximum tokens of an answer if the model's configuration has no trained length.
+# Maximum answer length in tokens for models whose configuration has no trained length.
 DEFAULT_MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's limits. None means no limit.
+    """The server's limits. Unless noted otherwise, None means no limit.
 
     Attributes:
-        concurrency: number of requests that are answered together.
-        queue: number of waiting requests.
-        context: number of tokens of a prompt.
-        kv_bytes: KV memory of all requests and of the prefix cache; None for the memory that this machine has in
-            addition to the model, `NO_KV_LIMIT` for no limit.
+        concurrency: maximum number of requests answered at the same time.
+        queue: maximum number of waiting requests.
+        context: maximum prompt length in tokens.
+        kv_bytes: maximum KV memory of all requests and the prefix cache. None: all memory that the model leaves free.
+            `NO_KV_LIMIT`: no limit.
     """
 
     concurrency: int = 8
@@ -47,15 +47,16 @@ class Admission:
     """Enforces the limits, and shrinks the prefix cache to make room for requests.
 
     Args:
-        limits: limits set by the user.
-        model: the model that is served.
-        options: keywords of the `CompressedBatchGenerator`.
+        limits: the user's limits.
+        model: the served model.
+        options: keyword arguments of `CompressedBatchGenerator`.
         prefixes: the prefix cache.
         metrics: counts open requests.
 
     Attributes:
         bounds: the model's limits for an answer.
-        context: maximum tokens of a prompt, by the limit or by the model's trained length; None if neither is known.
+        context: maximum prompt length in tokens: the user's limit, or else the model's trained length. None if neither
+            is known.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
-        """Determine the model's bounds and, if memory is limited, the sizes of its entries."""
+        """Determine the model's bounds and, if memory is limited, the size of its KV entries."""
         self._limits = limits
         self._prefixes = prefixes
         self._open_requests = metrics.open_requests
@@ -86,7 +87,10 @@ class Admission:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Reserve a place for a request within the `with` block, from any thread. Raises: ApiError: none is free."""
+        """Reserve a place for a request during the `with` block. Can be called from any thread.
+
+        Raises: ApiError: no place is free.
+        """
         if not self._places.acquire(blocking=False):
             raise ApiError(
                 429,
@@ -101,16 +105,19 @@ class Admission:
             self._places.release()
 
     def require_short(self, n_prompt: int) -> None:
-        """Check the length of a prompt. Raises: ApiError: it exceeds the limit."""
+        """Check a prompt's length.
+
+        Raises: ApiError: the prompt exceeds the limit.
+        """
         max_prompt = self._limits.context
         if max_prompt is not None and n_prompt > max_prompt:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def limit_answer(self, body: Body, request: CompletionRequest) -> CompletionRequest:
-        """Limit the answer of a request to the memory of this machine; see `Memory`.
+        """Limit a request's answer to the memory of this machine, as computed by `Memory`.
 
-        Answers with a JSON schema keep their own limit, because the JSON has to be complete.
+        Answers with a JSON schema keep their limit, because the JSON has to be complete.
         """
         if self._memory is None or request.constraint is not None:
             return request
@@ -119,12 +126,14 @@ class Admission:
         return replace(request, max_tokens=n_answer)
 
     def _memory_of(self, body: Body) -> Memory:
-        """Return the memory for requests of this kind: with the full cache, or compressed."""
+        """Return the memory calculation for a body: with the full cache or with compression."""
         assert self._memory is not None
         return self._full_cache_memory if body.full_cache else self._memory
 
     def need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """Return the memory that a request needs, or None if memory is unlimited. Log a warning for long prompts.
+        """Return the memory that a request needs, or None if memory is unlimited.
+
+        Logs a warning if the prompt exceeds the model's trained length.
 
         Raises: NeverFits: the request needs more than the limit.
         """
@@ -141,12 +150,12 @@ class Admission:
         return self._memory_of(body).need(n_prompt, n_answer)
 
     def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
-        """Return whether a request fits beside the running ones. If so, shrink the prefix cache to make room.
+        """Return whether a request can start now. If so, shrink the prefix cache to make room for it.
 
         Args:
             request: the request that has waited longest.
             running: requests that are being answered.
-            kv_bytes: bytes of the running requests' caches.
+            kv_bytes: size of the running requests' caches in bytes.
         """
         if len(running) >= self._limits.concurrency:
             return False
@@ -158,6 +167,6 @@ class Admission:
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:
-        """Shrink the prefix cache to the memory that remains if requests take `kv_bytes`."""
+        """Shrink the prefix cache to the memory that is left if requests take `kv_bytes`."""
         if self._memory is not None:
             self._prefixes.trim_to(self._memory.limit - kv_bytes)

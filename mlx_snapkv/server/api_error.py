@@ -1,4 +1,4 @@
-"""Errors for clients, in all APIs."""
+"""Errors that the server sends to clients, in any API."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_lim
 
 
 class ApiError(HTTPException):
-    """An error with an HTTP status and a sentence.
+    """An error with an HTTP status and a sentence for the client.
 
     Attributes:
-        kind: OpenAI's `type`, determined by the status.
-        code: OpenAI's `code`; None if unset.
-        param: the field of the body that caused the error; None if no single field did.
+        kind: OpenAI's `type`, derived from the status.
+        code: OpenAI's `code`, or None.
+        param: the body field that caused the error, or None.
     """
 
     def __init__(
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
-        """Use the sentence as the error's `detail`. `headers` are added to the response."""
+        """Store the sentence as the error's `detail`. `headers` are added to the response."""
         super().__init__(status, sentence, headers)
         default_kind = "server_error" if status >= 500 else "invalid_request_error"
         self.kind = ERROR_TYPES.get(status, default_kind)
@@ -35,7 +35,7 @@ class ApiError(HTTPException):
 
 
 def prompt_too_long(why: str) -> ApiError:
-    """Return an error whose code and first words tell agents to shorten the conversation."""
+    """Return an error whose code and opening words make agents shorten the conversation."""
     sentence = f"prompt is too long: {why}"
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
@@ -43,12 +43,12 @@ def prompt_too_long(why: str) -> ApiError:
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Convert an exception to an error for the client.
 
-    Mistakes of the client become a 4xx status. Any other exception is logged under the request's id, which is also sent
-    to the client.
+    Client mistakes get a 4xx status. Any other exception is logged with the request's id, and the client gets only the
+    id.
 
     Args:
         error: the exception that ended the request.
-        request_id: the id in the response's header.
+        request_id: the request's id, which is also in the response headers.
     """
     if isinstance(error, ApiError):
         return error
@@ -61,12 +61,12 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         if cause is None:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         # FastAPI could not read the body.
-        if type(cause) is ValueError:  # Python limits the digits of an integer
+        if type(cause) is ValueError:  # Python limits the number of digits in an integer
             return ApiError(400, "the body has a number of too many digits")
         return as_api_error(cause, request_id)
     if isinstance(error, ClientDisconnect):
         return ApiError(499, "the client has disconnected")
-    if isinstance(error, RecursionError):  # caused by deeply nested bodies only
+    if isinstance(error, RecursionError):  # only deeply nested bodies cause this
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, UnicodeError):
         return ApiError(400, "the body is not UTF-8")
@@ -79,8 +79,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 
 def _server_error(error: BaseException, request_id: str) -> ApiError:
-    """Log an exception under the request's id, and return an error that contains only this id."""
-    # An EntryFileError names the damaged file, so the log needs no traceback.
+    """Log an exception with the request's id, and return an error that contains only the id."""
+    # An EntryFileError names the damaged file, so a traceback would add nothing.
     if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", request_id, error)
     else:

@@ -1,4 +1,4 @@
-"""The FastAPI application, and how uvicorn runs it."""
+"""The FastAPI application, and running it with uvicorn."""
 
 import asyncio
 import contextlib
@@ -29,17 +29,17 @@ from .protocol import Protocol
 CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
 OnStart = Callable[[uvicorn.Server], None]
-# Seconds for unfinished answers to end when the server stops, and then for the engine to end.
+# Seconds that unfinished answers, and then the engine, get to finish when the server stops.
 GRACE = 5
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Create the application for a running engine."""
+    """Create the application for an engine that is running."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine = engine
     app.state.settings = settings
     app.state.changing_lines = ChangingLines()
-    app.state.created = int(time.time())  # start of the server, in Unix seconds
+    app.state.created = int(time.time())  # when the server started, in Unix seconds
     for each in (openai, responses, anthropic, models, router):
         app.include_router(each)
     app.add_exception_handler(HTTPException, _raise)
@@ -51,7 +51,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # pages of allowed origins may reach this machine even if they are public
+            allow_private_network=True,  # even for pages from the public internet
             expose_headers=REQUEST_ID_HEADERS,
         )
     return app
@@ -73,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """Return the chat page. Its Content-Security-Policy allows connections to this server only."""
+    """Return the chat page. Its Content-Security-Policy allows connections only to this server."""
     html = CHAT_HTML.read_text(encoding="utf-8")
     allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
@@ -86,12 +86,12 @@ async def page() -> Response:
 
 
 async def _raise(request: Request, error: Exception) -> Response:
-    """Raise the error, so that `Gate` formats it for the API, instead of FastAPI's handler."""
+    """Re-raise an error, so that `Gate` formats it instead of FastAPI's handler."""
     raise error
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which also stops the engine before the process ends."""
+    """uvicorn's server, which also stops the engine on shutdown."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
@@ -103,15 +103,18 @@ class _Server(uvicorn.Server):
         self._on_start(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Do not wait here: open requests end with an error, for which uvicorn waits.
+        # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM the process ends here, so the engine must tell the other ranks first.
+        # After SIGTERM the process exits after this call, so let the engine tell the other ranks now.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """Bind a socket to the server's address. Raises: SnapKVError: the address is not available."""
+    """Bind a socket to the server's address.
+
+    Raises: SnapKVError: the address is not available.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,13 +130,13 @@ def bind_socket(settings: Settings) -> socket.socket:
 
 
 def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: OnStart) -> None:
-    """Serve until a signal arrives, or until `should_exit` of the server is set.
+    """Serve until a signal arrives or the uvicorn server's `should_exit` is set.
 
     Args:
-        engine: answers the requests.
+        engine: the engine that answers requests.
         settings: address and access control.
-        place: the listening socket.
-        on_start: called with the server when it accepts requests.
+        place: the bound socket.
+        on_start: called with the uvicorn server once it accepts requests.
     """
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -144,7 +147,7 @@ def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: On
         server_header=False,
     )
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after stopping
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn re-raises it after shutdown
             _Server(config, engine, on_start).run(sockets=[place])
     finally:
         engine.stop()

@@ -1,4 +1,4 @@
-"""Decompress the body of a request, and limit its size."""
+"""Decompress request bodies, and limit their size."""
 
 import zlib
 from typing import Any
@@ -7,20 +7,20 @@ from starlette.types import Message, Receive
 
 from .api_error import ApiError
 
-ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # `wbits` of zlib for each Content-Encoding
+ZLIB_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's `wbits` by Content-Encoding
 
 
 def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
-    """Return an ASGI `receive` function that decompresses the body.
+    """Return an ASGI `receive` function that decompresses the body and limits its size.
 
     Args:
-        receive: the server's ASGI function, which returns the body as it was sent.
-        limit: maximum bytes of the decompressed body.
-        encoding: `Content-Encoding` header of the request.
+        receive: the server's `receive` function, which returns the body as sent.
+        limit: maximum size of the decompressed body in bytes.
+        encoding: the request's `Content-Encoding` header.
 
     Raises:
-        ApiError: the encoding is unknown. The returned function raises it if the body is too large, or if it does not
-            have this encoding.
+        ApiError: the encoding is unknown. The returned function raises it if the body is too large or can't be
+            decompressed.
     """
     words = encoding.replace(",", " ").lower().split()
     names = [name for name in words if name != "identity"]
@@ -39,7 +39,7 @@ def limit_body(receive: Receive, limit: int, encoding: str = "") -> Receive:
         if decompressor is not None and message["type"] == "http.request":
             is_last = not message.get("more_body")
             try:
-                # One byte above the limit is enough to detect a body that is too large.
+                # One byte more than the limit is enough to detect a body that is too large.
                 body = _decompress(decompressor, body, limit - n_received + 1, is_last)
             except zlib.error:
                 why = f"the body is not {names[0]}, as its Content-Encoding says"
@@ -58,12 +58,12 @@ def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -
     """Decompress the next part of a body, up to `max_bytes`.
 
     Args:
-        decompressor: zlib's object, which has processed the earlier parts.
+        decompressor: zlib's decompressor, which has processed the earlier parts.
         data: the compressed part.
         max_bytes: maximum number of bytes to return.
-        is_last: whether the body ends with this part.
+        is_last: whether this is the body's last part.
 
-    Raises: zlib.error: the data is malformed, or the body ends before its compressed data does.
+    Raises: zlib.error: the data is malformed or ends too early.
     """
     body = decompressor.decompress(data, max_bytes)
     if is_last and not decompressor.eof and len(body) < max_bytes:

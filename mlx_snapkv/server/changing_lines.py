@@ -1,6 +1,6 @@
-"""Warn if system prompts have a line that changes with every request, such as the time.
+"""Warn about system prompt lines that change with every request, such as the time.
 
-The prefix cache can only reuse the text before such a line, and everything after it is read again.
+The prefix cache can reuse only the text before such a line. Everything after it has to be read again.
 """
 
 import re
@@ -10,22 +10,22 @@ from operator import ne
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
 
-REMEMBERED = 8  # number of system prompts to remember, because several clients may take turns
+REMEMBERED = 8  # number of system prompts to remember, as several clients may take turns
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as different prompts
-MIN_REREAD = 400  # minimum characters after a changed line that are worth a warning
-MAX_LINE_LENGTH = 60  # maximum characters of a line shown in the warning
+MIN_REREAD = 400  # minimum number of characters after a changed line for a warning
+MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters
 
 
 class ChangingLines:
-    """Compares the system prompts of requests, and warns once about each line that changes."""
+    """Compares the system prompts of requests, and warns once about each changing line."""
 
     def __init__(self) -> None:
-        """Start without remembered prompts."""
+        """Start with no remembered prompts."""
         self._prompts: deque[str] = deque(maxlen=REMEMBERED)
         self._logged_once = LoggedOnce()
 
     def compare(self, body: Body) -> None:
-        """Log a warning if the system prompt of a chat differs from an earlier one in only a few lines."""
+        """Log a warning if a chat's system prompt differs from an earlier one in only a few lines."""
         if not isinstance(body, ChatBody) or body.messages[0].role != "system":
             return
         text = "\n".join(message.text for message in body.messages if message.role == "system")
@@ -36,14 +36,14 @@ class ChangingLines:
         self._prompts.append(text)
 
     def _warn(self, before: list[str], now: list[str]) -> None:
-        """Log a warning if two system prompts, given as lists of lines, differ in only a few lines."""
+        """Log a warning if two system prompts, as lists of lines, differ in only a few lines."""
         index = _first_changed_line(before, now)
         if index is None:
             return
         old, new = before[index], now[index]
         advice = "have the client put it into its last message"
         header = re.match(r"\s*([\w-]+)\s*:", new)
-        if index == 0 and header:  # only the first lines of a prompt can be removed
+        if index == 0 and header:  # only leading lines can be removed
             advice += f", or drop it with --volatile-header {header[1]}"
         self._logged_once.warn(
             f"line {index + 1} of the system prompt changes between requests, from "
@@ -53,9 +53,9 @@ class ChangingLines:
 
 
 def _first_changed_line(before: list[str], now: list[str]) -> int | None:
-    """Return the index of the first line that differs; None if a warning is not worthwhile.
+    """Return the index of the first line that differs, or None if a warning is not worthwhile.
 
-    It is worthwhile if few lines differ, and the text after them, which must be read again, is long.
+    A warning is worthwhile if few lines differ and the text after them, which must be read again, is long.
     """
     if len(before) != len(now):
         return None

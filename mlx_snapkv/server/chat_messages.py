@@ -1,4 +1,4 @@
-"""Convert the bodies of Anthropic's messages and OpenAI's responses to the body of a chat completion."""
+"""Convert bodies of Anthropic's Messages and OpenAI's Responses APIs to chat completion bodies."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..completions.validation import validate_body
 
 
 class OutputFormat(BodyModel):
-    """The format of an answer, like `ResponseFormat`, but with the schema in a separate field."""
+    """The format of an answer. Unlike in `ResponseFormat`, the schema is not nested."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -24,14 +24,14 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """Convert to the format of chat completions."""
+        """Return the format in the form that chat completions use."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.schema_}}
         return {"type": self.type}
 
 
 class OutputConfig(BodyModel):
-    """The format of an answer, and the reasoning effort."""
+    """The answer's format and the reasoning effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -45,7 +45,7 @@ class ForeignTool(BodyModel):
 
 
 def tag_by_type(*types: str | None) -> Discriminator:
-    """Return a discriminator for pydantic that tags tools of the given types "own", and others "foreign"."""
+    """Return a pydantic discriminator that tags tools of the given types "own" and all others "foreign"."""
 
     def tag(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
@@ -55,7 +55,7 @@ def tag_by_type(*types: str | None) -> Discriminator:
 
 
 def unnest_function(tool: Any) -> Any:
-    """Move the fields of a tool's `function`, where chat completions nest them, to the top level."""
+    """Move the fields in a tool's `function` to the top level. Chat completions nest them there."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return {"type": "function", **function} if isinstance(function, dict) else tool
 
@@ -64,19 +64,19 @@ NoneAsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a tool in the format of chat completions, with name, description (if any) and `parameters`."""
+    """Return a tool in the chat completion format, with its name, description (if any) and `parameters`."""
     about = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 
 
 def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: Any) -> ChatBody:
-    """Return the body of a chat completion with these messages, tools and fields, and the unknown fields of `body`.
+    """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: body in another API. Fields that this API does not define are passed on, except `n`.
-        messages: the messages, parsed.
-        tools: tools in OpenAI's format; None or an empty list for no tools.
-        **fields: fields of the chat completion; None omits a field.
+        body: the body in another API. Its unknown fields, except `n`, are passed on.
+        messages: the parsed messages.
+        tools: tools in OpenAI's format. May be None or empty.
+        **fields: fields of the chat completion. Fields that are None are omitted.
 
     Raises: SnapKVError: the request can't be answered.
     """

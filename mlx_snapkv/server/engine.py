@@ -1,4 +1,4 @@
-"""The engine: a thread that reads prompts, decodes requests together, and survives their failures."""
+"""The engine: a thread that reads prompts, decodes requests in a batch, and survives failures."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-EXCHANGE_SECONDS = 0.1  # seconds between two exchanges if all ranks are idle
+EXCHANGE_SECONDS = 0.1  # seconds between exchanges while all ranks are idle
 
 
 class News(NamedTuple):
-    """Decisions of rank 0, which it shares with the other ranks before each step.
+    """What rank 0 tells the other ranks before each step.
 
     Attributes:
-        accepted: new requests, which now wait.
+        accepted: new requests, which join the queue.
         cancelled: numbers of cancelled requests.
         starts_next: whether the first waiting request starts.
         ends: whether the engine stops.
@@ -48,16 +48,17 @@ class News(NamedTuple):
 class Engine:
     """Answers requests in its own thread, which owns the device.
 
-    A request that fails ends alone. If a step of the batch fails, all requests of the batch end, and the engine
+    If a request fails, only that request ends. If a step of the batch fails, all of its requests end, and the engine
     continues with a new batch.
 
     With several Macs, rank 0 receives the requests. Before every step it shares what only it knows: new requests,
     cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, its
-    process exits, because the other ranks wait for it inside the model; mlx.launch then ends them.
+    process exits, because the other ranks are waiting for it inside the model. mlx.launch then ends their processes.
 
     Args:
-        load: loads the model in the engine's thread, because MLX binds arrays to the thread that makes them.
-        options: keywords of the `CompressedBatchGenerator`.
+        load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
+            them.
+        options: keyword arguments of `CompressedBatchGenerator`.
         prefixes: the prefix cache.
         limits: limits for requests and KV memory.
         defaults: values for fields that a request omits.
@@ -66,7 +67,7 @@ class Engine:
 
     Attributes:
         loaded: the served model.
-        kv_bytes: bytes of the running requests' caches after the last step.
+        kv_bytes: size of the running requests' caches after the last step, in bytes.
     """
 
     kv_bytes = 0
@@ -81,7 +82,10 @@ class Engine:
         metrics: Metrics,
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
-        """Start the thread, and wait until it has loaded the model. Raises: the exception of `load`."""
+        """Start the thread, and wait until it has loaded the model.
+
+        Raises: Exception: `load` failed.
+        """
         self.options = options
         self.prefixes = prefixes
         self.metrics = metrics
@@ -90,14 +94,14 @@ class Engine:
         self._defaults = defaults
         self._open_files = open_files
         self.loaded: Loaded
-        self._ready = Future[None]()  # done when the model is loaded, or has failed to load
+        self._ready = Future[None]()  # done when loading has finished or failed
         self._new: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
         # Hugging Face tokenizers fail if their settings change while another thread uses them.
         self._tokenizing = threading.Lock()
         self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
-        self._cancelled: set[int] = set()  # numbers of requests, equal on all ranks
+        self._cancelled: set[int] = set()  # request numbers, the same on all ranks
         self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
@@ -108,33 +112,36 @@ class Engine:
             self.stop()
             raise
 
-    # Other threads call these methods.
+    # Methods called by other threads:
 
     @property
     def max_requests(self) -> int:
-        """Return the maximum number of requests that are answered or wait at the same time."""
+        """Return the maximum number of requests, both running and waiting."""
         return self._limits.concurrency + self._limits.queue
 
     @property
     def context(self) -> int | None:
-        """Return the maximum number of tokens of a prompt; None if unknown."""
+        """Return the maximum prompt length in tokens, or None if unknown."""
         return self._admission.context
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the engine can answer requests: its thread is running and will not stop."""
+        """Return whether the engine accepts requests: its thread is running and has not been told to stop."""
         return not self._stopping and self._thread.is_alive()
 
     def require_alive(self) -> None:
-        """Check that the server is not shutting down. Raises: ApiError."""
+        """Check that the server is not shutting down.
+
+        Raises: ApiError: it is.
+        """
         if not self.is_alive:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     @contextlib.contextmanager
     def answering(self, request: EngineRequest) -> Iterator[None]:
-        """Reserve a place for a request within the `with` block. At its end, cancel the request.
+        """Reserve a place for a request during the `with` block, and cancel the request at the end.
 
-        Raises: ApiError: too many requests wait, or the server is shutting down.
+        Raises: ApiError: too many requests are waiting, or the server is shutting down.
         """
         self.require_alive()
         with self._admission.place():
@@ -160,24 +167,24 @@ class Engine:
         self._wake.set()
 
     def count(self, body: ChatBody) -> int:
-        """Return the number of tokens in a prompt."""
+        """Return the length of a prompt in tokens."""
         self.require_alive()
         return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
-        """Stop after the current step, and wait up to `seconds` (None: without limit) for the thread to end."""
+        """Stop after the current step, and wait up to `seconds` for the thread to end. None waits without limit."""
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
 
     def join(self) -> None:
-        """Wait until the thread has ended. On other ranks, this is when rank 0 stops."""
+        """Wait until the thread has ended. On ranks other than 0, this happens when rank 0 stops."""
         self._thread.join()
 
-    # The engine's thread calls these methods.
+    # Methods called by the engine's thread:
 
     def _run(self) -> None:
-        """Load the model, notify `__init__`, and answer requests until `stop`."""
+        """Load the model, unblock `__init__`, and answer requests until `stop`."""
         try:
             self.loaded = self._load()
             self._set_up()
@@ -211,7 +218,7 @@ class Engine:
         self.prefixes.files = self._open_files(self.loaded)
 
     def _round(self) -> None:
-        """Wait for a request, start requests that may start, and run a step of the batch."""
+        """Wait for a request, start waiting requests that may start, and run one step of the batch."""
         if not (self.batch.running or self._waiting):
             self._wait()
         while (request := self._exchange_and_take_next()) is not None:
@@ -226,9 +233,10 @@ class Engine:
         self._admission.trim_prefixes(self.kv_bytes)
 
     def _wait(self) -> None:
-        """Wait for a new request, or for `stop`.
+        """Wait for a new request or for `stop`.
 
-        With several Macs, wait only briefly, because a rank that waits in a collective operation keeps a CPU core busy.
+        With several Macs, all ranks pause briefly between exchanges. A rank that blocks in the collective operation
+        instead keeps a CPU core busy.
         """
         if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
@@ -237,21 +245,18 @@ class Engine:
             self._wake.clear()
 
     def _exchange_and_take_next(self) -> EngineRequest | None:
-        """Share rank 0's news with all ranks, and take the next request from the queue.
-
-        Returns: the request, or None if none may start yet.
-        """
+        """Share rank 0's news with all ranks. Return the next request, or None if none may start yet."""
         news = from_first(self._collect_news)
         self._cancelled = news.cancelled
         self._ended = news.ends
-        if rank() != 0:  # rank 0 did this before it decided whether the next request may start
+        if rank() != 0:  # rank 0 has already done this
             for request in news.accepted:
                 self._prepare(request)
             self._waiting.extend(news.accepted)
         return self._waiting.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
-        """Accept new requests, note cancelled ones, and make room for the next one. Only rank 0 does this."""
+        """Accept new requests, note cancelled ones, and make room for the next one. Called only on rank 0."""
         accepted = list(self._accept_new())
         self._waiting.extend(accepted)
         unfinished = [*self.batch.running.values(), *self._waiting]
@@ -263,7 +268,7 @@ class Engine:
         )
 
     def _accept_new(self) -> Iterator[EngineRequest]:
-        """Yield submitted requests that can be answered, and send errors for the others."""
+        """Yield submitted requests that can be answered, and fail all others."""
         while not self._new.empty():
             request = self._new.get()
             try:
@@ -278,7 +283,10 @@ class Engine:
                 yield request
 
     def _prepare(self, request: EngineRequest) -> None:
-        """Set `completion_request` of a request. Raises: SnapKVError: its response format is not supported."""
+        """Set a request's `completion_request`.
+
+        Raises: SnapKVError: the request can't be answered as asked.
+        """
         prepared = completion_request(
             request.body,
             self.loaded.tokenizer,
@@ -290,29 +298,30 @@ class Engine:
         request.completion_request = self._admission.limit_answer(request.body, prepared)
 
     def _admit_next(self) -> bool:
-        """Return whether the first waiting request may start, and make room for it in memory."""
+        """Return whether the first waiting request may start. If so, make room for it in memory."""
         if not self._waiting:
             return False
         request = self._waiting[0]
         if request.number in self._cancelled:
-            return True  # so that the request leaves the queue
+            return True  # so that it leaves the queue
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes
         return self._admission.admit(request, running, kv_bytes)
 
     def _pause(self, done: int, total: int) -> None:
-        """Interrupt a chunk that is being read if the server stops. Progress is ignored.
+        """Interrupt a prompt chunk if the server is stopping. The progress arguments are ignored.
 
         Raises: ApiError: the server is shutting down.
         """
-        if n_ranks() == 1:  # several ranks must all finish the chunk
+        if n_ranks() == 1:  # several ranks must finish the chunk together
             self.require_alive()
 
     def _fail_all(self, error: Exception) -> None:
-        """End all running requests after a failed step, and make a new batch. With several Macs, end this process."""
+        """End all running requests after a failed step, and create a new batch. With several Macs, exit the process."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
-            # The other ranks wait for this one inside the model. `_exit` flushes nothing, so write to stderr directly.
+            # The other ranks are waiting for this one inside the model. `_exit` does not flush, so write to stderr
+            # directly.
             os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)
         for request in self.batch.running.values():

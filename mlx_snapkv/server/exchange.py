@@ -1,4 +1,4 @@
-"""Answer an HTTP request: pass its checked bodies to the engine, and turn the engine's events into a response."""
+"""Answer an HTTP request: submit its bodies to the engine, and turn the engine's events into a response."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
 KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before a keep-alive is sent
-POLL_SECONDS = 0.5  # seconds between checks whether client and engine are still there
+POLL_SECONDS = 0.5  # seconds between checks for a lost client or engine
 
 
 async def respond(
@@ -26,15 +26,15 @@ async def respond(
     chats: Sequence[Body],
     new_formatter: Callable[[str], ResponseFormatter],
 ) -> Response:
-    """Return the response to a request: JSON or, if the body has `stream`, server-sent events.
+    """Return the response to a request, as JSON or, if the body sets `stream`, as server-sent events.
 
     Args:
-        request: the HTTP request; the state of its application has the engine.
+        request: the HTTP request. Its application's state has the engine.
         body: the client's body.
-        chats: the body of a completion for each answer.
-        new_formatter: makes the formatter for a model's name.
+        chats: one completion body per answer.
+        new_formatter: creates the formatter for a model name.
 
-    Raises: ApiError: a request failed before anything was sent.
+    Raises: ApiError: a request failed before the response started.
     """
     state = request.app.state
     max_answers = state.engine.max_requests
@@ -47,15 +47,15 @@ async def respond(
         state.changing_lines.compare(chat)
     events = _events(request, chats)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    # Encoded here, because text that can't be encoded is a mistake of the client.
+    # Encode early, because text that can't be encoded is the client's mistake.
     first_chunks: list[bytes] = []
     n_accepted = 0
     async for index, event in events:
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
-        # Until the stream starts, an error can still have its own HTTP status. It starts when all requests have
-        # started, or when all are accepted and some have to wait.
+        # An error can have its own HTTP status only until the stream starts. The stream starts when all requests have
+        # started, or when all are accepted but some have to wait.
         all_started = len(formatter.started) == len(chats)
         some_wait = event is None and n_accepted == len(chats)
         if body.stream and (all_started or some_wait):
@@ -68,9 +68,9 @@ async def respond(
 async def _events(
     request: Request, bodies: Sequence[Body]
 ) -> AsyncIterator[tuple[int, Event | None]]:
-    """Submit the bodies to the engine, and yield (index of an answer, event) until all answers are finished.
+    """Submit the bodies to the engine, and yield (answer index, event) until all answers are finished.
 
-    The event is None if there was none for a while. Unfinished requests are cancelled at the end.
+    The event is None if there has been none for a while. Unfinished requests are cancelled when the generator ends.
 
     Raises: Exception: the error that ended a request; ClientDisconnect: the client has left.
     """
@@ -79,7 +79,7 @@ async def _events(
     queue = asyncio.Queue[tuple[int, Event]]()
 
     def put(index: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
     received = time.monotonic()
@@ -112,9 +112,9 @@ async def _events(
 
 
 async def _require_ongoing(request: Request, seconds: float) -> None:
-    """Check that a request that arrived `seconds` ago should still be answered.
+    """Check that a request that arrived `seconds` ago still needs an answer.
 
-    Raises: ClientDisconnect: the client has left; ApiError: time is up, or the server is shutting down.
+    Raises: ClientDisconnect: the client has left; ApiError: the request has timed out, or the server is shutting down.
     """
     request.app.state.engine.require_alive()
     if await request.is_disconnected():
@@ -135,9 +135,9 @@ async def _stream(
 
     Args:
         first_chunks: encoded events from before the stream started.
-        events: later events of the engine.
-        formatter: formats the events of the answers' API.
-        request_id: id of the HTTP request, for error sentences.
+        events: the engine's later events.
+        formatter: formats events for the client's API.
+        request_id: id of the HTTP request, for error messages.
     """
     yield b"".join(first_chunks)
     last_sent = time.monotonic()

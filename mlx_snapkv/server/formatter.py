@@ -1,4 +1,4 @@
-"""Format answers for an API, either as one response body or as server-sent events."""
+"""Format answers for an API, as one response body or as server-sent events."""
 
 import json
 import uuid
@@ -13,7 +13,7 @@ from .requests import Event, Finished, PromptProgress, Started
 
 
 def server_sent_event(data: Any, name: str | None = None) -> str:
-    """Format `data` as JSON in a server-sent event."""
+    """Format `data` as a server-sent event with a JSON payload."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
@@ -22,27 +22,27 @@ class ResponseFormatter(ABC):
     """Formats the answers to one HTTP request from the engine's events.
 
     Attributes:
-        started: the `Started` events, by index of the answer.
-        finished: the `Finished` events, by index of the answer.
+        started: the `Started` events by answer index.
+        finished: the `Finished` events by answer index.
     """
 
     def __init__(self) -> None:
-        """Start without events."""
+        """Start with no events."""
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
     def handle(self, index: int, event: Event | None) -> Iterator[str]:
-        """Store an event of an answer, and yield its server-sent events.
+        """Record an event of an answer, and yield server-sent events for it.
 
         Args:
-            index: number of the answer.
-            event: the event; None if there was none for a while.
+            index: index of the answer.
+            event: the event, or None if there has been none for a while.
         """
         if isinstance(event, Started):
             self.started[index] = event
         elif isinstance(event, Finished):
             self.finished[index] = event
-        # Some APIs forbid keep-alive events before the first event. A comment may be sent at any time.
+        # Some APIs forbid a keep-alive as the first event, but a comment may be sent at any time.
         if event is None and not self.started:
             yield ": waiting\n\n"
         else:
@@ -50,26 +50,26 @@ class ResponseFormatter(ABC):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """Return the response's field about ignored fields of the request, or an empty dict."""
+        """Return the response field that reports ignored request fields, or an empty dict."""
         sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property
     def n_generated(self) -> int:
-        """Return the total number of tokens of all answers."""
+        """Return the total number of answer tokens."""
         return sum(end.answer.n_tokens for end in self.finished.values())
 
     @abstractmethod
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield the server-sent events for an event of the engine; see `handle`."""
+        """Yield server-sent events for an event from the engine, as described in `handle`."""
 
     @abstractmethod
     def end(self) -> Iterator[str]:
-        """Yield the last server-sent events, when all answers are complete."""
+        """Yield the final server-sent events once all answers are complete."""
 
     @abstractmethod
     def response_body(self) -> dict[str, Any]:
-        """Return the response's body, when all answers are complete."""
+        """Return the response body once all answers are complete."""
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def stream_error(self, error: ApiError) -> str:
-        """Return the server-sent events that end a stream with an error."""
+        """Return server-sent events that end a stream with an error."""
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -93,12 +93,12 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """A part of an answer in Anthropic's messages and OpenAI's responses. It starts with the first visible character.
+    """A part of an answer in Anthropic's Messages or OpenAI's Responses API.
 
     Attributes:
-        call: the tool call in OpenAI's format; None for other kinds.
-        text: reasoning, text, or the arguments of the call.
-        index: number of the block in the answer; None while its text is only white space.
+        call: the tool call in OpenAI's format. None for other kinds.
+        text: the reasoning, the text, or the call's arguments.
+        index: the block's position in the answer. None while the text is only whitespace.
     """
 
     kind: Kind
@@ -109,10 +109,10 @@ class Block:
 
 
 class BlockFormatter(ResponseFormatter):
-    """Formats one answer as a list of blocks, and streams the start, changes and end of each block."""
+    """Formats one answer as a list of blocks, and streams each block's start, changes and end."""
 
     def __init__(self) -> None:
-        """Start without blocks."""
+        """Start with no blocks."""
         super().__init__()
         self.blocks: list[Block] = []
         self._open: Block | None = None
@@ -124,22 +124,22 @@ class BlockFormatter(ResponseFormatter):
 
     @abstractmethod
     def begin(self) -> Iterator[str]:
-        """Yield the first server-sent events."""
+        """Yield the initial server-sent events."""
 
     @abstractmethod
     def block_start(self, block: Block) -> Iterator[str]:
-        """Yield the server-sent events for a new block."""
+        """Yield server-sent events for a new block."""
 
     @abstractmethod
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield the server-sent events for `text` that was added to a block."""
+        """Yield server-sent events for `text` added to a block."""
 
     @abstractmethod
     def block_stop(self, block: Block) -> Iterator[str]:
-        """Yield the server-sent events for a complete block."""
+        """Yield server-sent events for a finished block."""
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield the server-sent events for an event of the engine."""
+        """Yield server-sent events for an event from the engine."""
         if isinstance(event, Started):
             yield from self.begin()
         elif event is None or isinstance(event, PromptProgress):
@@ -155,9 +155,9 @@ class BlockFormatter(ResponseFormatter):
             yield from self._close()
 
     def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
-        """Add text to the open block, or to a new block if the open one is of another kind.
+        """Add text to the open block, or to a new one if the open block has another kind.
 
-        A block is sent when it has a visible character, together with the white space before it.
+        A block is sent once it has a visible character, including any whitespace before it.
         """
         if not text:
             return
@@ -179,7 +179,7 @@ class BlockFormatter(ResponseFormatter):
         yield from self.block_delta(block, text)
 
     def _close(self) -> Iterator[str]:
-        """Close the open block. If it has only white space, drop it."""
+        """Close the open block. A block of only whitespace is dropped."""
         block = self._open
         self._open = None
         if block is not None and block.index is not None:

@@ -1,4 +1,4 @@
-"""The server's metrics, in the format of Prometheus."""
+"""The server's Prometheus metrics."""
 
 from functools import partial
 from typing import Any
@@ -9,10 +9,10 @@ FIRST_TOKEN_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # secon
 
 
 class Metrics:
-    """Counters of the engine and of HTTP responses, in a separate registry."""
+    """Metrics of the engine and of HTTP responses."""
 
     def __init__(self) -> None:
-        """Create the counters. A separate registry allows several servers in one process."""
+        """Create the metrics in their own registry, so that one process can run several servers."""
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
@@ -33,11 +33,11 @@ class Metrics:
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
 
     def track(self, engine: Any) -> None:
-        """Report the KV bytes of an engine whenever the metrics are read."""
+        """Report an engine's KV bytes whenever the metrics are read."""
         self._kv_bytes.labels("requests").set_function(lambda: engine.kv_bytes)
         self._kv_bytes.labels("prefixes").set_function(lambda: engine.prefixes.nbytes)
         self._kv_bytes.labels("prefix_files").set_function(lambda: engine.prefixes.file_nbytes)
 
     def text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""`/v1/models`: the served model, with the fields that clients of OpenAI and Anthropic read."""
+"""`/v1/models`: the served model, with the fields that OpenAI's and Anthropic's clients read."""
 
 from datetime import datetime, timezone
 from typing import Any
@@ -24,7 +24,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 
 def _model(name: str, request: Request) -> dict[str, Any]:
-    """Return the fields of the model under a name. The context length is null if unknown."""
+    """Return the model's fields under one of its names. The context length is null if unknown."""
     created: int = request.app.state.created
     context = request.app.state.engine.context
     return {

@@ -1,4 +1,4 @@
-"""A prefix: tokens that were read before, and the caches from which later prompts can continue."""
+"""Prefixes: tokens that the model has read, and the caches with which later prompts can continue."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of the other must be read again
+MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of that one must be read again
 
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that were read before, with their caches or a file of these caches.
+    """Tokens that the model has read, with their caches in memory or in a file.
 
     Attributes:
         ids: token ids, `(n,)`, uint32.
-        is_trimmable: whether the caches can be trimmed to any number of tokens.
-        caches: one cache per layer; empty if they are only in the file.
-        path: file of the caches; unused if they are only in memory.
+        is_trimmable: whether the caches can be trimmed to any length.
+        caches: one cache per layer. Empty if they are only in the file.
+        path: file with the caches. Unused if they are only in memory.
     """
 
     ids: np.ndarray
@@ -28,29 +28,29 @@ class Prefix:
     path: Path = Path()
 
     def n_shared(self, ids: np.ndarray) -> int:
-        """Return the number of first tokens that the prefix shares with `ids`."""
+        """Return the length of the common prefix with `ids`."""
         n = min(len(ids), len(self.ids))
         is_same = ids[:n] == self.ids[:n]
-        # `argmin` returns the first False. The appended one covers the case that all `n` are equal.
+        # `argmin` finds the first False. One is appended in case all `n` are equal.
         return int(np.argmin(np.append(is_same, False)))
 
     def n_usable(self, ids: np.ndarray) -> int:
-        """Return how many tokens of the prompt `ids` need not be read, because caches can be trimmed to them.
+        """Return how many tokens of the prompt `ids` the caches can provide.
 
-        Caches that can't be trimmed only serve prompts that start with the whole prefix.
+        Caches that can't be trimmed are usable only for prompts that start with the whole prefix.
         """
         n = self.n_shared(ids)
         return n if self.is_trimmable or n == len(self.ids) else 0
 
     def covers(self, other: Prefix) -> bool:
-        """Return whether the caches can replace those of `other`, if up to 1/16 of its tokens are read again."""
+        """Return whether these caches can replace those of `other`, if up to 1/16 of its tokens are read again."""
         n = len(other.ids)
         both_trimmable = self.is_trimmable and other.is_trimmable
         return both_trimmable and self.n_shared(other.ids) >= n - n // MAX_REREAD_SHARE
 
 
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
-    """Return the prefix that serves the most tokens of the prompt `ids`, after the number of these tokens.
+    """Return (n_tokens, prefix) for the prefix that provides the most tokens of the prompt `ids`.
 
     Returns: `(0, None)` if no prefix fits.
     """
@@ -65,5 +65,5 @@ def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Pr
 
 
 def as_ids(tokens: list[int]) -> np.ndarray:
-    """Return tokens as an array `(n,)` of uint32."""
+    """Convert tokens to an array `(n,)`, uint32."""
     return np.array(tokens, np.uint32)

@@ -1,4 +1,4 @@
-"""The prefix cache: caches of earlier prompts, from which prompts that start with the same tokens continue."""
+"""The prefix cache: caches of earlier prompts, for prompts that start with the same tokens."""
 
 import copy
 from collections.abc import Callable
@@ -17,23 +17,24 @@ from .prefix_files import PrefixFiles
 
 
 class PrefixCache:
-    """Caches of prefixes in memory, oldest first, and in the files of a folder.
+    """Prefix caches in memory, oldest first, and in files.
 
-    A full cache serves every prompt that starts with the same tokens. A compressed cache only serves prompts that start
-    with all of its tokens. If many prompts ask about one document, the newest stays when the limit is reached.
+    A full cache can be used for every prompt that shares its first tokens, a compressed cache only for prompts that
+    start with all of its tokens. If many prompts ask about the same document, the newest is kept when the limit is
+    reached.
 
     Attributes:
-        max_bytes: limit for caches in memory and in temporary files. An array shared by two caches counts twice.
-        files: prefixes in a folder; None if prefixes are not kept on disk.
-        nbytes: bytes of the caches in memory.
-        file_nbytes: bytes of the caches in temporary files.
+        max_bytes: limit for caches in memory and in temporary files. Arrays that two caches share count twice.
+        files: the folder with prefixes on disk, or None.
+        nbytes: size of the caches in memory.
+        file_nbytes: size of the caches in temporary files.
     """
 
     files: PrefixFiles | None = None
     nbytes = file_nbytes = 0
 
     def __init__(self, max_bytes: int):
-        """Start without prefixes."""
+        """Start with no prefixes."""
         self.max_bytes = max_bytes
         self._prefixes: list[Prefix] = []
 
@@ -42,14 +43,14 @@ class PrefixCache:
         return len(self._prefixes)
 
     def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
-        """Return a copy of the caches that serve the most tokens of a prompt, and the number of these tokens.
+        """Return a copy of the caches that provide the most tokens of a prompt, and the number of these tokens.
 
-        Caches that were only in a file are then kept in memory, too.
+        Caches that were only in a file are then kept in memory as well.
 
         Args:
             tokens: token ids of the prompt.
             n_last: number of last tokens that the request must read itself.
-            exact: whether to omit entries that sparse attention computed.
+            exact: whether to exclude entries computed with sparse attention.
 
         Returns: `(None, 0)` if no prefix fits.
         """
@@ -61,11 +62,11 @@ class PrefixCache:
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
-            if caches_in_file is None:  # `read` has dropped the unusable file
+            if caches_in_file is None:  # the file is unusable, and `read` has dropped it
                 return self.fetch(tokens, n_last, exact)
             caches = caches_in_file
             self._insert(prefix.ids, caches)
-        # Later entries depend on what sparse attention has chosen.
+        # Entries after this position depend on what sparse attention has chosen.
         n_exact = first_sparse(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             if n_exact == 0 or not prefix.is_trimmable:
@@ -76,10 +77,10 @@ class PrefixCache:
         return copied, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
-        """Keep caches that have read `tokens`. Log a warning if they alone exceed the limit."""
+        """Store caches that have read `tokens`. Log a warning if they exceed the limit on their own."""
         if not tokens:
             return
-        # An array that is not computed yet holds the arrays that it is computed from: those of a whole batch.
+        # An unevaluated array keeps its inputs alive, which belong to a whole batch.
         mx.eval([cache.state for cache in caches])
         is_kept = self._insert(as_ids(tokens), caches)
         if not is_kept:
@@ -89,25 +90,25 @@ class PrefixCache:
             log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
     def _insert(self, ids: np.ndarray, caches: list) -> bool:
-        """Keep caches, drop prefixes that they can replace, and evict others until all fit the limit.
+        """Store caches, drop prefixes that they replace, and evict others until the limit is met.
 
-        Returns: False if the caches alone exceed the limit; then nothing changes.
+        Returns: False if the caches exceed the limit on their own. Nothing is changed then.
         """
         if _n_bytes(caches) > self.max_bytes:
             return False
         new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
-        # A prefix is replaced if the new caches serve all of its tokens.
+        # A prefix is replaced if the new caches provide all of its tokens.
         not_replaced = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
         self._set_prefixes(_evict([*not_replaced, new], self.max_bytes, _n_bytes))
         return True
 
     def trim_to(self, n_bytes: int) -> None:
-        """Evict prefixes until the others take at most `n_bytes` of memory."""
+        """Evict prefixes until the rest take at most `n_bytes` of memory."""
         if self.nbytes > n_bytes:
             self._set_prefixes(_evict(self._prefixes, n_bytes, memory_bytes))
 
     def drop(self, path: Path) -> None:
-        """Drop caches whose entries are in the damaged file `path`, in memory and in `files`."""
+        """Drop caches whose entries are in the damaged file `path`, both in memory and in `files`."""
 
         def reads_path(prefix: Prefix) -> bool:
             return any(cache.store.reads(path) for cache in books(prefix.caches))
@@ -117,19 +118,19 @@ class PrefixCache:
             self.files.drop(path)
 
     def _set_prefixes(self, prefixes: list[Prefix]) -> None:
-        """Replace the list of prefixes, and update their bytes."""
+        """Replace the list of prefixes, and update the sizes."""
         self._prefixes = prefixes
         self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
 
 
 def _evict(prefixes: list[Prefix], limit: int, bytes_of: Callable[[list], int]) -> list[Prefix]:
-    """Return the prefixes that stay when others are evicted: first prefixes that others cover, then the oldest.
+    """Evict covered prefixes, then the oldest, until the limit is met. Return the remaining ones.
 
     Args:
         prefixes: the prefixes, oldest first.
-        limit: the most bytes of the prefixes that stay.
-        bytes_of: returns the bytes of a prefix's caches.
+        limit: maximum size of the remaining prefixes in bytes.
+        bytes_of: returns the size of a prefix's caches.
     """
     kept = list(prefixes)
     n_bytes = sum(bytes_of(p.caches) for p in kept)
@@ -141,7 +142,7 @@ def _evict(prefixes: list[Prefix], limit: int, bytes_of: Callable[[list], int]) 
 
 
 def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
-    """Return the first prefix that another one covers, or else the oldest one."""
+    """Return the first prefix that another one covers, or else the oldest."""
 
     def is_covered(prefix: Prefix) -> bool:
         return any(other.covers(prefix) for other in prefixes if other is not prefix)
@@ -150,5 +151,5 @@ def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
 
 
 def _n_bytes(caches: list) -> int:
-    """Return the bytes of caches in memory and in temporary files."""
+    """Return the size of caches in memory and in temporary files."""
     return memory_bytes(caches) + file_bytes(caches)

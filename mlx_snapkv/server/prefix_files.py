@@ -1,4 +1,4 @@
-"""Prefixes in the files of a folder, which remain when the server ends."""
+"""Prefixes on disk, which outlive the server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..sparse.prompt_caches import caches_to_save
 from .log import log
 from .prefix import Prefix, as_ids, longest_prefix
 
-NAME_DIGITS = 32  # hexadecimal digits in the name of a file, without its suffix
+NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED = 3600  # unfinished files are removed this many seconds after the last write
+ABANDONED = 3600  # seconds since the last write after which unfinished files are removed
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -36,25 +36,25 @@ def _digest(text: str) -> str:
 
 
 class PrefixFiles:
-    """Prefixes in the files of a folder, which only its owner can read.
+    """Prefixes in a folder that only its owner can read.
 
-    The oldest files are removed when all files together exceed a limit.
+    When the files together exceed a limit, the oldest are removed.
 
     Args:
-        folder: the folder, which is created if it does not exist.
+        folder: the folder, created if missing.
         max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
         model: the served model.
-        setting: everything except the model that entries depend on: tokenizer, policy, store. Files of other settings
-            or models are ignored.
+        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files of other models or
+            settings are ignored.
 
     Attributes:
-        prefixes: the prefixes that requests can use, without caches.
+        prefixes: the usable prefixes, without their caches.
 
     Raises: SnapKVError: the folder can't be created or read.
     """
 
     def __init__(self, folder: Path, max_bytes: int, model: Any, setting: dict[str, str]):
-        """Create the folder, find the prefixes in it, and remove unfinished files of killed servers."""
+        """Create the folder, find its prefixes, and remove files that killed servers left unfinished."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._model = model
@@ -74,7 +74,7 @@ class PrefixFiles:
         book.remove_unfinished(folder, time.time() - ABANDONED)
 
     def _prefix_in(self, path: Path) -> Prefix | None:
-        """Return the prefix in a file, without caches; None if it is damaged or has another setting."""
+        """Return a file's prefix without its caches, or None if the file is damaged or has another setting."""
         try:
             notes, tokens = notes_and_tokens(sealed.metadata(path))
         except SnapKVError as error:
@@ -87,14 +87,14 @@ class PrefixFiles:
     def read(self, prefix: Prefix) -> list | None:
         """Return the caches in a prefix's file.
 
-        If the file can't be used, log a warning, drop the prefix, and return None.
+        If the file is unusable, log a warning, drop the prefix, and return None.
         """
         path = prefix.path
         try:
             prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
             if prompt.tokens != prefix.ids.tolist() or prompt.notes.get("setting") != self._setting:
                 raise SnapKVError(f"{path} now holds another prompt")
-            os.utime(path)  # least recently used files are removed first
+            os.utime(path)  # the least recently used files are removed first
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.prefixes.remove(prefix)
@@ -142,7 +142,7 @@ class PrefixFiles:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the oldest prefixes in the folder until the others fit the limit. The newest always stays."""
+        """Remove the oldest prefixes in the folder until the rest fit the limit. The newest is always kept."""
         files = []
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server may have removed it
@@ -156,7 +156,7 @@ class PrefixFiles:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a prefix and its files. Log a warning if that fails."""
+        """Remove a prefix and its files. Log a warning on failure."""
         self.prefixes = [prefix for prefix in self.prefixes if prefix.path != path]
         try:
             book.remove(path)
@@ -165,7 +165,7 @@ class PrefixFiles:
 
 
 def _restrict_to_owner(path: Path) -> None:
-    """Make a saved prompt readable by its owner only, including the folder of its entries if there is one."""
+    """Make a saved prompt, and the folder of its entries if there is one, readable only by its owner."""
     files = book.files_of(path)
     _, *entry_files = files
     if entry_files:

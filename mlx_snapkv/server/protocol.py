@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with errors as JSON, and support for clients that shut down their sending side early."""
+"""uvicorn's HTTP protocol with JSON errors, and with support for clients that half-close the connection."""
 
 import asyncio
 import json
@@ -9,26 +9,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .api_error import ApiError
 from .formatter import ResponseFormatter
 
-RESPONSE_START = b"HTTP/1.1 "  # the first bytes of every response
-PROBE_SECONDS = 0.25  # seconds between the first two probes; later intervals double
+RESPONSE_START = b"HTTP/1.1 "  # first bytes of every response
+PROBE_SECONDS = 0.25  # seconds between the first two probes; the interval then doubles
 
 
 class Protocol(H11Protocol):
     """uvicorn's HTTP protocol with two changes.
 
-    Invalid HTTP requests get an error in OpenAI's format. Clients that shut down their sending side after a request get
-    their answer.
+    Invalid HTTP requests get an error in OpenAI's format. Clients that close their sending side after a request still
+    get their answer.
     """
 
     def send_400_response(self, msg: str) -> None:
-        """Send the error, and close the connection."""
+        """Send an error as JSON, and close the connection."""
         body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the connection stays open, because a complete request waits for its response."""
+        """Return whether to keep the connection open: a complete request is still waiting for its response."""
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete:
             return False
@@ -40,10 +40,10 @@ class Protocol(H11Protocol):
 
 
 class ProbingTransport:
-    """A transport that finds out whether a client has left, or has only shut down its sending side.
+    """A transport that finds out whether a client has left or has only closed its sending side.
 
-    Both look the same until the server writes. So the response's first bytes are written one by one before the
-    response: the second write fails if the client has left, and asyncio then closes the connection.
+    Both look the same until the server writes. So the first bytes of the response are written one at a time, ahead of
+    the response itself. If the client has left, the second write fails, and asyncio closes the connection.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
@@ -56,14 +56,14 @@ class ProbingTransport:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write the response without the bytes that were sent before. The first data contains the whole start."""
+        """Write the response without the bytes already sent. The first call must contain the whole start."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])
         self._n_sent = 0
 
     def _probe(self) -> None:
-        """Write the next byte, and schedule another. The last byte is left to the response."""
+        """Write the next byte, and schedule the one after it. The last byte is left to the response."""
         if self._n_sent + 1 == len(RESPONSE_START) or self._transport.is_closing():
             return
         self._transport.write(RESPONSE_START[self._n_sent : self._n_sent + 1])
@@ -72,5 +72,5 @@ class ProbingTransport:
         self._seconds *= 2
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the wrapped transport."""
+        """Return any other attribute from the wrapped transport."""
         return getattr(self._transport, name)

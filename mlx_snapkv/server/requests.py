@@ -1,4 +1,4 @@
-"""The served model, requests for the engine, and events that the engine sends to HTTP handlers."""
+"""The served model, requests to the engine, and the events that the engine sends back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .api_error import as_api_error
 
 
 class Loaded(NamedTuple):
-    """The served model. Clients see the `names`, of which the first is the name by which it was loaded."""
+    """The served model. The first of its `names`, which clients see, is the one by which it was loaded."""
 
     model: Any
     tokenizer: Any
@@ -33,16 +33,16 @@ class Loaded(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Event: the request is valid, and waits until it may start."""
+    """Event: the request is valid, and waits for its turn."""
 
 
 class Started(NamedTuple):
-    """Event: the prompt will now be read.
+    """Event: the prompt is about to be read.
 
     Attributes:
         n_prompt: number of prompt tokens.
-        n_cached: number of these tokens that an earlier request read.
-        warnings: sentences about fields of the request that are ignored.
+        n_cached: number of prompt tokens that came from the prefix cache.
+        warnings: sentences about ignored request fields.
     """
 
     n_prompt: int
@@ -58,7 +58,7 @@ class PromptProgress(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """A token as text and bytes, and its log-probability."""
+    """A token as text and as bytes, with its log-probability."""
 
     token: str
     logprob: float
@@ -66,14 +66,14 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Event: a token of the answer, and the most likely tokens in its place, best first."""
+    """Event: an answer token, and the most likely tokens at its position, best first."""
 
     sampled: Logprob
     top: list[Logprob]
 
     @classmethod
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """Make the event for a response of mlx-lm, with the `n_top` most likely tokens that are allowed."""
+        """Create the event from mlx-lm's response, with up to `n_top` most likely tokens."""
         logprobs = response.logprobs
         top_ids: list[int] = []
         if n_top:
@@ -89,7 +89,7 @@ class TokenLogprob(NamedTuple):
             )
 
         top = [logprob(token_id) for token_id in top_ids]
-        # A constraint sets the log-probability of forbidden tokens to -inf.
+        # Tokens that a constraint forbids have a log-probability of -inf.
         possible = [each for each in top if each.logprob > -math.inf]
         return cls(sampled=logprob(response.token), top=possible)
 
@@ -109,19 +109,18 @@ class EngineRequest:
     """A request in the engine.
 
     Attributes:
-        put: sends an event to the HTTP handler that waits for the answer, from any thread; does nothing on ranks other
-            than 0.
-        http_id: id of the HTTP request, for error sentences.
+        put: sends an event to the waiting HTTP handler, from any thread. Does nothing on ranks other than 0.
+        http_id: id of the HTTP request, for error messages.
         number: identifies the request on all ranks.
-        since: time of arrival, by `time.perf_counter`.
-        cancelled: whether the client has left, or has its answer.
-        prompt: token ids of the prompt; None before it has been tokenised.
+        since: time of arrival, from `time.perf_counter`.
+        cancelled: whether the client has left or already has its answer.
+        prompt: the tokenised prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
-        need: memory that the request's caches will need; None without a limit.
-        checkpoints: numbers of prompt tokens after which copies of the caches are kept for other prompts.
-        answer: None until the request starts.
-        report: report of the compression; None before the prompt has been read.
-        kept_prefix: tokens and caches of this request in the prefix cache; None before.
+        need: memory that the request's caches will need. None if memory is unlimited.
+        checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
+        answer: the answer so far. None until the request starts.
+        report: the compression report. None until the prompt has been read.
+        kept_prefix: tokens and caches that this request stored in the prefix cache. None until then.
     """
 
     body: Body
@@ -140,11 +139,11 @@ class EngineRequest:
     kept_prefix: tuple[list[int], list[Any]] | None = None
 
     def fail(self, error: Exception) -> None:
-        """Send the error that ended this request to the client."""
+        """Send the client the error that ended this request."""
         self.put(as_api_error(error, self.http_id))
 
     def __reduce__(self) -> tuple:
-        """Pickle the fields from which another rank prepares the same request."""
+        """Pickle the fields that another rank needs to prepare the same request."""
         names = ("body", "http_id", "seed", "number", "prompt", "checkpoints")
         fields = {name: getattr(self, name) for name in names}
         return partial(EngineRequest, **fields), ()

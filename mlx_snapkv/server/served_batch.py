@@ -1,4 +1,4 @@
-"""The batch of requests that are answered together."""
+"""The batch of requests that are being answered."""
 
 import time
 from collections.abc import Callable, Collection
@@ -19,18 +19,18 @@ from .requests import EngineRequest, Finished, Loaded, PromptProgress, Started, 
 
 
 class ServedBatch:
-    """A `CompressedBatchGenerator` with the requests that it answers, their events, and their checkpoints.
+    """A `CompressedBatchGenerator` together with its requests, their events and their checkpoints.
 
     Args:
         loaded: the served model.
-        options: keywords of the generator.
+        options: keyword arguments of the generator.
         max_requests: maximum number of requests that decode together.
-        checkpoints: stores caches of requests in the prefix cache.
+        checkpoints: stores the requests' caches in the prefix cache.
         metrics: counts tokens, and measures the time to the first token.
         on_pause: see `CompressedBatchGenerator`.
 
     Attributes:
-        running: requests by their number in the generator (`uid`).
+        running: requests by their `uid` in the generator.
         generator: the `CompressedBatchGenerator`.
     """
 
@@ -64,13 +64,13 @@ class ServedBatch:
         self._checkpoints.insert_prompt(self.running[uid], tokens, caches)
 
     def start(self, request: EngineRequest) -> None:
-        """Add a request to the batch. If that fails, send the error to its client."""
+        """Add a request to the batch. On failure, send the error to its client."""
         completion_request = request.completion_request
         prompt = completion_request.prompt
         sampler = completion_request.sampler
         full_cache = bool(request.body.full_cache)
         caches, n_cached = self._fetch_prefix(prompt, full_cache)
-        # The generator reports the end of each segment, where checkpoints copy the caches.
+        # The generator reports the end of each segment, so split the prompt at the checkpoints.
         checkpoints = [n for n in request.checkpoints if n > n_cached]
         bounds = [n_cached, *checkpoints, len(prompt)]
         segments = [prompt[start:end] for start, end in pairwise(bounds)]
@@ -95,7 +95,7 @@ class ServedBatch:
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
     def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches that have read a prefix of the prompt, and its number of tokens; `(None, 0)` without one."""
+        """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits."""
         try:
             caches, n_cached = self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
@@ -106,7 +106,7 @@ class ServedBatch:
         return caches, n_cached
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Remove cancelled requests. What they have read may be kept for a retry."""
+        """Remove cancelled requests. What has been read of their prompts may be stored for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
             request = self.running[uid]
@@ -121,9 +121,9 @@ class ServedBatch:
             del self.running[uid]
 
     def step(self) -> list[EngineRequest]:
-        """Read a chunk or decode a token, and send the events of this step to the clients.
+        """Read a prompt chunk or decode a token, and send the resulting events to the clients.
 
-        Returns: requests that must start again, because the prefix from which they continued is damaged.
+        Returns: requests to start again, because the prefix that they continued is damaged.
         """
         if not self.running:
             return []
@@ -138,14 +138,14 @@ class ServedBatch:
         return to_restart
 
     def _handle_progress(self, response: Any) -> None:
-        """Send the progress of a prompt, and keep its caches at a checkpoint.
+        """Send a prompt's progress. At a checkpoint, store its caches.
 
         Args:
             response: mlx-lm's `PromptProcessingBatch.Response`.
         """
         request = self.running[response.uid]
         n_prompt = len(request.completion_request.prompt)
-        done, total = response.progress  # without the tokens of a cached prefix
+        done, total = response.progress  # cached tokens are not included
         n_read = n_prompt - total + done
         if response.end_of_segment and n_read in request.checkpoints:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
@@ -177,8 +177,8 @@ class ServedBatch:
         return None
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
-        """Send the end of an answer, keep its caches, and remove the request."""
-        # A stop text has ended the answer, but mlx-lm would continue.
+        """Send the end of an answer, store its caches, and remove the request."""
+        # The answer ended at a stop string, which mlx-lm does not know.
         if response.finish_reason is None:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
@@ -186,7 +186,7 @@ class ServedBatch:
             caches, tokens = response.prompt_cache, response.all_tokens
         report = request.report
         if report is not None:
-            if not report.compressed:  # these caches have not been measured
+            if not report.compressed:  # the report of an uncompressed cache has no sizes yet
                 report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
             n_prompt = len(request.completion_request.prompt)
             for warning in report.warnings:
@@ -196,9 +196,9 @@ class ServedBatch:
         request.put(Finished(answer, report))
 
     def _handle_failure(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
-        """Send an error to the client, or return the request to start again if only its cached prefix is damaged.
+        """Send the error to the client. If only a cached prefix is damaged, return the request to start it again.
 
-        A damaged prefix is not used again. A request whose answer has started does not start again.
+        A damaged prefix is dropped. A request is not started again once its answer has started.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

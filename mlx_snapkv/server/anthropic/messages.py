@@ -29,7 +29,7 @@ from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Kind of a block: its field, the type of its deltas, and their field.
+# Block kind -> (field of the block, type of its deltas, field of its deltas)
 BLOCKS = {
     "reasoning": ("thinking", "thinking_delta", "thinking"),
     "text": ("text", "text_delta", "text"),
@@ -49,7 +49,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 def _anthropic_tool(value: Any) -> Any:
-    """Convert a tool to Anthropic's format. OpenAI's format has the schema in `parameters`."""
+    """Convert a tool to Anthropic's format. OpenAI calls the schema `parameters`."""
     tool = unnest_function(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}
@@ -91,14 +91,14 @@ class ToolChoice(BodyModel):
 
     @property
     def chat_form(self) -> Any:
-        """Convert the choice to the format of chat completions."""
+        """Return the choice in the chat completion format."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 def _system_messages(value: Any) -> list[Message]:
-    """Return one system message for each part of the system prompt."""
+    """Return one system message per part of the system prompt."""
     return [
         Message("system", part.text, notes=(part.note,) if part.note else ())
         for part in text_parts(value, "user")
@@ -120,7 +120,10 @@ class CountedMessages(BodyModel):
     output_format: OutputFormat | None = None
 
     def chat(self, **sampling: Any) -> ChatBody:
-        """Convert to the body of a chat completion. Raises: SnapKVError: the request can't be answered."""
+        """Convert to a chat completion body.
+
+        Raises: SnapKVError: the request can't be answered.
+        """
         output_format = self.output_format or (self.output_config and self.output_config.format)
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
@@ -172,7 +175,7 @@ class MessageFormatter(BlockFormatter):
     """Formats a message. `model` is the model's name in the response."""
 
     def __init__(self, model: str):
-        """Start a message with its own id."""
+        """Create the message's id."""
         super().__init__()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": model}
@@ -195,7 +198,7 @@ class MessageFormatter(BlockFormatter):
         yield _event("message_stop")
 
     def response_body(self) -> dict[str, Any]:
-        """Return the message with all blocks. Arguments of calls are objects, not JSON text."""
+        """Return the message with all blocks. The arguments of calls are objects rather than JSON text."""
         content = []
         for block in self.blocks:
             field, _, _ = BLOCKS[block.kind]
@@ -216,11 +219,11 @@ class MessageFormatter(BlockFormatter):
         return server_sent_event(self.error(error), "error")
 
     def block_start(self, block: Block) -> Iterator[str]:
-        """Yield "content_block_start", with an empty block."""
+        """Yield "content_block_start" with an empty block."""
         yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield "content_block_delta", with text or part of a call's JSON."""
+        """Yield "content_block_delta" with text or part of a call's JSON."""
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
@@ -229,9 +232,9 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_stop", index=block.index)
 
     def _stop_fields(self) -> dict[str, Any]:
-        """Return the stop reason, and the stop text that ended the answer (or None)."""
+        """Return the stop reason, and the stop string that ended the answer (or None)."""
         answer = self.finished[0].answer
-        # Clients must run a call, even if a stop text ended the answer after it.
+        # Clients must run a call even if a stop string ended the answer after it.
         if answer.stopped_by is not None and answer.finish_reason != "tool_calls":
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
         return {
@@ -240,7 +243,7 @@ class MessageFormatter(BlockFormatter):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage. Anthropic's `input_tokens` exclude cached tokens."""
+        """Return the usage. Anthropic's `input_tokens` excludes cached tokens."""
         started = self.started[0]
         return {
             "input_tokens": started.n_prompt - started.n_cached,

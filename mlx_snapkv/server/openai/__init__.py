@@ -1,1 +1,1 @@
-"""OpenAI's APIs: completions, chat completions and responses."""
+"""OpenAI's APIs: Completions, Chat Completions and Responses."""

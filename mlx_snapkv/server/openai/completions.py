@@ -24,11 +24,11 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond(request: Request, body: Body) -> Response:
-    """Answer each prompt of a body `n` times, with a separate body and seed for each answer."""
+    """Answer each prompt of a body `n` times. Each answer has its own body and seed."""
     n_answers = body.n or 1
     prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
     bodies = [each for each in prompts for _ in range(n_answers)]
-    if body.seed is not None:  # all answers to a prompt would be the same with one seed
+    if body.seed is not None:  # one seed would make all answers to a prompt equal
         bodies = [
             each.model_copy(update={"seed": body.seed + number})
             for number, each in enumerate(bodies)
@@ -63,7 +63,7 @@ class CompletionFormatter(ResponseFormatter):
         is_chat: whether these are chat completions.
         with_usage: whether a stream ends with the usage.
         n_answers: number of answers per prompt.
-        uses_functions: whether the client uses `functions`, the predecessor of `tools`.
+        uses_functions: whether the client sends `functions`, the predecessor of `tools`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CompletionFormatter(ResponseFormatter):
         n_answers: int,
         uses_functions: bool,
     ):
-        """Start a completion with an id, which all of its chunks share."""
+        """Create the id that all chunks share."""
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
@@ -82,14 +82,14 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # Log-probabilities of the tokens, and the numbers of tokens and calls sent, by index of the answer.
+        # Keyed by answer index: log-probabilities and text offsets of tokens, numbers of tokens and calls sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
         self._n_sent_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield a chunk for each new part of an answer, and comments while the prompt is read."""
+        """Yield a chunk for each new part of an answer, and comments while the prompt is being read."""
         match event:
             case None:
                 yield ": keep-alive\n\n"
@@ -114,7 +114,7 @@ class CompletionFormatter(ResponseFormatter):
         yield DONE
 
     def response_body(self) -> dict[str, Any]:
-        """Return the completion with all answers as `choices`."""
+        """Return the completion, with all answers in `choices`."""
         choices = [
             choice(end.answer, index, self._logprobs(index, 0))
             for index, end in sorted(self.finished.items())
@@ -128,15 +128,15 @@ class CompletionFormatter(ResponseFormatter):
     def _chunk(
         self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
     ) -> str:
-        """Return a part of an answer as a streamed event."""
+        """Return part of an answer as a streamed event."""
         choices = [{"index": index, **part, "finish_reason": reason}]
         chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **more}
         return server_sent_event(chunk)
 
     def _part(self, index: int, reply: Reply) -> dict[str, Any]:
-        """Return a part of an answer, with the log-probabilities of tokens that were not sent before.
+        """Return part of an answer, with the log-probabilities that have not been sent yet.
 
-        Its calls and tokens count as sent. Calls are numbered through the whole answer.
+        The part's tokens and calls are marked as sent. Calls are numbered throughout the answer.
         """
         logprobs = self._logprobs(index, self._n_sent_tokens[index])
         self._n_sent_tokens[index] = len(self._tokens[index])
@@ -149,9 +149,9 @@ class CompletionFormatter(ResponseFormatter):
         return {"delta": fields, "logprobs": logprobs}
 
     def _logprobs(self, index: int, first: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens from index `first` on; None without tokens.
+        """Return the log-probabilities of an answer's tokens from index `first`, or None if there are no tokens.
 
-        The format differs between chats and texts.
+        Chat and text completions have different formats.
         """
         tokens = self._tokens[index][first:]
         if not tokens:
@@ -171,9 +171,10 @@ class CompletionFormatter(ResponseFormatter):
         }
 
     def _summary(self) -> dict[str, Any]:
-        """Return the usage of all answers, counting each prompt once, and the report of the first answer's cache."""
+        """Return the usage of all answers, counting each prompt once, and the first answer's compression report."""
         report = self.finished[0].report
-        # Answers to a prompt are consecutive, so the first one has a multiple of `n_answers` as its index.
+        # Answers to the same prompt are consecutive, so each prompt's first answer has an index that is a multiple of
+        # `n_answers`.
         first_started = [
             started for index, started in self.started.items() if index % self._n_answers == 0
         ]

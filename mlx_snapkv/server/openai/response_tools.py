@@ -1,4 +1,4 @@
-"""The tools of `/v1/responses`: functions, custom tools of Codex, and namespaces of both."""
+"""The tools of `/v1/responses`: functions, Codex's custom tools, and namespaces of both."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
@@ -9,14 +9,14 @@ from ...completions.fields import BodyModel, Name
 from ...completions.messages import full_name
 from ..chat_messages import ForeignTool, NoneAsEmpty, function_tool, tag_by_type, unnest_function
 
-# JSON schema for the arguments of a custom tool.
+# JSON schema of a custom tool's arguments.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class Function(BodyModel):
-    """A function, or a custom tool of Codex, whose argument is text.
+    """A function, or a custom tool of Codex, whose argument is plain text.
 
-    `parameters` are `JsonValue`, which excludes NaN and infinity, because the response repeats them.
+    `parameters` has the type `JsonValue`, which excludes NaN and infinity, because the response repeats it.
     """
 
     type: Literal["function", "custom"]
@@ -32,7 +32,7 @@ InNamespace = Annotated[
 
 
 class Namespace(BodyModel):
-    """The tools of an MCP server in the format of Codex. Names are unique within the namespace."""
+    """An MCP server's tools in Codex's format. Names are unique within the namespace."""
 
     type: Literal["namespace"]
     name: Name
@@ -49,7 +49,7 @@ AnyTool = Annotated[
 
 
 class OfferedTool(NamedTuple):
-    """A tool that the model may call, with its namespace, if any."""
+    """A tool that the model may call, and its namespace, if any."""
 
     tool: Function
     namespace: str | None = None
@@ -61,7 +61,7 @@ class OfferedTool(NamedTuple):
 
 
 def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
-    """Return the tools in the format of chat completions."""
+    """Return the tools in the chat completion format."""
     return [
         _chat_tool(each) if isinstance(each, OfferedTool) else each.model_dump()
         for each in _flatten(tools)
@@ -69,7 +69,7 @@ def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str
 
 
 def tools_by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, OfferedTool]:
-    """Return the tools that the model may call, by full name."""
+    """Return the tools that the model may call, keyed by full name."""
     return {each.full_name: each for each in _flatten(tools) if isinstance(each, OfferedTool)}
 
 
@@ -84,11 +84,11 @@ def _flatten(tools: list[Any]) -> Iterator[OfferedTool | ForeignTool]:
 
 
 def _offered_tool(tool: Function | ForeignTool, namespace: str | None) -> OfferedTool | ForeignTool:
-    """Return a function as an offered tool, and any other tool unchanged."""
+    """Return a function as an `OfferedTool`, and any other tool unchanged."""
     return OfferedTool(tool, namespace) if isinstance(tool, Function) else tool
 
 
 def _chat_tool(offered: OfferedTool) -> dict[str, Any]:
-    """Return a tool in the format of chat completions, under its full name. A custom tool has one argument, `input`."""
+    """Return a tool in the chat completion format, under its full name. A custom tool has one argument, `input`."""
     named = offered.tool.model_copy(update={"name": offered.full_name})
     return function_tool(named, INPUT if named.type == "custom" else named.parameters)

@@ -34,7 +34,7 @@ router = APIRouter(tags=["OpenAI"])
 
 
 def _input_items(value: Any) -> Any:
-    """Return the input as a list of items. Text becomes a message of the user."""
+    """Return the input as a list of items. Text becomes a user message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
@@ -42,7 +42,7 @@ def _input_items(value: Any) -> Any:
 
 
 def _system_messages(instructions: Any) -> list[Message]:
-    """Convert instructions (text, parts of a text, or messages) to system messages."""
+    """Convert instructions (text, content parts or messages) to system messages."""
     messages = []
     for each in as_list(instructions):
         is_message = isinstance(each, dict) and "role" in each
@@ -51,7 +51,10 @@ def _system_messages(instructions: Any) -> list[Message]:
 
 
 def _require_readable(instructions: Any) -> Any:
-    """Return the instructions. Raises: SnapKVError: their format is invalid."""
+    """Return the instructions unchanged.
+
+    Raises: ValueError: their format is invalid.
+    """
     _system_messages(instructions)
     return instructions
 
@@ -63,7 +66,8 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    `instructions` and `metadata` are `JsonValue`, which excludes NaN and infinity, because the response repeats them.
+    `instructions` and `metadata` have the type `JsonValue`, which excludes NaN and infinity, because the response
+    repeats them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -86,13 +90,16 @@ class ResponsesBody(BodyModel):
     background: Stored = None
 
     def chat(self) -> ChatBody:
-        """Convert to the body of a chat completion. Raises: SnapKVError: the request can't be answered."""
+        """Convert to a chat completion body.
+
+        Raises: SnapKVError: the request can't be answered.
+        """
         return chat_body(
             self,
             _system_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
-            continue_final_message=False,  # the answer is a new item and does not continue the last one
+            continue_final_message=False,  # the answer is a new item
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
@@ -109,11 +116,11 @@ class ResponsesFormatter(BlockFormatter):
 
     Args:
         model: the model's name in the response.
-        body: body of the request.
+        body: the request body.
     """
 
     def __init__(self, model: str, body: ResponsesBody):
-        """Start a response with its own id. Its events are numbered from 0."""
+        """Create the response's id. Events are numbered from 0."""
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model = model
@@ -128,16 +135,16 @@ class ResponsesFormatter(BlockFormatter):
 
     @property
     def keep_alive(self) -> str:
-        """Return an event, because Codex ends a stream after 300 seconds without one, and ignores comments."""
+        """Return a real event. Codex ignores comments, and ends a stream after 300 seconds without an event."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
-        """Yield "response.completed" or "response.incomplete", with the whole response."""
+        """Yield "response.completed" or "response.incomplete" with the whole response."""
         response = self.response_body()
         yield self._event(f"response.{response['status']}", response=response)
 
     def response_body(self) -> dict[str, Any]:
-        """Return the response with all items. It is incomplete if the answer reached its limit."""
+        """Return the response with all items. Its status is "incomplete" if the answer reached its maximum length."""
         started = self.started[0]
         answer = self.finished[0].answer
         usage = {
@@ -156,20 +163,20 @@ class ResponsesFormatter(BlockFormatter):
         return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
 
     def stream_error(self, error: ApiError) -> str:
-        """Return "response.failed", with the error."""
+        """Return "response.failed" with the error."""
         fields = {"code": error.code or error.kind, "message": error.detail}
         return self._event("response.failed", response=self._response("failed", error=fields))
 
     def block_start(self, block: Block) -> Iterator[str]:
-        """Yield the events of a new item and, unless it is a call, of its only part."""
+        """Yield the events for a new item and, unless it is a call, for its only part."""
         yield self._output_item("added", block)
         if block.kind != "call":
             yield self._block_event("content_part.added", block, part=_content_part(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield the new text of an item or, for a custom tool, its whole input."""
+        """Yield an item's new text or, for a custom tool, its whole input."""
         if self._is_custom(block):
-            # Calls are sent complete, so one delta has the whole input, extracted from the JSON of the arguments.
+            # Calls arrive complete, so one delta contains the whole input, extracted from the JSON arguments.
             custom_input = _custom_input(block)
             yield self._block_event("custom_tool_call_input.delta", block, delta=custom_input)
             return
@@ -177,7 +184,7 @@ class ResponsesFormatter(BlockFormatter):
         yield self._block_event(kind, block, delta=text, **_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
-        """Yield the whole text of an item, and the ends of its part and of the item."""
+        """Yield an item's whole text, then the end of its part and of the item."""
         done = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
             yield self._block_event(
@@ -192,23 +199,23 @@ class ResponsesFormatter(BlockFormatter):
         yield self._output_item("done", block)
 
     def _output_item(self, change: Literal["added", "done"], block: Block) -> str:
-        """Return the event for an item that was added (still without content) or that is done."""
+        """Return the event for an item that was added (still without content) or is done."""
         item = self._item(block, is_new=(change == "added"))
         return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
 
     def _called_tool(self, block: Block) -> OfferedTool | None:
-        """Return the tool that a block calls; None if it calls none, or one that the client does not have."""
+        """Return the tool that a block calls, or None if it is not a call or the client has no such tool."""
         if block.call is None:
             return None
         return self._tools.get(block.call["function"]["name"])
 
     def _is_custom(self, block: Block) -> bool:
-        """Return whether a block is a call of a custom tool."""
+        """Return whether a block calls a custom tool."""
         called = self._called_tool(block)
         return called is not None and called.tool.type == "custom"
 
     def _client_names(self, block: Block) -> dict[str, str]:
-        """Return the fields `name` and, for a tool in a namespace, `namespace` of an item, as the client sent them.
+        """Return an item's `name` and, for a tool in a namespace, `namespace`, as the client sent them.
 
         The model calls a tool by its full name `namespace__name`, which the client does not know.
         """
@@ -221,7 +228,7 @@ class ResponsesFormatter(BlockFormatter):
         return {"name": called.tool.name, "namespace": called.namespace}
 
     def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
-        """Return a block as an item of the output. A new item has no content."""
+        """Return a block as an output item. A new item has no content."""
         head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
             call = {"call_id": block.call["id"], **self._client_names(block)}
@@ -235,7 +242,7 @@ class ResponsesFormatter(BlockFormatter):
         return {"type": "message", **head, "role": "assistant", "content": content}
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
-        """Return an event about a block with `fields`. Items other than calls have one part, with their content."""
+        """Return an event about a block, with `fields`. Items other than calls have exactly one content part."""
         place: dict[str, Any] = {"output_index": block.index, "item_id": _item_id(block)}
         if block.kind != "call":
             place["content_index"] = 0
@@ -247,7 +254,7 @@ class ResponsesFormatter(BlockFormatter):
         return server_sent_event(data, kind)
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """Return the response's body. `fields` replace the defaults."""
+        """Return the response body. `fields` override the defaults."""
         body = self._body
         return {
             **self._head,
@@ -277,17 +284,17 @@ def _item_id(block: Block) -> str:
 
 
 def _custom_input(block: Block) -> str:
-    """Return the text argument of a custom tool's call."""
+    """Return the text argument of a call to a custom tool."""
     arguments = json.loads(block.text)
     return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
 
 
 def _content_part(block: Block) -> dict[str, Any]:
-    """Return text or reasoning as the only part of its item's content."""
+    """Return text or reasoning as the only content part of its item."""
     part = {"type": PART_TYPES[block.kind], "text": block.text}
     return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
 
 
 def _logprobs(block: Block) -> dict[str, Any]:
-    """Return the field `logprobs`, which clients expect with a text. It is always empty."""
+    """Return the `logprobs` field that clients expect with text. It is always empty."""
     return {"logprobs": []} if block.kind == "text" else {}

@@ -1,12 +1,12 @@
-"""Find where tokens start in the text of an answer."""
+"""Find where each token starts in an answer's text."""
 
 import codecs
 
 
 class TextOffsets:
-    """Finds the character of an answer's text at which each token starts.
+    """Finds the character offset at which each token starts in an answer's text.
 
-    A character may be split over several tokens. It belongs to the token that completes it.
+    A character may be split over several tokens. It then belongs to the token that completes it.
 
     Attributes:
         starts: number of characters before each token.
@@ -19,6 +19,6 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def add(self, data: bytes) -> None:
-        """Append the bytes of the next token."""
+        """Append the next token's bytes."""
         self.starts.append(self._n_characters)
         self._n_characters += len(self._decoder.decode(data))
