@@ -1,4 +1,4 @@
-"""The entry point of `mlx-snapkv`: its commands, and one line on stderr for each error."""
+"""Entry point of the `mlx-snapkv` command line: register the commands, and report errors as one line on stderr."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 def _print_help(context: typer.Context) -> None:
-    """Print the help of a group that was called without a command."""
+    """Print a command group's help if no subcommand was given."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -57,7 +57,7 @@ COMMANDS = (
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
         name = function.__name__.replace("_", "-")
-        # Typer keeps the lines of paragraphs that start with a backspace.
+        # Typer does not rewrap paragraphs that start with a backspace character.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)
@@ -70,7 +70,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Print the version or, without a command, the help."""
+    """Print the version, or the help if no command was given."""
     if version:
         print(__version__)
     else:
@@ -78,25 +78,25 @@ def root(
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run a command of the group `commands`, and exit.
+    """Run the command line and exit.
 
-    The exit status is 2 for a user's mistake, 1 for a failure of the system such as a full disk, and 130 after Ctrl-C.
-    Each prints one line on stderr. Errors of the program itself print a traceback.
+    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each of them prints
+    one line on stderr. Bugs in the program print a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
     process.replace_unencodable()
-    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print their own line instead
+    warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print their own warning
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so the answer can't be written", status=1)
     folder = os.environ.get("TMPDIR")
-    if folder and not os.path.isdir(folder):  # MLX would fail without an explanation
+    if folder and not os.path.isdir(folder):  # MLX would fail without explanation
         fail(f"TMPDIR must be a folder, got {folder}")
     try:
         status = commands(standalone_mode=False)
-        if status == INTERRUPTED:  # typer's result after Ctrl-C
+        if status == INTERRUPTED:  # typer returns this after Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
@@ -115,7 +115,7 @@ def main(commands: typer.Typer = app) -> None:
             raise
         fail(advice, status=1)
     except Exception as error:
-        # Newer versions of typer vendor click, so usage errors are recognised by their method rather than their class.
+        # Newer versions of typer vendor click, so recognise usage errors by their method, not by their class.
         if hasattr(error, "format_message"):
             fail(error.format_message())
         process.restore_stderr()
@@ -125,7 +125,7 @@ def main(commands: typer.Typer = app) -> None:
 
 
 def _mlx_advice(error: ImportError) -> str | None:
-    """Return advice if MLX can't be imported; None if the error is about another module."""
+    """Return advice on why MLX can't be imported, or None if another module failed to import."""
     module_and_path = f"{error.name} {error.path}".split()
     if not any(re.search(r"(^|[/.])mlx([/.]|$)", text) for text in module_and_path):
         return None
@@ -133,7 +133,7 @@ def _mlx_advice(error: ImportError) -> str | None:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says that a disk or quota is full."""
+    """Check whether an error, or one of its causes, reports a full disk or quota."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             return True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(options.ConcurrencyOptions):
-    """The files of requests and answers, and limits for answering."""
+    """Options for the request file, the answer file and the concurrency."""
 
     requests: Annotated[
         str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
@@ -41,7 +41,7 @@ class FileOptions(options.ConcurrencyOptions):
     quiet: options.Quiet = False
 
     def open_requests(self) -> BinaryIO:
-        """Open the file of requests. Raises: SnapKVError: it can't be read."""
+        """Open the request file. Raises: SnapKVError: it can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         with refusing(self.requests):
@@ -58,8 +58,8 @@ def batch(
 ) -> None:
     r"""Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
 
-    Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. The options
-    here apply where a request does not set its own sampling or length. A request that fails gets a line that says why,
+    Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. Sampling
+    options and --max-tokens apply to requests that don't set their own. A failed request gets a line with the reason,
     and the exit code is 1.
 
     \b
@@ -75,14 +75,14 @@ def batch(
     console = PromptConsole(files.quiet)
     setting = compression.setting_for_task(model.model, "batch", console.say, vars(cache))
     _require_policy(setting, cache.kv_bits)
-    # Every answer lists this. A run that continues the file must have the same.
+    # Every answer records these settings, and a run that resumes the file must use the same ones.
     about = {"policy": None if setting is None else str(setting), "kv_bits": cache.kv_bits}
     with files.open_requests() as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
-        sampling.generate_keywords(tokenizer)  # raises for values beyond the vocabulary
+        sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
         run = Run(
             loaded,
             tokenizer,
@@ -109,13 +109,13 @@ def batch(
 
 
 def _require_policy(setting: Setting | None, kv_bits: int | None) -> None:
-    """Check that full caches would not be quantised. Raises: SnapKVError: --kv-bits without a policy."""
+    """Reject --kv-bits for full caches. Raises: SnapKVError: --kv-bits is set without a policy."""
     if setting is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
-    """Answer the requests of a file, and show a progress bar."""
+    """Answer the requests in a file, and show a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
@@ -133,7 +133,7 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
 
 
 def _closing_line(answers: AnswersFile, done: Progress) -> str:
-    """Return a line with the numbers of answers, errors and tokens, the time and the memory."""
+    """Summarise the run in one line: answers, errors, tokens, time and peak memory."""
     from mlx.core import get_peak_memory
 
     errors = ""

@@ -1,4 +1,4 @@
-"""`mlx-snapkv bench`: measure the speed of prefill and decoding with several caches, in one process."""
+"""`mlx-snapkv bench`: compare the prefill and decoding speed of several caches in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .terminal_table import print_table
 if TYPE_CHECKING:
     from ..planning.settings import Setting
 
-MIN_CONTEXT = 1024  # tokens; at this length, the default policy keeps 64 entries, its minimum
+MIN_CONTEXT = 1024  # tokens; at this length the default policy keeps its minimum of 64 entries
 BENCH_POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 BENCH_SPARSE = ("budget=6.25%",)
 BENCH_REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
@@ -27,7 +27,7 @@ BENCH_CONTEXTS = "4096,16384,32768,65536,131072"
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What `bench` measures: model, caches, lengths and repetitions."""
+    """Options for `bench`: model, caches, lengths and number of trials."""
 
     model: Annotated[
         str | None,
@@ -64,7 +64,7 @@ class BenchOptions:
     output: Annotated[str | None, Option(help="Write OUTPUT.json and OUTPUT.md.")] = None
 
     def settings(self) -> list[Setting]:
-        """Return the settings to measure. The defaults are `BENCH_POLICIES` and `BENCH_SPARSE`.
+        """Return the settings to measure, by default `BENCH_POLICIES` and `BENCH_SPARSE`.
 
         Raises: SnapKVError: a value is invalid.
         """
@@ -84,16 +84,16 @@ def bench(*, options: BenchOptions) -> None:
     model = options.model
     settings = options.settings()
     for setting, n in product(settings, [*options.context, *options.prompt_tokens]):
-        decode_quota(setting, n)  # raises if a setting has no room for its entries
+        decode_quota(setting, n)  # raises if a budget is too small for its sink and window
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
     raise_on_interrupt()
     loaded = make_random_model() if model is None else load_model(model)[0]
-    hold_memory(loaded)  # the random model was not loaded by `load_model`, which does this
+    hold_memory(loaded)  # `load_model` already does this for other models
     result: dict[str, Any] = {**provenance(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
-            """Advance the bar, and write the rows so far, which remain if the command is stopped."""
+            """Advance the bar, and write the rows so far, so that they survive an interrupt."""
             result["speed"] = rows
             bars.done()
             if files is not None:

@@ -1,4 +1,4 @@
-"""Options of KV caches that commands share: quantisation, the policy or sparse attention, and --policy auto."""
+"""KV cache options shared by commands: quantisation, policies, sparse attention and --policy auto."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Snapkv = Annotated[
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The chunk size of prefill, and the quantisation of KV entries."""
+    """Options for the prefill chunk size and the quantisation of KV entries."""
 
     prefill_step_size: PrefillStepSize = 2048
     kv_group_size: Annotated[
@@ -52,13 +52,13 @@ class CacheOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Return the quantisation of the entries; None without --kv-bits."""
+        """Return the quantisation of KV entries, or None without --kv-bits."""
         from ..entries.quantization import Quantization
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
 
     def require(self, model: Any) -> None:
-        """Raise SnapKVError if the model's entries can't be quantised with these options."""
+        """Raise SnapKVError if the model's KV entries can't be quantised with these options."""
         from mlx_lm.models.cache import make_prompt_cache
 
         from ..caches.layers import attention_layers, require_quantizable
@@ -67,14 +67,14 @@ class CacheOptions:
             return
         try:
             layers = attention_layers(model, make_prompt_cache(model))
-        except UnsupportedModelError:  # only mlx-lm handles this model's entries
+        except UnsupportedModelError:  # this model's entries are left to mlx-lm
             return
         require_quantizable(model, layers, self.quantization)
 
 
 @dataclass(frozen=True)
 class MLXCacheOptions(CacheOptions):
-    """The options of KV entries, and mlx-lm's own options of a full cache."""
+    """KV cache options, plus mlx-lm's own options for a full cache."""
 
     max_kv_size: Annotated[
         int | None,
@@ -94,9 +94,9 @@ class MLXCacheOptions(CacheOptions):
     ] = None
 
     def generate_keywords(self, setting: Setting | None) -> dict[str, Any]:
-        """Return the options as keywords of `stream_generate`.
+        """Return the options as keyword arguments for `stream_generate`.
 
-        Raises: SnapKVError: --quantized-kv-start is given with a policy or sparse attention.
+        Raises: SnapKVError: --quantized-kv-start is combined with a policy or sparse attention.
         """
         if self.quantized_kv_start is not None and setting is not None:
             raise SnapKVError(
@@ -109,7 +109,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if --kv-bits has no effect on a prompt and answer of `n_tokens` tokens together."""
+        """Yield a note if prompt and answer (`n_tokens` in total) are too short for --kv-bits to have an effect."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
@@ -122,7 +122,10 @@ class MLXCacheOptions(CacheOptions):
             )
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
-        """Raise SnapKVError if the model does not support the options, or --max-kv-size excludes another option."""
+        """Check that the model supports the options, and that they can be combined.
+
+        Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another one.
+        """
         from ..models import type_of
 
         super().require(model)
@@ -141,7 +144,7 @@ class MLXCacheOptions(CacheOptions):
 def parse_settings(
     policy: Iterable[str] | None, snapkv: str | None = None, sparse: Iterable[str] | None = None
 ) -> list[Setting]:
-    """Return the settings that --snapkv, every --policy and every --sparse name.
+    """Parse the values of --snapkv, --policy and --sparse into settings.
 
     Raises: SnapKVError: a text can't be parsed.
     """
@@ -156,7 +159,7 @@ def parse_settings(
 
 
 def parse_setting(option: str, text: str) -> Setting:
-    """Return the setting that `text` names as the value of the option "snapkv", "policy" or "sparse".
+    """Parse `text` as the value of `option`, which is "snapkv", "policy" or "sparse".
 
     Raises: SnapKVError: the text can't be parsed. The message names the flag and the text.
     """
@@ -172,7 +175,7 @@ def parse_setting(option: str, text: str) -> Setting:
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy that compresses prompts, or the sparse attention that reads them."""
+    """Options that select a policy or sparse attention."""
 
     policy: Annotated[
         str | None,
@@ -186,26 +189,29 @@ class PolicyOptions:
 
     @property
     def flag(self) -> str:
-        """Return the flag that names the policy or sparse attention; empty without one."""
+        """Return the flag that selects the policy or sparse attention, or an empty string if none is set."""
         for option in ("snapkv", "policy", "sparse"):
             if getattr(self, option) is not None:
                 return flag_of(option)
         return ""
 
     def resolve(self) -> Setting | None:
-        """Return the policy or sparse attention, or None. Raises: SnapKVError: it can't be parsed, or two are given."""
+        """Return the selected policy or sparse attention, if any.
+
+        Raises: SnapKVError: a value can't be parsed, or several flags are set.
+        """
         from ..planning.settings import resolve_setting
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
         settings = [parse_setting(name, text) for name, text in texts.items() if text is not None]
         if len(settings) == 1:
             return settings[0]
-        return resolve_setting(**texts)  # None without a text; raises for several
+        return resolve_setting(**texts)  # None if no flag is set; raises if several are
 
 
 @dataclass(frozen=True)
 class AutoPolicyOptions(PolicyOptions):
-    """The policy or sparse attention, or auto, which chooses one for the prompt and this machine."""
+    """`PolicyOptions` plus --policy auto, which chooses a setting for the prompt and this machine."""
 
     policy: Annotated[
         str | None,
@@ -223,15 +229,17 @@ class AutoPolicyOptions(PolicyOptions):
 
     @property
     def is_auto(self) -> bool:
-        """Return whether --policy is auto. Raises: SnapKVError: --snapkv is given, too."""
+        """Return whether --policy is auto. Raises: SnapKVError: --snapkv is set, too."""
         from ..planning.settings import asks_for_auto
 
         return asks_for_auto(self.snapkv, self.policy)
 
     def resolve(self) -> Setting | None:
-        """Return the policy or sparse attention; None for the full cache or auto, which has not chosen yet.
+        """Return the selected policy or sparse attention.
 
-        Raises: SnapKVError: the text can't be parsed, or two options name a setting.
+        Return None for the full cache, and for auto, which chooses later.
+
+        Raises: SnapKVError: a value can't be parsed, or several options select a setting.
         """
         if self.is_auto and self.sparse is not None:
             raise SnapKVError(
@@ -241,13 +249,13 @@ class AutoPolicyOptions(PolicyOptions):
 
 
 def _sparse_flag(name: str) -> Any:
-    """Return a field for an option of `Sparse` that has a flag of its own."""
+    """Return a dataclass field for a `Sparse` option that has its own flag."""
     return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """The options of sparse attention that have flags of their own."""
+    """Sparse attention options that have their own flags."""
 
     store: str | None = _sparse_flag("store")
     store_dir: str | None = _sparse_flag("store_dir")
@@ -261,21 +269,22 @@ class StoreOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the values of the flags that are set, by option of `Sparse`."""
+        """Return the values of the flags that are set, keyed by `Sparse` option."""
         values = {name: getattr(self, name) for name in STORE_OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
 
     def completed(self, setting: Setting | None) -> Setting | None:
-        """Return sparse attention with these options where it has none of its own; any other setting as it is."""
+        """Apply these options where sparse attention uses defaults. Return any other setting unchanged."""
         if not isinstance(setting, Sparse):
             return setting
         unset = [name for name in self.given if getattr(setting, name) == getattr(Sparse, name)]
         return replace(setting, **{name: self.given[name] for name in unset})
 
     def folded_into(self, setting: Setting | None) -> Setting | None:
-        """Return a setting with these options.
+        """Return `setting` with these options applied.
 
-        Raises: SnapKVError: a store is given, and the setting is not sparse attention, or has other values.
+        Raises: SnapKVError: --store is set without sparse attention, or an option conflicts with the setting's own
+            value.
         """
         if isinstance(setting, Sparse):
             for name, value in self.given.items():
@@ -303,13 +312,15 @@ STORE_OPTIONS = tuple(each.name for each in fields(StoreOptions))
 
 @dataclass(frozen=True)
 class CompressionOptions(StoreOptions, AutoPolicyOptions):
-    """All options of a request: the policy, the sparse attention and its store, or auto."""
+    """All compression options of a request: a policy, sparse attention with its store, or auto."""
 
     @property
     def setting(self) -> Setting | None:
-        """Return the setting with its store; None for the full cache or auto, which has not chosen yet.
+        """Return the selected setting with its store options.
 
-        Raises: SnapKVError: an option can't be read, or options exclude each other.
+        Return None for the full cache, and for auto, which chooses later.
+
+        Raises: SnapKVError: an option can't be parsed, or options conflict.
         """
         setting = self.resolve()
         return None if self.is_auto else self.folded_into(setting)
@@ -317,9 +328,11 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
     def setting_for_task(
         self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
     ) -> Setting | None:
-        """Return the setting for prompts that are not known yet; for auto its choice, which is printed.
+        """Return the setting for a task whose prompts are not known yet.
 
-        The arguments are those of `recommend`. Raises: SnapKVError: options exclude each other.
+        With --policy auto, the choice is printed. See `recommend` for the arguments.
+
+        Raises: SnapKVError: options conflict.
         """
         setting = self.setting
         recommendation = self.recommend(model, None, task, say, generation)
@@ -334,15 +347,15 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> Recommendation | None:
-        """Return the choice of --policy auto, and print it with `say` as one line; None without auto.
+        """Choose a setting for --policy auto, and print the choice on one line. Return None without auto.
 
         Args:
-            model: a loaded model, or the name of a model.
-            n_prompt: tokens of the prompt; None if the prompts are not known yet.
+            model: loaded model, or a model's name.
+            n_prompt: prompt length in tokens; None if the prompts are not known yet.
             task: "question", "conversation" or "batch".
             say: prints a line.
-            generation: mlx-lm's options of `generate_step`.
-            max_tokens: tokens of the answer; None is mlx-lm's default.
+            generation: options for mlx-lm's `generate_step`.
+            max_tokens: maximum answer length in tokens; None uses mlx-lm's default.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS
@@ -363,7 +376,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
             kv_memory=self.kv_memory,
             store=self.store,
         )
-        assert recommendation is not None  # auto is asked for
+        assert recommendation is not None  # `is_auto` is true
         say(str(recommendation))
         config = recommendation.config
         return recommendation._replace(

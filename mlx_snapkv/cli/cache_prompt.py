@@ -32,9 +32,9 @@ def cache_prompt(
 ) -> None:
     r"""Read a long text once and save its KV cache: all entries, or what a policy keeps.
 
-    generate --prompt-cache-file then starts each answer from the saved cache. With --sparse all entries are saved, for
-    answers to choose from; with --store file a text of any length is read in little memory, and its entries
-    are saved in a folder beside the file.
+    generate --prompt-cache-file then starts each answer from the saved cache. With --sparse, all entries are saved, and
+    answers choose which ones to read. With --store file, a text of any length is read in little memory, and its entries
+    are saved in a folder next to the file.
 
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
@@ -84,7 +84,7 @@ def cache_prompt(
     }
     saved_policy = report.policy if report.compressed else NO_POLICY
     if config.sparse is not None:
-        # Even for a short text, because answers continue with this setting.
+        # Record the setting even if a short text was not compressed, because answers continue with it.
         saved_policy = str(setting)
     save = partial(saved.save, path, loaded, caches, tokens, saved_policy, notes)
     outcome = _save(path, save, console)
@@ -94,7 +94,7 @@ def cache_prompt(
 
 
 def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
-    """Call `save(progress)` with a progress bar, and describe for the closing line what was written to `path`."""
+    """Call `save(progress)` with a progress bar, and describe the written files for the closing line."""
     from .progress import writing_bar
 
     replaced = ", replacing the earlier file" if path.exists() else ""
@@ -125,13 +125,13 @@ def _read(
     setting: Setting | None,
     **loop_options: Any,
 ) -> tuple[list, CompressionReport]:
-    """Read a text, and return its caches and a report.
+    """Prefill the text, and return its caches and a report.
 
     Args:
         model: an mlx-lm model.
         tokens: token ids of the text.
-        setting: setting that compresses the caches, or sparse attention; None for the full cache.
-        **loop_options: mlx-lm's options for the prefill.
+        setting: policy or sparse attention; None for the full cache.
+        **loop_options: mlx-lm's prefill options.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache

@@ -1,4 +1,4 @@
-"""The commands of a chat, which are lines that start with a slash."""
+"""Slash commands for `mlx-snapkv chat`."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +32,12 @@ Handler = Callable[[Session, str], None]
 
 
 class Command(NamedTuple):
-    """A command of the chat. The docstring of `do` is its help text.
+    """A slash command. The docstring of `do` is its help text.
 
     Attributes:
-        arguments: the arguments, as shown in the help.
-        completer: completes the arguments.
-        do: runs the command, given the session and the text of the arguments.
+        arguments: argument synopsis for the help.
+        completer: completer for the arguments.
+        do: function that runs the command, called with the session and the argument text.
     """
 
     arguments: str
@@ -49,10 +49,10 @@ CHAT_COMMANDS: dict[str, Command] = {}
 
 
 def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
-    """Return a decorator that registers a function as a command; `_files` becomes /files.
+    """Register a function as a slash command. A function named `_files` becomes /files.
 
     Args:
-        arguments: the arguments, as shown in the help; `FILE` is a file name.
+        arguments: argument synopsis for the help; `FILE` means a file name.
         *words: completions for arguments that are not file names.
     """
     paths = PathCompleter(expanduser=True)
@@ -67,10 +67,10 @@ def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
 
 
 def run_command(session: Session, line: str) -> None:
-    """Run the command in a line.
+    """Parse a line, and run its command.
 
     Raises:
-        SnapKVError: the command does not exist, or fails.
+        SnapKVError: the command does not exist, or it fails.
         StopIteration: the command ends the chat.
     """
     name, _, arguments = line.partition(" ")
@@ -98,7 +98,7 @@ class CommandCompleter(Completer):
     """Completes command names and arguments."""
 
     def get_completions(self, document, complete_event) -> Iterator:
-        """Yield command names or, after a name, completions of its arguments."""
+        """Complete the command name, or the arguments after it."""
         name, space, arguments = document.text_before_cursor.partition(" ")
         if not space and name.startswith("/"):
             names = WordCompleter(list(CHAT_COMMANDS), WORD=True)
@@ -133,7 +133,9 @@ def _files(session: Session, arguments: str) -> None:
 
 
 def _detach(session: Session, arguments: str) -> None:
-    """Detach the first file that matches the arguments of "/files detach", a number or a name.
+    """Handle "/files detach N", where N is the number or name of an attached file.
+
+    If several files have the same name, the first one is detached.
 
     Raises: SnapKVError: the arguments do not start with "detach", or no unread file matches.
     """
@@ -171,7 +173,7 @@ def _retry(session: Session, _: str) -> None:
 
 
 def _answer_again(session: Session) -> bool:
-    """Undo the last turn, and answer its message again. Return whether the answer is the same."""
+    """Undo the last turn and answer its message again. Return whether the answer is the same."""
     conversation = session.conversation
     n_turns = len(conversation.user_inputs)
     last_answer = conversation.messages[-1:]
@@ -194,8 +196,7 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # The last turn is read again with all entries. Entries of earlier turns remain as sparse attention computed
-        # them.
+        # Reread the last turn with full attention. Entries from earlier turns stay as sparse attention computed them.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:
@@ -240,10 +241,10 @@ def _stats(session: Session, _: str) -> None:
 
 
 def _entries_by_layer(entries: Sequence[int | None]) -> str:
-    """Describe the entries of each layer. Neighbouring layers with equal numbers share an item.
+    """Format the number of entries per layer. Consecutive layers with the same number share an item.
 
     Args:
-        entries: number of entries per KV head, by layer; None for layers without entries, which are omitted.
+        entries: entries per KV head in each layer; None for layers without entries, which are omitted.
     """
     items = []
     for n_entries, run in groupby(enumerate(entries), key=lambda pair: pair[1]):
@@ -263,7 +264,7 @@ def _save(session: Session, name: str) -> None:
     path = require_writable(name)
     replaced = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
-    session.replace(session.conversation)  # notes that the conversation is saved
+    session.replace(session.conversation)  # marks the conversation as saved
     session.say(f"saved in {path}{replaced}")
 
 
@@ -321,7 +322,7 @@ def _policy(session: Session, text: str) -> None:
 
 
 def _chosen_by_auto(session: Session) -> Setting | None:
-    """Return the setting that auto selects, and print the choice."""
+    """Let auto choose a setting, and print its choice."""
     options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
     generation = session.conversation.generation
     recommendation = options.recommend(
@@ -332,7 +333,7 @@ def _chosen_by_auto(session: Session) -> Setting | None:
         generation,
         generation.get("max_tokens"),
     )
-    assert recommendation is not None  # auto is asked for
+    assert recommendation is not None  # `options` asks for auto
     return recommendation.config.setting
 
 

@@ -1,4 +1,4 @@
-"""The state of a chat: its input, its conversation, and its output."""
+"""State of a chat: input lines, conversation and output."""
 
 import io
 import sys
@@ -27,25 +27,25 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-SHORT_TURN = 2048  # tokens; turns up to this length print no line about what they write to files
+SHORT_TURN = 2048  # tokens; turns up to this length don't announce how much they write to files
 
 
 class Lines:
-    """Iterates over the messages that the user types, until the end of the input.
+    """Iterable over the messages on standard input.
 
-    Pasted text is one message, and a backslash at the end of a line joins it with the next line. Every rank reads its
-    own standard input, because `mlx.launch` passes the same input to all.
+    Pasted text is one message. A backslash at the end of a line continues the message on the next line. Every rank
+    reads its own standard input, because `mlx.launch` passes the same input to all.
 
     Args:
-        stream: standard input; None, if it is closed, is an error.
-        completer: completes words in a terminal, with Tab.
+        stream: standard input, or None if it is closed, which is an error.
+        completer: completes words with Tab in a terminal.
 
     Attributes:
         interactive: whether the input is a terminal.
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
-        """Prepare a terminal for editing, and other input for UTF-8. Raises: SnapKVError: the input is closed."""
+        """Set up line editing for a terminal, or UTF-8 for other input. Raises: SnapKVError: the input is closed."""
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream
@@ -53,7 +53,7 @@ class Lines:
         self._session: PromptSession | None = None
         if self.interactive and not is_dumb_terminal():
             self._session = PromptSession(
-                # Prompts go to the terminal rather than to stdout, which contains only answers.
+                # Write prompts to the terminal, because stdout contains only answers.
                 output=create_output(always_prefer_tty=True),
                 completer=completer,
                 complete_style=CompleteStyle.READLINE_LIKE,
@@ -67,7 +67,7 @@ class Lines:
             yield message
 
     def _read_message(self) -> str | None:
-        """Return the next message; None at the end of the input."""
+        """Return the next message, or None at the end of the input."""
         while True:
             parts = []
             try:
@@ -83,16 +83,16 @@ class Lines:
             except EOFError:
                 if not parts:
                     return None
-                # The input ended after a backslash, so the lines before it are the message.
+                # The input ended after a backslash, so return the lines before it.
             return "\n".join(parts)
 
     def confirm(self, question: str) -> bool:
-        """Ask the user a question, and return whether the answer is yes."""
+        """Ask the user a yes/no question. Return True for yes."""
         question = f"{question} [y/N] "
         try:
             if self._session is None:
                 answer = self._read_line(question)
-            else:  # a separate session, so that the answer does not enter the history of messages
+            else:  # a separate session keeps the reply out of the message history
                 answer = PromptSession(output=self._session.output).prompt(question)
         except (KeyboardInterrupt, EOFError):
             return False
@@ -115,14 +115,14 @@ class Session:
     """A conversation with a user or a script. Answers go to stdout, everything else to stderr.
 
     Attributes:
-        model: the model's name, as typed by the user.
+        model: model name as typed by the user.
         sampling: sampling options, which /set changes.
         console: prints progress and warnings unless the chat is quiet.
-        context: context of the command.
-        policy: setting of new conversations.
-        compression: options of the command.
-        max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
-        names: file name of each attached document, by the document's text.
+        context: typer's context of the chat command.
+        policy: setting for new conversations.
+        compression: compression options from the command line.
+        max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
+        names: file names of attached documents, keyed by the document's text.
         exported: files written by /export.
         speed: speed of the last turn, as text.
     """
@@ -141,9 +141,9 @@ class Session:
     speed: str = ""
 
     def __post_init__(self) -> None:
-        """Start without a saved conversation or printed warnings."""
+        """Initialise the private state."""
         self._stderr = stderr_console()
-        self._saved: list[dict[str, str]] = []  # messages of the saved conversation
+        self._saved: list[dict[str, str]] = []  # the conversation's messages when it was last saved
         self._warned: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
@@ -151,13 +151,13 @@ class Session:
         self._stderr.print(text, markup=False, soft_wrap=True)
 
     def attach(self, text: str) -> int:
-        """Attach a document to the next message, and return its number of tokens."""
+        """Attach a document to the next message, and return its length in tokens."""
         conversation = self.conversation
-        # The thread only counts. After Ctrl-C it continues, and must not attach the document.
+        # The thread only counts tokens. It keeps running after Ctrl-C, so it must not attach the document itself.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_before = len(conversation.read)
-        # A document that does not fit is rejected together with its message.
+        # No limit here: a document that does not fit is rejected when its message is sent.
         self.console.announce(
             conversation.model, n_tokens, n_before, max_kv_bytes=NO_KV_LIMIT, **self._keywords
         )
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def _keywords(self) -> dict[str, Any]:
-        """Return the keywords of `generate_step` for the next turn."""
+        """Return the `generate_step` keywords for the next turn."""
         conversation = self.conversation
         return {"policy": conversation.policy, **conversation.generation}
 
@@ -176,7 +176,7 @@ class Session:
         prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
-        """Send a message, and print the answer while it is generated."""
+        """Send a message, and stream the answer to stdout."""
         conversation = self.conversation
         last = None  # the last response, which contains the speeds
         with self.console.bar(self._cost, self._require_memory) as update:
@@ -185,7 +185,7 @@ class Session:
                 for last in responses:
                     print(last.text, end="", flush=True)
             finally:
-                responses.close()  # ends an interrupted turn now, rather than when Python collects the generator
+                responses.close()  # ends an interrupted turn now, not when the generator is garbage-collected
                 if last is not None:
                     print(flush=True)
                     self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
@@ -196,12 +196,12 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """Describe the setting of the conversation."""
+        """Describe the conversation's setting."""
         return f"policy {self.conversation.policy or 'none'}"
 
     @property
     def waiting(self) -> str:
-        """Describe the attached documents that the model has not read; empty without any."""
+        """Return a clause about attached documents that are not read yet, or an empty string."""
         n = len(self.conversation.attached)
         if n == 0:
             return ""
@@ -209,7 +209,7 @@ class Session:
         return f", and {documents} will be read with your next message"
 
     def name_of(self, document: str) -> str:
-        """Return the file name of a document, or the start of its text if it came from a saved conversation."""
+        """Return a document's file name, or the start of its text if it came from a saved conversation."""
         if self.names.get(document):
             return self.names[document]
         beginning = " ".join(document[:200].split())
@@ -218,9 +218,9 @@ class Session:
         return f"“{beginning}”"
 
     def may_replace(self) -> bool:
-        """Return whether the conversation may be discarded: it is saved, or the user agrees. Scripts always agree.
+        """Check whether the conversation may be discarded, and ask the user if it is not saved.
 
-        If the conversation is not saved, the user is asked. A line says if the conversation continues.
+        Scripts are never asked. If the user declines, print that the conversation continues.
         """
         is_saved = not self.conversation.user_inputs or self.conversation.messages == self._saved
         if is_saved or not self.lines.interactive:
@@ -231,18 +231,18 @@ class Session:
         return is_agreed
 
     def replace(self, conversation: Conversation) -> None:
-        """Continue with a conversation that is saved or new, and so may be discarded until the next turn."""
+        """Switch to a saved or new conversation, which may be discarded until the next turn."""
         self.conversation = conversation
         self._saved = conversation.messages
 
     def start_again(self, line: str, **changes: Any) -> None:
-        """Start a new conversation, if the current one may be discarded, and print `line`.
+        """Start a new conversation if the current one may be discarded, and print `line`.
 
-        The setting of a loaded file is dropped.
+        A setting that came from a loaded file is not kept.
 
         Args:
-            line: the line to print.
-            **changes: new values of the keywords `system` and `policy`. With changes, attached documents stay attached.
+            line: line to print.
+            **changes: new values for `system` and `policy`. If any is given, attached documents stay attached.
         """
         if not self.may_replace():
             return
@@ -263,7 +263,7 @@ class Session:
         self.say(line + self.waiting)
 
     def as_markdown(self) -> str:
-        """Return the conversation as Markdown. Documents are represented by their names."""
+        """Return the conversation as Markdown, with file names in place of documents."""
         titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
         turns = iter(self.conversation.user_inputs)
         parts = [f"# Chat with {self.model}", self.settings]
@@ -278,7 +278,7 @@ class Session:
         return "\n\n".join(parts) + "\n"
 
     def _cost(self, n_new: int) -> FileCost | None:
-        """Return the bytes that a turn will write to files; None for short turns, or if the store is not in files."""
+        """Return what a turn will write to files. Return None for short turns and for stores in memory."""
         conversation = self.conversation
         if n_new <= SHORT_TURN:
             return None

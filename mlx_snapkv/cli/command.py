@@ -1,4 +1,4 @@
-"""Make commands from functions: dataclass fields become options, and mistakes become one sentence."""
+"""Build typer commands from functions with dataclass parameters, and report usage errors in one sentence."""
 
 import contextlib
 import functools
@@ -16,17 +16,17 @@ from .config import SETTING_OPTIONS, ConfigValue, config_values
 
 Group = TypeVar("Group")
 
-# The panels of `--help`, in order. Options without a panel are in "Options".
+# Panels of `--help`, in order. Options without a panel go to "Options".
 PANELS = "Arguments", "Options", "KV cache", "Sampling", "Output", "Model and prompt", "Server"
 ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with an option for each field of the function's dataclass parameters.
+    """Turn a function into a command with one option per field of its dataclass parameters.
 
-    Fields are annotated like parameters of a typer command: `Annotated[int, Option(min=1, help="...")]`. Fields that
-    are options of the library's `Sparse` have their help in metadata instead. The command creates each dataclass from
-    the values of its fields, and calls the function. Other parameters do not change.
+    Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. Fields for
+    options of the library's `Sparse` have their help in the field metadata instead. The command builds each dataclass
+    from its option values, and calls the function. Other parameters stay as they are.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -50,7 +50,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
-    """Yield a keyword-only parameter for each field of a dataclass, with its default and typer annotation."""
+    """Yield a keyword-only parameter, with default and typer annotation, for each field of a dataclass."""
     annotations = get_type_hints(group, include_extras=True)
     for each in fields(group):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -65,7 +65,7 @@ def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# Option -> (option without which it has no effect, text that the value of this option must contain).
+# Option -> (the option it requires, text that the required option's value must contain).
 REQUIRED_OPTIONS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
@@ -77,16 +77,19 @@ REQUIRED_OPTIONS = {
 
 
 class Command(TyperCommand):
-    """A command that also takes options from variables and config.toml, and rejects options without effect."""
+    """A command that also reads options from environment variables and config.toml.
+
+    Options that have no effect are rejected.
+    """
 
     def config_values(self, ctx: Any) -> dict[str, ConfigValue]:
-        """Return the values of the command's options in variables and config.toml."""
+        """Return the command's option values from environment variables and config.toml."""
         return config_values(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. Values from variables and config.toml are the defaults.
+        """Parse the command line, with values from variables and config.toml as defaults.
 
-        Raises: SnapKVError: an option does not allow its value. Other usage errors are typer's.
+        Raises: SnapKVError: an option's value is invalid. Other usage errors raise typer's exceptions.
         """
         configured = self.config_values(ctx)
         ctx.meta["config"] = configured
@@ -104,7 +107,7 @@ class Command(TyperCommand):
         return rest
 
     def _source_of(self, option: Any, ctx: Any, args: list[str]) -> tuple[str, Any] | None:
-        """Return the flag, variable or key that sets an option, and the value; None if the option is not set."""
+        """Return the flag, variable or config key that sets an option, and its value. Return None if it is not set."""
         typed, *_ = self.make_parser(ctx).parse_args(list(args))
         value = typed.get(option.name)
         if value is not None:
@@ -113,9 +116,10 @@ class Command(TyperCommand):
         return None if configured is None else (configured.origin, configured.value)
 
     def _drop_overridden(self, ctx: Any) -> None:
-        """Reset configured values without effect: overridden values, and a store that sparse attention does not use.
+        """Reset configured values that have no effect.
 
-        If one of `SETTING_OPTIONS` was typed, it overrides their configured values. The policy "none" becomes None.
+        If one of `SETTING_OPTIONS` was typed, the configured values of all of them are reset. A configured store is
+        reset unless sparse attention may use it. The policy "none" becomes None.
         """
         params = ctx.params
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
@@ -129,7 +133,7 @@ class Command(TyperCommand):
             self._reset_configured(ctx, {"store"})
 
     def _reset_configured(self, ctx: Any, names: set[str]) -> None:
-        """Reset those of the named options that were set by a variable or config.toml."""
+        """Reset the named options if a variable or config.toml set them."""
         configured = ctx.meta["config"]
         for option in self.params:
             is_named = option.name in names and option.name in configured
@@ -138,7 +142,7 @@ class Command(TyperCommand):
                 del configured[option.name]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options to the help text, in one section per panel, without types and negative flags."""
+        """Write the options to the help text, one section per panel, without types and --no- flags."""
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
         options: list[Any] = self.get_params(ctx)
         for option in options:
@@ -152,7 +156,7 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. If an error is about an option from a variable or config.toml, add its origin."""
+        """Run the command. Errors about an option from a variable or config.toml name its origin."""
         try:
             self._reject_options_without_effect(ctx)
             return super().invoke(ctx)
@@ -164,8 +168,8 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
-        """Reject typed options that need another option (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
-        # A store may still come from --sparse, from /policy in a chat, from auto, or from a saved prompt.
+        """Reject typed options whose required option is missing (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
+        # The file store may also come from --sparse, /policy in a chat, auto, or a saved prompt.
         may_get_store = (
             "file" in _stores_in(ctx.params.get("sparse"))
             or self.name == "chat"
@@ -183,12 +187,12 @@ class Command(TyperCommand):
 
 
 def _stores_in(sparse: Any) -> list[str]:
-    """Return the stores that the values of --sparse name, such as "file" in "top_k=1024,store=file"."""
+    """Return the stores named in --sparse values, such as "file" in "top_k=1024,store=file"."""
     return re.findall(r"\bstore\s*=\s*(\w+)", str(sparse))
 
 
 def _is_named(message: str, option: str, value: Any) -> bool:
-    """Return whether an error's message names an option, or the start of its value, such as a policy's name."""
+    """Check whether an error message contains an option, or the start of its value, such as a policy name."""
     if flag_of(option) in message:
         return True
     start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
@@ -202,9 +206,9 @@ def is_typed(ctx: Any, name: str) -> bool:
 
 
 def typed_only(ctx: Any, group: Group, *names: str) -> Group:
-    """Return a copy of a dataclass of options, in which the named ones are reset unless they were typed.
+    """Return a copy of an options dataclass with the named options reset unless they were typed.
 
-    Their configured values are also removed from the context, so that errors do not name them as an origin.
+    Their configured values are also removed from the context, so that errors don't report them as an origin.
     """
     defaults = {each.name: each.default for each in fields(group)}  # type: ignore[arg-type]
     reset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
@@ -214,20 +218,20 @@ def typed_only(ctx: Any, group: Group, *names: str) -> Group:
 
 
 def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
-    """Return the error sentence for a value that an option does not allow, with the allowed values.
+    """Return the error message for an invalid option value, with the allowed values.
 
     Args:
-        name: flag, variable or key that set the value.
-        option: the option, in typer's representation.
-        value: the value.
-        error: the `BadParameter` raised by typer or by the option's `parser`.
+        name: flag, variable or config key that set the value.
+        option: typer's object for the option.
+        value: the invalid value.
+        error: `BadParameter` raised by typer or by the option's `parser`.
     """
-    # Older versions of typer have the range in the option's type.
+    # Older versions of typer store the range in the option's type.
     kind = getattr(option, "type", option)
     least = getattr(kind, "min", None)
     most = getattr(kind, "max", None)
     rule = error.message.rstrip(".")
-    # If the value is not a number, the error's message is kept.
+    # Keep the error's own message if the value is not a number.
     with contextlib.suppress(ValueError, TypeError):
         if least is not None and not least <= float(value) <= (most or float("inf")):
             bounds = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -238,12 +242,12 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option: `max_kv_size` becomes `--max-kv-size`."""
+    """Return an option's flag: `max_kv_size` becomes `--max-kv-size`."""
     return f"--{name.replace('_', '-')}"
 
 
 def in_flags(error: SnapKVError) -> str:
-    """Return an error's message with flags in place of keywords: `max_kv_size=512` becomes `--max-kv-size 512`."""
+    """Return an error message with flags in place of keywords: `max_kv_size=512` becomes `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:
         value = "" if option.value is None else f" {option.value}"

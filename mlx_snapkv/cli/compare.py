@@ -29,7 +29,7 @@ COMPARE_REMARK = (
 
 @dataclass(frozen=True)
 class CompareOptions(options.OutputOptions):
-    """The methods that `compare` compares, and the page that it writes."""
+    """Options for the methods to compare and the output page."""
 
     policy: Annotated[
         list[str] | None,
@@ -60,8 +60,8 @@ def compare(
 ) -> None:
     r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
-    Policies that choose after prefill share one reading of the prompt. Policies that evict during prefill, and sparse
-    attention, read it again. Answers are greedy. The page shows the answers side by side, and the entries kept.
+    Policies that choose after prefill share one pass over the prompt. Policies that evict during prefill, and sparse
+    attention, each need their own. Answers are greedy. The page shows the answers side by side, and the entries kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -73,7 +73,7 @@ def compare(
     from ..planning.long_prompts import LongPrompts
 
     path = require_page(shown.output, ".html")
-    # Check the methods before the model is loaded.
+    # Check the methods before loading the model.
     methods = methods_of(shown.policy, shown.sparse, store=store)
     console = PromptConsole(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
@@ -113,11 +113,11 @@ def compare(
 
 
 def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[Method]:
-    """Return the full cache, sparse attention and two policies, with values suitable for `n_prompt` tokens."""
+    """Return the full cache, sparse attention and two policies, sized for a prompt of `n_prompt` tokens."""
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
 
-    # The default number of entries would be a large part of a short prompt, so use a share.
+    # The default number of entries would cover much of a short prompt, so use a percentage.
     is_short = 4 * Sparse().entries(n_prompt) > n_prompt
     sparse = "budget=6.25%" if is_short else ""
     policies = worth_comparing(n_prompt)
@@ -131,21 +131,21 @@ def _ignore_text(name: str, text: str) -> None:
 
 
 class _AnswerPrinter:
-    """Prints parts of answers on stdout, each answer below its method's name."""
+    """Streams answers to stdout, each under its method's name."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
 
     def add(self, name: str, text: str) -> None:
-        """Print the next part of the answer by method `name`."""
-        # The name is printed with the first part of the answer, when the prompt's progress bar has disappeared.
+        """Print the next part of a method's answer."""
+        # Print the name with the first part of the answer, when the prompt's progress bar has disappeared.
         heading = "" if name in self._names else f"── {name}\n"
         self._names.add(name)
         print(heading, text, sep="", end="", flush=True)
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:
-    """Return the table of a comparison, with a row per method."""
+    """Return the comparison table, with one row per method."""
     columns = ["cache", "entries", "KV memory", "first token", "tokens/s", "KL", "same tokens"]
     remarks = [COMPARE_REMARK]
     remarks += [
@@ -168,7 +168,7 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
 
 
 def _same_tokens(answer: Compared) -> str:
-    """Return how many tokens after the compression equal the full cache's before the first difference."""
+    """Describe how many tokens match the full cache's answer, from the compression to the first difference."""
     if answer.kl is None:
         return ""
     if answer.differs is None:
@@ -178,7 +178,7 @@ def _same_tokens(answer: Compared) -> str:
 
 
 def _difference(answer: Compared) -> str:
-    """Return a line about the first token that differs from the full cache's, or why nothing was compressed."""
+    """Describe the first token that differs from the full cache's answer, or why nothing was compressed."""
     if answer.reason is not None:
         return f"{answer.name}: answered by the full cache, since {answer.reason}\n"
     if answer.differs is None:

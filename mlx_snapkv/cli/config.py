@@ -1,4 +1,4 @@
-"""Read values of options from MLX_SNAPKV_ variables and config.toml. `mlx-snapkv config` shows them."""
+"""Read option values from MLX_SNAPKV_ variables and config.toml. `mlx-snapkv config` shows them."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# The options that determine a request's setting. A more specific source of one of them overrides all three.
+# Options that determine a request's setting. A more specific source that sets one of them overrides all three.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
 
@@ -25,18 +25,18 @@ Table = dict[str, Any]  # a table of config.toml, with underscores in names
 
 
 class ConfigValue(NamedTuple):
-    """An option's value from a variable or from config.toml, and its origin."""
+    """An option's value from a variable or config.toml, and its origin."""
 
     value: Any
     origin: str
 
 
 class _Source(NamedTuple):
-    """All variables, or one table of config.toml.
+    """One source of values: all variables, or one table of config.toml.
 
     Attributes:
-        values: the values, by option name.
-        place: start of the description of each value's origin.
+        values: values by option name.
+        place: prefix for the origin of each value.
         is_shared: whether the values apply to all commands.
     """
 
@@ -45,30 +45,30 @@ class _Source(NamedTuple):
     is_shared: bool
 
     def origin(self, name: str) -> str:
-        """Return the origin of an option's value: the name of the variable, or the file, table and key."""
+        """Return where an option's value comes from: the variable's name, or the file, table and key."""
         key = name.upper() if self.place == PREFIX else name.replace("_", "-")
         return self.place + key
 
     def values_for(self, options: dict[str, Any]) -> Table:
-        """Return the values for a command with these options.
+        """Return the values that apply to a command with these options.
 
-        A policy "auto" for all commands is omitted if this command does not support auto.
+        A policy "auto" that is set for all commands is omitted if this command does not support auto.
         """
         values = {name: value for name, value in self.values.items() if name in options}
-        takes_auto = "kv_memory" in options  # only commands with --policy auto have this option
+        takes_auto = "kv_memory" in options  # only commands that support auto have this option
         if self.is_shared and not takes_auto and values.get("policy") == "auto":
             del values["policy"]
         return values
 
 
 def config_file() -> Path:
-    """Return the path of config.toml, which may not exist: in XDG_CONFIG_HOME, or otherwise in ~/.config."""
+    """Return the path of config.toml in XDG_CONFIG_HOME, or in ~/.config if unset. The file may not exist."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
 
 def config_values(context: Any) -> dict[str, ConfigValue]:
-    """Return the values of a command's options in variables and config.toml, by parameter name.
+    """Return the configured values of a command's options, keyed by parameter name.
 
     Raises: SnapKVError: config.toml can't be read, or has an unknown key.
     """
@@ -81,18 +81,18 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
 
 
 def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, ConfigValue]:
-    """Return the values for the options of the command at `path`, by parameter name.
+    """Return the configured values for the command at `path`, keyed by parameter name.
 
-    The most specific source of an option determines its value. The most specific source of any of `SETTING_OPTIONS`
-    determines all three.
+    The most specific source of an option wins. The most specific source that sets any of `SETTING_OPTIONS` determines
+    all three.
 
     Args:
-        command: the command, whose options are looked up.
-        path: names of the groups that contain the command, and its own.
+        command: command whose options are looked up.
+        path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
     """
     options = _options_of(command)
-    configured: dict[str, ConfigValue] = {}  # name of the flag -> value
+    configured: dict[str, ConfigValue] = {}  # flag name -> value
     for source in _most_specific_first(path, table):
         has_setting = any(name in configured for name in SETTING_OPTIONS)
         for name, value in source.values_for(options).items():
@@ -106,10 +106,10 @@ def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, 
 
 
 def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
-    """Return the sources for the command at `path`: variables, its own table, then the tables around it.
+    """Return the sources for the command at `path`: variables, the command's table, then enclosing tables.
 
     Args:
-        path: names of the groups that contain the command, and its own.
+        path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
     """
     variables = {
@@ -144,15 +144,15 @@ def _check_table(table: Table, group: Any, place: str) -> Table:
 
     Args:
         table: the table as parsed from TOML.
-        group: the command or group to which the table applies.
-        place: start of error messages.
+        group: the command or group that the table applies to.
+        place: prefix for error messages.
 
     Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()
     }
-    # A table may have the options of all commands in it.
+    # A group's table may set options of any command in the group.
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)
@@ -173,7 +173,7 @@ def _check_table(table: Table, group: Any, place: str) -> Table:
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command in a group and its subgroups, with the names that call it."""
+    """Yield (path, command) for every command in a group and its subgroups."""
     if not hasattr(command, "commands"):
         yield path, command
     for name, subcommand in getattr(command, "commands", {}).items():
@@ -181,7 +181,7 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 
 
 def _options_of(command: Any) -> dict[str, Any]:
-    """Return the options of a command, except --help, by flag name with underscores."""
+    """Return a command's options except --help, keyed by flag name with underscores."""
     options = {}
     for option in command.params:
         flag = option.opts[0]

@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: ask about facts in a document with all entries, few kept and few read, and compare speeds."""
+"""`mlx-snapkv demo`: ask about facts in a document with three kinds of cache, and compare their speed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from ..demo.documents import Fact
 
-KEPT_SHARE = 16  # 1/16 of the entries is kept, or read by a token
-CHUNK_SHARE = 8  # a chunk of the prompt reads 1/8 of the entries
+KEPT_SHARE = 16  # 1/16 of the entries are kept, or read per token
+CHUNK_SHARE = 8  # a prompt chunk reads 1/8 of the entries
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{KEPT_SHARE} kept",
     f"1/{KEPT_SHARE} read (sparse)",
 )
-DECODED_ENTRIES = 32_768  # number of entries in the full cache when decoding is timed
-DECODED_STEPS = 5  # number of decoded tokens
+DECODED_ENTRIES = 32_768  # entries in the full cache when decoding is timed
+DECODED_STEPS = 5  # tokens decoded for timing
 
 
 def demo(
@@ -49,8 +49,8 @@ def demo(
 ) -> None:
     """Hide facts in a long document, ask for them with all entries, with 1/16 kept, with 1/16 read, and time decoding.
 
-    The first question chooses the entries kept, so the small cache can answer it. The entries that later questions need
-    are gone. With sparse attention all entries stay, and every token chooses which of them it reads.
+    The first question chooses which entries are kept, so the small cache can answer it. The entries that later
+    questions need are gone. With sparse attention all entries stay, and every token chooses which ones it reads.
     """
     from rich.console import Console
     from rich.progress import track
@@ -78,14 +78,14 @@ def demo(
 
 
 def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
-    """Return the keywords of each `Conversation`, by the name of its column in the table."""
+    """Return the keyword arguments of each `Conversation`, keyed by table column."""
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
     few = n_prompt // KEPT_SHARE
     return {
         FULL_NAME: {},
-        # Without lookahead, which would answer the short questions from the full cache.
+        # Lookahead would answer the short questions from the full cache.
         SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
         SPARSE_NAME: {
             "sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE, when="always")
@@ -94,7 +94,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
 
 
 def _introduction(n_prompt: int, n_facts: int) -> str:
-    """Return the introduction to the three chats."""
+    """Introduce the three chats."""
     from ..sparse.options import LAST_TOKENS
 
     return (
@@ -106,7 +106,7 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
 
 
 def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
-    """Return the table of the chats, with a column per chat: its answers to the facts, and its figures."""
+    """Return the result table, with one column per chat: its answers, then its figures."""
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
@@ -120,7 +120,7 @@ def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
 
 
 def _next_steps(model: str, save_document: str | None, question: str, n_prompt: int) -> str:
-    """Return commands for the user's own model and text, and for the document if it was saved."""
+    """Suggest commands for the user's own model and text, and for the document if it was saved."""
     here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
     lines = [
@@ -150,9 +150,9 @@ def _save(document: str, name: str) -> None:
 def _column(
     model: Any, tokenizer: Any, document: str, facts: list[Fact], options: dict[str, Any]
 ) -> list[str]:
-    """Ask for all facts in a chat about the document.
+    """Ask for all facts in one chat about the document.
 
-    Returns: The cells of the chat's column: its answers in rich's markup, and its figures.
+    Returns: The chat's table cells: the answers with rich markup, then the figures.
     """
     from rich.markup import escape
 
@@ -164,7 +164,7 @@ def _column(
     chat.attach(document)
     cells = []
     n_right = 0
-    per_chunk = None  # entries per chunk in the first turn, which reads the document
+    per_chunk = None  # entries read per chunk in the first turn, which includes the document
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
         if chat.report is not None:
@@ -178,15 +178,15 @@ def _column(
     cells.append(f"{n_right}/{len(facts)}")
     cells.append(f"{per_chunk:,} at most" if per_chunk else "all before it")
     per_token = chat.report.entries if chat.report is not None else 0
-    cells.append(f"{per_token or len(chat.read):,}")  # the full cache's report has no entries
+    cells.append(f"{per_token or len(chat.read):,}")  # the full cache's report has no entry count
     cells.append(format_bytes(kv_bytes(chat.prompt_cache)))
     return cells
 
 
 def _speed(model: Any) -> str:
-    """Time decoding from `DECODED_ENTRIES` random entries, with SnapKV and with sparse attention.
+    """Time decoding over `DECODED_ENTRIES` random entries: full cache, SnapKV and sparse attention.
 
-    Returns: The times of a token, and the bytes that it reads, as text.
+    Returns: A sentence with the time and the bytes read per token.
     """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV

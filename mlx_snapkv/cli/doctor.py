@@ -1,4 +1,4 @@
-"""`mlx-snapkv doctor`: show the facts about this machine that a bug report needs."""
+"""`mlx-snapkv doctor`: print the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 

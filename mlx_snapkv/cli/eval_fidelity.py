@@ -1,4 +1,4 @@
-"""`mlx-snapkv eval fidelity`: measure how much a model's predictions change if the text before them is compressed."""
+"""`mlx-snapkv eval fidelity`: measure how much compressing a text changes a model's predictions."""
 
 import sys
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
-    """The texts, methods and settings for `eval fidelity`."""
+    """Options for `eval fidelity`: texts, methods and settings."""
 
     text: Annotated[
         list[str], Option(help="Text file, or folder of text files (recursive); repeatable.")
@@ -65,7 +65,7 @@ class FidelityOptions:
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """Compare a model's predictions after a compressed prompt with those after the full prompt, on your own texts.
 
-    It needs no questions with right answers. Policies that choose after prefill share one reading of a piece.
+    No questions with known answers are needed. Policies that choose after prefill share one pass over each piece.
 
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy keydiff:budget=25%
     """
@@ -95,7 +95,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.JUDGED_TOKENS,  # records that score earlier tokens, too, have another setting
+        "judged": measuring.JUDGED_TOKENS,  # rejects files that also score earlier tokens
     }
     run = partial(
         measuring.run,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Options that can't be combined with a saved prompt.
 EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
-# Options for which a saved prompt has its own values. Only the command line changes them.
+# Options whose values are stored with a saved prompt. Only the command line overrides them.
 SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *cache_options.STORE_OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
@@ -42,7 +42,7 @@ class QuestionOptions(PromptOptions):
 
 @dataclass(frozen=True)
 class AnswerOutputOptions(options.OutputOptions):
-    """Options for the output, and mlx-lm's --verbose."""
+    """Output options, including mlx-lm's --verbose."""
 
     verbose: Annotated[
         str,
@@ -55,13 +55,13 @@ class AnswerOutputOptions(options.OutputOptions):
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether --quiet or mlx-lm's --verbose False is given."""
+        """Return whether --quiet or mlx-lm's --verbose False is set."""
         return self.quiet or self.verbose.startswith("F")
 
 
 @dataclass(frozen=True)
 class ConstraintOptions:
-    """The option that makes an answer follow a JSON schema."""
+    """Option for answers that follow a JSON schema."""
 
     json_schema: Annotated[
         str | None,
@@ -73,7 +73,7 @@ class ConstraintOptions:
     ] = None
 
     def read(self) -> dict[str, Any] | bool | None:
-        """Return the JSON schema; None without the option. Raises: SnapKVError: it can't be read."""
+        """Return the JSON schema, or None without --json-schema. Raises: SnapKVError: it can't be read."""
         if self.json_schema is None:
             return None
         text = self.json_schema.strip()
@@ -89,9 +89,9 @@ class ConstraintOptions:
 
 
 def _is_json_text(value: str) -> bool:
-    """Return whether the value of --json-schema is JSON rather than the name of a file.
+    """Check whether the value of --json-schema is JSON rather than a file name.
 
-    A value that starts like an object counts as JSON, even if it is invalid.
+    A value that starts with "{" counts as JSON, even if it is invalid.
     """
     if value.startswith("{"):
         return True
@@ -110,7 +110,7 @@ def _constraint_keywords(
     prompt: PromptOptions,
     max_tokens: int,
 ) -> dict[str, Any]:
-    """Return keywords of `stream_generate` that make the answer follow a JSON schema.
+    """Return the `stream_generate` keywords that make the answer follow a JSON schema.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
@@ -130,9 +130,9 @@ def _constraint_keywords(
 
 
 def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
-    """Return dataclasses of options for a saved prompt, without values from variables and config.toml.
+    """Reset options that a saved prompt determines or excludes, unless they were typed.
 
-    Raises: SnapKVError: an option was typed that can't be combined with a saved prompt.
+    Raises: SnapKVError: a typed option can't be combined with a saved prompt.
     """
     typed_groups = []
     for group in groups:
@@ -175,7 +175,7 @@ def generate(
         prompt, draft, cache, compression = _with_saved_prompt(
             context, prompt, draft, cache, compression
         )
-    # A saved prompt may have a setting of its own, whose store --store changes.
+    # A saved prompt may have its own setting. In that case --store changes the store of that setting.
     setting = compression.setting if file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first(prompt.read)
@@ -233,16 +233,16 @@ class _Answer:
     """An answer that is printed while it is generated, and its figures.
 
     Attributes:
-        model_name: the model's name, as typed by the user.
-        keywords: keywords of `stream_generate`.
-        saved: saved prompt from which the answer continues.
-        output: options for the output.
+        model_name: model name as typed by the user.
+        keywords: keyword arguments for `stream_generate`.
+        saved: saved prompt that the answer continues, if any.
+        output: output options.
         advice: advice after "full cache" in the closing line.
-        recommendation: choice of --policy auto.
-        reports: reports of the request, at most one.
+        recommendation: what --policy auto chose, if it was used.
+        reports: the request's report, once there is one.
         texts: texts of the responses.
-        n_drafted: number of answer tokens that the draft model proposed.
-        last: last response of mlx-lm. Earlier ones are dropped, because each contains log-probabilities of the
+        n_drafted: number of answer tokens proposed by the draft model.
+        last: mlx-lm's last response. Earlier ones are dropped, because each contains log-probabilities for the whole
             vocabulary.
     """
 
@@ -258,7 +258,7 @@ class _Answer:
     last: Any = None
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], console: PromptConsole) -> None:
-        """Generate the answer. Print it on stdout, as text or a JSON object, and its figures on stderr."""
+        """Generate the answer. Print it on stdout, as text or as a JSON object, and its figures on stderr."""
         from ..engine.generate import stream_generate
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
@@ -293,7 +293,7 @@ class _Answer:
             print(flush=True)
         share = self._drafted_share
         drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
-        # The time of the first token is part of the prompt's time.
+        # The first token's time is counted as prompt time.
         is_timed = last.generation_tokens > 1 and last.generation_tps > 0
         speed = f"{last.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
         console.say(
@@ -310,13 +310,13 @@ class _Answer:
 
     @property
     def _drafted_share(self) -> float | None:
-        """Return the share of answer tokens that the draft model proposed; None without a draft model."""
+        """Return the fraction of answer tokens proposed by the draft model, or None without a draft model."""
         has_draft = "draft_model" in self.keywords
         return self.n_drafted / self.last.generation_tokens if has_draft else None
 
     @property
     def _kept_text(self) -> str:
-        """Describe the entries from which the answer was decoded, for the closing line."""
+        """Describe the cache that the answer was decoded from, for the closing line."""
         if self._continued is not None:
             return self._continued.kept_text
         if not self.reports:

@@ -1,4 +1,4 @@
-"""`mlx-snapkv inspect`: show the entries that a policy keeps, and the attention of the answer."""
+"""`mlx-snapkv inspect`: show which entries a policy keeps, and where the answer attends."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 SHADES = " ░▒▓█"
 MIN_MAP_WIDTH = 8  # characters
 MAX_MAP_WIDTH = 160  # characters
-# Characters for the share of votes after each line of the map, with a space on both sides.
+# Width of the vote share at the end of each map line, with a space on both sides.
 SHARE_WIDTH = 7
 
 
 @dataclass(frozen=True)
 class InspectOptions(options.OutputOptions):
-    """The policies that `inspect` shows, and the page or picture that it writes."""
+    """Options for the policies to inspect, and for the output page or picture."""
 
     snapkv: cache_options.Snapkv = None
     policy: Annotated[
@@ -132,7 +132,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the sentences with the most kept entries, in descending order, with the share that determines the order."""
+    """Print the sentences kept most, ranked by their share of the votes or of chosen entries."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     most_kept = sentences[0]
@@ -153,13 +153,13 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
 
 
 def _print_map(inspection: Inspection, console: Console) -> None:
-    """Print a line per layer, from the prompt's start to its end. Denser shades mean that more heads keep entries."""
+    """Print one line per layer, from the prompt's start to its end. Denser shades mean more heads keep entries."""
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
     free_width = console.width - margin - SHARE_WIDTH
     density = inspection.density(max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width)))
     for name, row, share in zip(names, density, inspection.shares, strict=True):
-        # The square root makes low densities visible: half of the shades represent the lowest quarter of densities.
+        # The square root makes low densities visible: half of the shades cover the lowest quarter of densities.
         shades = "".join(SHADES[ceil(cell**0.5 * (len(SHADES) - 1))] for cell in row)
         share_text = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {share_text}", no_wrap=True, crop=True)

@@ -1,4 +1,4 @@
-"""`mlx-snapkv models` and `mlx-snapkv policies`: list the supported model types, and the policies."""
+"""`mlx-snapkv models` and `mlx-snapkv policies`: list the supported model types and the eviction policies."""
 
 import json
 from typing import Annotated, Any, NamedTuple
@@ -11,13 +11,13 @@ ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
 class Choice(NamedTuple):
-    """A recommended setting for a use.
+    """A recommended setting for a use case.
 
     Attributes:
-        when: the use.
+        when: the use case.
         why: what the setting does.
         command: a command with the placeholders MODEL, TEXT and QUESTION.
-        pages: pages of docs/ with figures, separated by spaces.
+        pages: pages in docs/ with measurements, separated by spaces.
     """
 
     when: str
@@ -122,7 +122,7 @@ def policies(
 
 
 def _print_choices() -> None:
-    """Print the recommended setting for each use, with its command and the pages that contain its figures."""
+    """Print the recommended setting for each use case, with its command and pages with measurements."""
     for choice in CHOICES:
         files = [page.partition("#")[0] for page in choice.pages.split()]
         pages = ", ".join(f"docs/{file}" for file in files)
@@ -131,5 +131,5 @@ def _print_choices() -> None:
 
 
 def defaults(cls: Any) -> dict[str, str]:
-    """Return the default options of a policy as the user would type them, with the policy's own options first."""
+    """Return a policy's default options as the user would type them, starting with the policy's own options."""
     return {name: str(getattr(cls(), name)).lower() for name in cls.options()}

@@ -17,10 +17,10 @@ from .command import flag_of
 from .loading_errors import loading_problem
 from .process import raise_on_interrupt, silence_output
 
-# Maximum part of the machine's memory for float32 weights. KV entries become float32, too.
+# Maximum fraction of the machine's memory for float32 weights. KV entries also become float32.
 MAX_WEIGHTS_SHARE = 0.5
 INDEX = "model.safetensors.index.json"
-# Parts of error messages of mlx and mlx-lm about models that can't be split.
+# Substrings of mlx and mlx-lm error messages about models that can't be split.
 SPLIT_ERRORS = ("does not support", "must be positive", "annot shard", "annot be sharded")
 WITHOUT_LAUNCH = "start it without mlx.launch"
 
@@ -35,18 +35,18 @@ def load_model(
 ):
     """Load the model and tokenizer from a folder, a Hugging Face repository or an embedded model.
 
-    If `mlx.launch` has started several processes, each loads its shard, and then only rank 0 prints.
+    If `mlx.launch` started several processes, each loads its shard, and only rank 0 prints from then on.
 
     Args:
         name: the folder, repository or embedded model.
-        adapter_path: folder of LoRA adapters; None loads none.
-        trust_remote_code: whether the tokenizer may run code from the model's folder.
-        option: the flag that was given the name, for messages.
-        quantize_activations: whether activations are quantised like the weights.
-        pipeline: whether each process loads whole layers instead of a part of every layer; None for commands that run
+        adapter_path: folder of LoRA adapters, if any.
+        trust_remote_code: whether the tokenizer may run code from the model folder.
+        option: flag that names the model, for messages.
+        quantize_activations: whether to quantise activations like the weights.
+        pipeline: whether each process loads whole layers instead of a slice of every layer; None for commands that run
             in one process only.
 
-    Raises: SnapKVError: there is no such model, or mlx-lm can't load it. The message says what was looked for.
+    Raises: SnapKVError: the model does not exist, or mlx-lm can't load it. The message says what was looked for.
     """
     import mlx.core as mx
     from mlx_lm import load
@@ -58,10 +58,10 @@ def load_model(
     require_one_process(adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _folder_of(name, option)
     adapter = _adapter_folder(adapter_path)
-    # The tokenizer would warn that long texts fail. They don't, and commands have their own warning.
+    # Silence the tokenizer's warning that long texts fail. They don't, and commands have their own warning.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     raise_on_interrupt()
-    # `os.path.exists` returns False for invalid file names, for which `Path.exists` may raise.
+    # `os.path.exists` returns False for invalid file names, where `Path.exists` may raise.
     location = str(folder) if os.path.exists(folder) else name
     options: Any = {
         "tokenizer_config": {"trust_remote_code": trust_remote_code},
@@ -74,7 +74,7 @@ def load_model(
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
-    # Ranks with different memory could choose different dtypes, so several ranks keep the model's own.
+    # Ranks with different memory could choose different dtypes, so split models keep their own dtype.
     if n_ranks == 1 or name in MODELS:
         notice = _compute_in_float32(name, model, this_machine().memory)
         if notice is not None:
@@ -89,22 +89,22 @@ def _explaining_failures(option: str, name: str, folder: Path, action: str) -> I
     """Convert any exception in the `with` block to a SnapKVError that says why the model can't be loaded.
 
     Args:
-        option: the flag that was given the name, for messages.
+        option: flag that names the model, for messages.
         name: the folder, repository or embedded model.
-        folder: the folder of that name, which may not exist.
+        folder: folder of that name, which may not exist.
         action: see `loading_problem`.
     """
     try:
         yield
     except SnapKVError as error:
         raise SnapKVError("{} {}: {}", option, name, error) from error
-    except Exception as error:  # any error means that the files need repair
+    except Exception as error:  # any other error means that the model's files need repair
         problem = loading_problem(name, folder, error, action)
         raise SnapKVError(f"{option} {name}: {problem}") from error
 
 
 def _adapter_folder(path: str | None) -> str | None:
-    """Return a folder of adapters for mlx-lm. Raises: SnapKVError: the folder contains no adapters."""
+    """Return the adapter folder for mlx-lm. Raises: SnapKVError: the folder contains no adapters."""
     if path is None:
         return None
     folder = path_of(path, "--adapter-path")
@@ -114,12 +114,12 @@ def _adapter_folder(path: str | None) -> str | None:
 
 
 def _rope_changes(location: str, label: str) -> dict[str, Any]:
-    """Return changes to a model's config.json that give mlx-lm the values of `rope_parameters`.
+    """Return the config.json changes that make mlx-lm use the model's `rope_parameters`.
 
-    The values are listed in a line on stderr that starts with `label`.
+    The values are printed on stderr.
 
     Args:
-        location: the folder, or the name of a repository.
+        location: the folder or repository name.
         label: start of the line on stderr, which names the model.
 
     Raises: SnapKVError: mlx-lm does not support a value.
@@ -137,9 +137,11 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
 
 def _start_ranks(pipeline: bool | None) -> int:
-    """Return the number of processes started by `mlx.launch`. Silence all but rank 0, and share a sampling seed.
+    """Prepare the processes started by `mlx.launch`, and return how many there are.
 
-    Raises: SnapKVError: the command supports only one process, or --pipeline was given to a single process.
+    Only rank 0 prints, and all ranks share a sampling seed.
+
+    Raises: SnapKVError: the command supports only one process, or --pipeline is set for a single process.
     """
     import mlx.core as mx
 
@@ -162,7 +164,7 @@ def _start_ranks(pipeline: bool | None) -> int:
 
 
 def require_one_process(**options: Any) -> None:
-    """Check that there is one process if one of these options is set. Raises: SnapKVError."""
+    """Check that none of these options is set if there are several processes. Raises: SnapKVError."""
     from ..models.distributed import n_ranks
 
     for name, value in options.items():
@@ -210,7 +212,7 @@ def _load_shard(
 
 
 def _require_divisible_heads(model: Any, n_ranks: int) -> None:
-    """Check that the KV heads in a model's config.json can be split evenly among the ranks. Raises: SnapKVError."""
+    """Check that the model's KV heads can be split evenly among the ranks. Raises: SnapKVError."""
     args = getattr(model, "args", None)
     text_config = getattr(args, "text_config", None) or {}
     n_heads = getattr(args, "num_key_value_heads", None) or text_config.get("num_key_value_heads")
@@ -222,24 +224,24 @@ def _require_divisible_heads(model: Any, n_ranks: int) -> None:
 
 
 def load_without_weights(name: str, for_mac: bool = False):
-    """Make a model with uninitialised weights from its configuration and the headers of its weights.
+    """Build a model with uninitialised weights from its configuration and weight headers.
 
-    Nothing else is downloaded from a Hugging Face repository.
+    From a Hugging Face repository, nothing else is downloaded.
 
     Args:
         name: the folder, repository or embedded model.
         for_mac: whether to keep half precision, as on a machine with a GPU.
 
-    Raises: SnapKVError: there is no such model, or mlx-lm can't load it.
+    Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """
-    folder = _folder_of(name, "--model")  # finds mistakes before the slow imports
+    folder = _folder_of(name, "--model")  # reports mistakes before the slow imports
     from mlx_lm.utils import hf_repo_to_path
 
     from ..planning.machine import this_machine
     from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
-        with contextlib.suppress(Exception):  # not in the local cache: the hub is asked below
+        with contextlib.suppress(Exception):  # not in the local cache, so the hub is asked below
             folder = hf_repo_to_path(name)
     with _explaining_failures("--model", name, folder, "planned"):
         is_folder = os.path.exists(folder)
@@ -250,9 +252,9 @@ def load_without_weights(name: str, for_mac: bool = False):
 
 
 def _folder_of(name: str, option: str) -> Path:
-    """Return the folder of an embedded model or of a path. It may not exist if `name` can be a repository.
+    """Return the folder of an embedded model or a path. It may not exist if `name` is a repository name.
 
-    Raises: SnapKVError: the folder has no config.json, or there is no folder and `name` is not a repository name.
+    Raises: SnapKVError: the folder has no config.json, or it does not exist and `name` is not a repository name.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -263,7 +265,7 @@ def _folder_of(name: str, option: str) -> Path:
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
     try:
-        # A name without an owner is a mistyped folder, and rejected like an empty name.
+        # Reject a name without an owner like an empty name: it is a mistyped folder.
         validate_repo_id(name if "/" in name else "")
     except HFValidationError as error:
         raise SnapKVError(
@@ -276,14 +278,14 @@ def _folder_of(name: str, option: str) -> Path:
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU, if they fit in memory.
 
-    MLX emulates half precision on a CPU, which is several times slower. Return a notice about the conversion, or about
-    slow half precision; None if neither applies, or for embedded models.
+    MLX emulates half precision on a CPU, which is several times slower. Return a notice about the conversion or about
+    slow half precision. Return None if neither applies, and for embedded models.
 
     Args:
-        name: the model's name, as typed by the user.
-        model: the model with its weights.
-        memory: bytes of the machine's memory. Free memory would vary from run to run. Then answers would vary, and
-            saved prompts would no longer fit the model.
+        name: model name as typed by the user.
+        model: model with its weights.
+        memory: the machine's memory in bytes. Free memory would not do, because it varies from run to run: answers
+            would vary, too, and saved prompts would no longer fit the model.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import brief
 
-# Exceptions of the Hugging Face hub, by class name.
+# Hugging Face hub exceptions, by class name.
 HUB_ERRORS = {
     "LocalEntryNotFoundError": "the Hugging Face hub can't be reached, and the local cache does not hold it",
     "GatedRepoError": "the repository is gated: request access on its Hugging Face page, then run `hf auth login`",
@@ -16,7 +16,7 @@ HUB_ERRORS = {
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
 )  # fmt: skip
-# Functions of mlx-lm's loader -> problem if they fail. The first one found in the traceback counts.
+# Function of mlx-lm's loader -> problem if it fails. The first entry found in the traceback counts.
 LOADING_STEPS = {
     "load_tokenizer": "its tokenizer can't be read",
     "load_adapters": "the adapters don't fit",
@@ -27,13 +27,13 @@ LOADING_STEPS = {
 
 
 def loading_problem(name: str, folder: Path, error: Exception, action: str) -> str:
-    """Return why a model can't be loaded.
+    """Explain why a model can't be loaded.
 
     Args:
-        name: the folder or repository, as typed by the user.
-        folder: the folder of that name, which may not exist.
-        error: exception of the loader.
-        action: "loaded", or "planned" if only the configuration and the headers of the weights were needed.
+        name: folder or repository, as typed by the user.
+        folder: folder of that name, which may not exist.
+        error: the loader's exception.
+        action: "loaded", or "planned" if only the configuration and weight headers were needed.
     """
     if not folder.exists():
         from mlx_lm.utils import hf_repo_to_path
@@ -48,7 +48,7 @@ def loading_problem(name: str, folder: Path, error: Exception, action: str) -> s
 
 
 def _folder_problem(folder: Path, error: Exception) -> str:
-    """Return the problem with the files of a model folder: missing or damaged files, or the step that failed."""
+    """Describe the problem with a model folder: missing files, damaged files, or the step that failed."""
     from safetensors import SafetensorError, safe_open
 
     weights = sorted(folder.glob("model*.safetensors"))

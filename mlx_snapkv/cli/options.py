@@ -1,4 +1,4 @@
-"""Options that several commands share, alone or in dataclasses for `with_options`, and parsers for their values."""
+"""Options shared by several commands, and parsers for their values. `with_options` reads the dataclasses."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def parse_bytes(text: Any, least: int = 1) -> int:
-    """Parse a number of bytes, at least `least`, such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
+    """Parse a number of bytes such as "500MB", "4 GB" or "1.5e9". Units are decimal, and `least` is the minimum."""
     bounds = f" from {least:,}" if least > 1 else ""
     rule = f"a number of bytes{bounds}, such as 500MB or 4GB"
     number = str(text).strip().lower().removesuffix("b")
@@ -29,12 +29,12 @@ def parse_bytes(text: Any, least: int = 1) -> int:
 
 
 def parse_limit(text: Any) -> int:
-    """Parse a limit in bytes like `parse_bytes`; 0 means no limit."""
+    """Parse a limit in bytes, where 0 means no limit. See `parse_bytes`."""
     return parse_bytes(text, least=0)
 
 
 def parse_tokens(text: Any) -> int:
-    """Parse a number of tokens such as "4096", "128k" or "1M". Units are multiples of 1,024."""
+    """Parse a number of tokens such as "4096", "128k" or "1M". Units are powers of 1,024."""
     rule = f"a number of tokens from 1 to {MAX_PROMPT_TOKENS}, such as 4096, 128k or 1M"
     number = str(text).strip().lower()
     return _parse_number(number, TOKEN_UNITS, least=1, most=MAX_PROMPT_TOKENS, rule=rule)
@@ -45,12 +45,12 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
 
     Args:
         number: text such as "1.5k".
-        units: factor of each unit, which is one letter.
-        least: smallest value allowed.
-        most: largest value allowed.
-        rule: description of allowed values, for the error.
+        units: factors of the one-letter units.
+        least: smallest allowed value.
+        most: largest allowed value.
+        rule: description of the allowed values, for the error message.
 
-    Raises: BadParameter: it is not a number, or not from `least` to `most`.
+    Raises: BadParameter: the text is not a number, or the number is out of range.
     """
     factor = 1
     last = number[-1:]
@@ -73,9 +73,9 @@ def format_tokens(n: int) -> str:
 
 
 def lengths(least: int) -> Callable[[Any], list[int]]:
-    """Return a parser for whole numbers, at least `least`, separated by commas.
+    """Return a parser for comma-separated whole numbers of at least `least`.
 
-    Repeated numbers are dropped.
+    Duplicates are dropped.
     """
 
     def parse(text: Any) -> list[int]:
@@ -91,7 +91,7 @@ def lengths(least: int) -> Callable[[Any], list[int]]:
 
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
-    """Return a parser that accepts one of these values in upper or lower case."""
+    """Return a parser that accepts one of these values, ignoring case."""
     *others, last = map(str, values)
     value_by_text = {str(value).lower(): value for value in values}
 
@@ -192,7 +192,7 @@ class ModelOptions:
 
     @property
     def splits_layers(self) -> bool | None:
-        """Return the argument `pipeline` for `load_model`; None for commands that run in one process only."""
+        """Return `load_model`'s argument `pipeline`, which is None for commands that run in one process only."""
         return None
 
 
@@ -207,7 +207,7 @@ class ChatModelOptions(ModelOptions):
     ] = None
 
     def load(self) -> tuple[Any, Any]:
-        """Load the model and its tokenizer, with template options and additional end tokens."""
+        """Load the model and its tokenizer, and apply template options and extra end tokens."""
         model, tokenizer = super().load()
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
@@ -228,7 +228,7 @@ class ShardedModelOptions(ChatModelOptions):
 
     @property
     def splits_layers(self) -> bool:
-        """Return the argument `pipeline` for `load_model`."""
+        """Return `load_model`'s argument `pipeline`."""
         return self.pipeline
 
 
@@ -248,9 +248,9 @@ class DraftOptions:
     ] = 3
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-        """Load the draft model, if one is given, and return keywords of `stream_generate` for it.
+        """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: it can't be loaded, or its vocabulary differs in size from the main model's (`tokenizer`).
+        Raises: SnapKVError: it can't be loaded, or its vocabulary differs in size from the main model's `tokenizer`.
         """
         from .loading import load_model
 
@@ -285,7 +285,7 @@ class ConcurrencyOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """mlx-lm's sampling options, and the maximum number of tokens in an answer."""
+    """mlx-lm's sampling options, and the maximum answer length."""
 
     temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[
@@ -312,11 +312,13 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
-        """Return a copy in which the option `name` has the value in `text`; `context` is the command's.
+        """Return a copy with the option `name` set to the value in `text`.
 
-        Raises: SnapKVError: there is no such option, or it does not allow the value.
+        The command's `context` provides the parser for the value.
+
+        Raises: SnapKVError: the option does not exist, or the value is invalid.
         """
-        name = name.lstrip("-").replace("-", "_")  # the flag is accepted, too
+        name = name.lstrip("-").replace("-", "_")  # the flag works, too
         values = vars(self)
         if name not in values:
             known = ", ".join(f"/set {each}" for each in values)
@@ -333,7 +335,7 @@ class SamplingOptions:
     def generate_keywords(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keywords `max_tokens` and `sampler` for mlx-lm's `stream_generate`.
 
-        Raises: SnapKVError: a number of tokens to sample from is not smaller than the vocabulary.
+        Raises: SnapKVError: `top_k` or `min_tokens_to_keep` is not smaller than the vocabulary.
         """
         from mlx_lm.sample_utils import make_sampler
 
@@ -344,7 +346,7 @@ class SamplingOptions:
                 rule = f"less than the vocabulary's {vocabulary_size}"
                 raise OptionError(name, rule, options[name])
         del options["max_tokens"]
-        # XTC never excludes these tokens, so that answers keep their line breaks and their end.
+        # Exempt these tokens from XTC, so that answers keep their line breaks and end in time.
         special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special_tokens, **options)
         return {"max_tokens": self.max_tokens, "sampler": sampler}
@@ -370,14 +372,14 @@ def adapt_tokenizer(
 
 
 def _has_token(tokenizer: Any, token: str) -> bool:
-    """Return whether the vocabulary contains a token, given as id or text."""
+    """Check whether the vocabulary contains a token, which may be an id or text."""
     if token.isdecimal():
         return int(token) < len(tokenizer)
     return token in tokenizer.get_vocab()
 
 
 def seed_sampling(seed: int | None) -> None:
-    """Seed MLX's generator, unless `seed` is None."""
+    """Seed MLX's random number generator, unless `seed` is None."""
     import mlx.core as mx
 
     if seed is not None:

@@ -1,4 +1,4 @@
-"""`mlx-snapkv plan`: show the memory that a model's prompts need, without loading its weights."""
+"""`mlx-snapkv plan`: show how much memory a model's prompts need, without loading its weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))  # tokens
 
 
 def mac_bytes(text: Any) -> int:
-    """Parse the memory of a Mac. A small number is an error, because its unit must be missing."""
+    """Parse a Mac's memory size. Reject small numbers, which must lack a unit."""
     return parse_bytes(text, least=10**6)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The lengths of prompt and answer, and the machine, for which `plan` computes."""
+    """Options for `plan`: prompt length, answer length and machine."""
 
     context: Annotated[
         int | None,
@@ -57,9 +57,9 @@ def plan(
 ) -> None:
     r"""Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
 
-    It also says from which length sparse attention is faster, if requests have measured it on this machine, or if its
-    GPU can estimate it. It reads the model's configuration and the headers of its weights; from a Hugging Face
-    repository it downloads only these. docs/benchmarks.md explains the arithmetic.
+    It also says from which length sparse attention is faster, if earlier requests measured it on this machine, or if
+    this machine has a GPU to estimate it. Only the model's configuration and weight headers are read, or downloaded
+    from a Hugging Face repository. docs/benchmarks.md explains the arithmetic.
 
     \b
       mlx-snapkv plan --model demo
@@ -104,13 +104,13 @@ def plan(
 
 
 class ContextPlans(NamedTuple):
-    """The plans for prompts of one length.
+    """Memory plans for one prompt length.
 
     Attributes:
-        context: tokens of the prompt.
+        context: prompt length in tokens.
         plans: plans to show.
-        best: the recommended one of `plans`; None if none fits.
-        why: why `best` is recommended.
+        best: the recommended plan, which is one of `plans`; None if none fits.
+        why: reason for the recommendation.
     """
 
     context: int
@@ -121,15 +121,16 @@ class ContextPlans(NamedTuple):
 
 @dataclass(frozen=True)
 class Plans:
-    """Makes and prints plans for a model on a machine.
+    """Computes and prints memory plans for a model on a machine.
 
     Attributes:
-        model: the model's name, as typed by the user.
-        policy: the user's setting as text; None without one.
-        kv_bits: bits of kept entries; see --kv-bits.
-        kv_memory: limit for entries in bytes; see --kv-memory.
-        speed: this machine's speed record of sparse attention; None for another machine.
-        pays: lengths from which sparse attention pays on this machine; empty for another machine.
+        model: model name as typed by the user.
+        policy: the user's setting as text, if any.
+        kv_bits: bits per value of kept entries; see --kv-bits.
+        kv_memory: KV memory limit in bytes; see --kv-memory.
+        speed: speed record for sparse attention on this machine; None when planning for another machine.
+        pays: prompt lengths from which sparse attention is faster on this machine; empty when planning for another
+            machine.
     """
 
     model: str
@@ -152,7 +153,7 @@ class Plans:
     def for_context(self, n_prompt: int) -> ContextPlans:
         """Return the plans for a prompt of `n_prompt` tokens.
 
-        The user's policy is recommended if it fits, otherwise the choice of --policy auto.
+        Recommend the user's policy if it fits, and otherwise the choice of --policy auto.
         """
         from ..planning.auto import AutoRequest, recommend
         from ..planning.speed_record import Speed
@@ -165,7 +166,7 @@ class Plans:
         plans = []
         if self.kv_bits is not None:
             plans.append(self.planner.plan(n_prompt))  # for comparison
-        # Policies that would change nothing are shown only if the user chose them.
+        # Show policies that would change nothing only if the user chose them.
         plans += [
             plan for policy, plan in by_policy.items() if not plan.reason or policy == self.policy
         ]
@@ -192,7 +193,7 @@ class Plans:
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
     def _policies(self) -> list[str]:
-        """Return the settings to plan beside the full cache: the user's, or the candidates of auto."""
+        """Return the settings to plan in addition to the full cache: the user's setting, or the candidates of auto."""
         from ..planning.auto import SNAPKV, SPARSE
 
         if self.policy is not None:
@@ -219,7 +220,7 @@ class Plans:
         }
 
     def _recommended_to_dict(self, planned: ContextPlans) -> dict[str, Any]:
-        """Return the recommendation for one length, for JSON."""
+        """Return the JSON object for the recommendation at one length."""
         best = planned.best
         return {
             "context": planned.context,
@@ -257,7 +258,7 @@ class Plans:
             print(beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
-        """Return a command that answers a prompt according to a plan."""
+        """Return a command that answers a prompt as planned."""
         words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
             words += f" {_config(plan).flags}"
@@ -266,7 +267,7 @@ class Plans:
         return words
 
     def _table(self, planned: list[ContextPlans]) -> Table:
-        """Return a table with a row per plan."""
+        """Return a table with one row per plan."""
         usable = self.machine.usable
         weights = [plan.weights for each in planned for plan in each.plans]  # equal in all plans
         table = Table(
@@ -300,7 +301,7 @@ def _policy_text(plan: MemoryPlan) -> str:
 
 
 def _config(plan: MemoryPlan) -> CompressionConfig:
-    """Return the config of a plan, without quantisation."""
+    """Return a plan's config, without quantisation."""
     from ..planning.config import CompressionConfig
     from ..planning.settings import setting_named
 

@@ -1,4 +1,4 @@
-"""The process of a command: its standard streams, its exit, its open files, and Ctrl-C during imports."""
+"""A command's process: standard streams, exit status, open files, and Ctrl-C during imports."""
 
 import contextlib
 import io
@@ -8,11 +8,11 @@ import signal
 import sys
 from typing import Any, NoReturn, TextIO
 
-MAX_OPEN_FILES = 4096  # shells on a Mac allow 256, and --store file opens four files per layer
+MAX_OPEN_FILES = 4096  # macOS shells allow 256, and --store file opens four files per layer
 
 
 def open_standard_descriptors() -> None:
-    """Open the null device for closed standard descriptors, which would otherwise be reused by the next file."""
+    """Open the null device for closed standard descriptors. Otherwise, the next opened file would reuse them."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -21,9 +21,10 @@ def open_standard_descriptors() -> None:
 
 
 def replace_unencodable() -> None:
-    """Make stdout write "?" for letters that its encoding lacks. Otherwise such a letter would end the command.
+    """Make stdout print "?" for characters that its encoding lacks, instead of failing.
 
-    UTF-8 lacks none. An error handler set by the user, such as `PYTHONIOENCODING=cp1252:xmlcharrefreplace`, is kept.
+    UTF-8 can encode any character. An error handler set by the user, such as
+    `PYTHONIOENCODING=cp1252:xmlcharrefreplace`, is kept.
     """
     stdout = sys.stdout
     if not isinstance(stdout, io.TextIOWrapper) or stdout.encoding.lower() in ("utf-8", "utf8"):
@@ -33,7 +34,7 @@ def replace_unencodable() -> None:
 
 
 def allow_many_files() -> None:
-    """Raise the limit of open files to `MAX_OPEN_FILES`, or as far as the system allows."""
+    """Raise the open-file limit to `MAX_OPEN_FILES`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= MAX_OPEN_FILES:
         return
@@ -43,14 +44,14 @@ def allow_many_files() -> None:
 
 
 class Stderr:
-    """A wrapper of standard error that ignores write errors, because printing progress must not end the command."""
+    """Wrapper around standard error that ignores write errors, so that printing progress can't end the command."""
 
     def __init__(self, stream: TextIO | None):
-        """Wrap a stream. If it is closed (None), text is dropped."""
+        """Wrap a stream. If it is closed (None), drop all text."""
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write text if the stream accepts it, and return the length of the text."""
+        """Write text, ignoring errors, and return its length."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
         return len(text)
@@ -61,12 +62,12 @@ class Stderr:
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the stream."""
+        """Forward any other attribute to the stream."""
         return getattr(self._stream, name)
 
 
 class SilentStream(Stderr):
-    """A stream that drops all text, and keeps the stream that it replaces."""
+    """Stream that drops all text, and remembers the stream that it replaces."""
 
     def __init__(self, replaced: TextIO):
         """Store the replaced stream."""
@@ -75,7 +76,7 @@ class SilentStream(Stderr):
 
 
 def silence_output() -> None:
-    """Drop all output until `restore_stderr`. Ranks other than 0 do this, because rank 0 prints for all."""
+    """Drop all output until `restore_stderr` is called. Ranks other than 0 do this, because rank 0 prints for all."""
     silent: Any = SilentStream(sys.stderr)
     sys.stdout = sys.stderr = silent
 
@@ -87,7 +88,7 @@ def restore_stderr() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Flush stdout, and exit with `status`, or with at least 1 if stdout can't be written."""
+    """Flush stdout and exit with `status`. If stdout can't be written, status 0 becomes 1."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -97,13 +98,16 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process until `raise_on_interrupt`; an exception would leave libraries half imported."""
+    """Make Ctrl-C end the process until `raise_on_interrupt` is called.
+
+    During imports, an exception would leave libraries half imported.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
+    """Make Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, for callbacks with count and total, and for work in steps."""
+"""Progress bars on stderr."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from rich.theme import Theme
 
-LINE_INTERVAL = 30.0  # seconds between two lines if stderr is not a terminal
+LINE_INTERVAL = 30.0  # seconds between progress lines if stderr is not a terminal
 
-# Colours of the terminal's palette of which only green and red are readable on dark and light backgrounds.
+# Only the palette's green and red are readable on both dark and light backgrounds.
 PALETTE = Theme(
     {
         **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse"), "green"),
@@ -33,7 +33,7 @@ class _TokenSpeed(progress.ProgressColumn):
 
 
 class CallbackBar:
-    """A context manager that shows a progress bar, and returns its callback `update(done, total)`.
+    """Context manager that shows a progress bar, and returns its callback `update(done, total)`.
 
     In a terminal the bar disappears at the end. Elsewhere its last state remains.
 
@@ -41,16 +41,16 @@ class CallbackBar:
         console: console to print on.
         title: text before the bar.
         *columns: columns between the bar and the remaining time.
-        quiet: whether to show no bar.
+        quiet: whether to hide the bar.
 
     Attributes:
-        done: count of the last call.
+        done: `done` in the last call.
     """
 
     def __init__(
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
-        """Prepare the bar, which appears at the first call of the callback."""
+        """Create the bar. It appears once the callback is called."""
         self.done = 0
         self._bar = Progress(
             TextColumn(title),
@@ -73,7 +73,7 @@ class CallbackBar:
             self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
-        """Show the progress. The bar starts at the first call with `done < total`, and ends when `done == total`."""
+        """Update the bar. It appears at the first call with `done < total`, and stops when `done == total`."""
         self.done = done
         if done < total and not self._bar.live.is_started:
             self._bar.start()
@@ -84,27 +84,27 @@ class CallbackBar:
 
 
 def prefill_bar(console: Console) -> CallbackBar:
-    """Return a bar for tokens that are read, for mlx-lm's `prompt_progress_callback`."""
+    """Return a bar that counts prompt tokens, for mlx-lm's `prompt_progress_callback`."""
     count = TextColumn("{task.completed:,}/{task.total:,}")
     return CallbackBar(console, "reading the prompt", count, _TokenSpeed())
 
 
 def writing_bar(console: Console) -> CallbackBar:
-    """Return a bar for bytes that are written, for the `progress` of `saved.save`. Only terminals show it."""
+    """Return a bar that counts written bytes, for the `progress` of `saved.save`. Only terminals show it."""
     columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
 
 class StepBars:
-    """A context manager that shows bars for work in steps. If stderr is not a terminal, it prints lines instead.
+    """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        answers: file of results, which is named after Ctrl-C, because the same command continues it.
-        quiet: whether to show no bar.
+        answers: results file, which is named after Ctrl-C, because the same command continues it.
+        quiet: whether to hide the bars.
     """
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
-        """Prepare the bars, which appear when they are started."""
+        """Create the display. Each bar appears when it is started."""
         self._console = stderr_console(quiet)
         self._answers = answers
         self._progress = Progress(
@@ -140,7 +140,7 @@ class StepBars:
         self._end_printed = False
 
     def done(self, prints: bool = True) -> None:
-        """Count a finished step. If `prints` is false, print no line about it."""
+        """Count a finished step. If `prints` is False, print no line for it."""
         self._progress.advance(self._task)
         if prints:
             self._print_line()
@@ -151,7 +151,7 @@ class StepBars:
         self._print_line()
 
     def _print_line(self) -> None:
-        """Print the progress as a line if stderr is not a terminal, and if a line is due or the work has ended."""
+        """Print a progress line if stderr is not a terminal, and a line is due or the work has ended."""
         task = self._progress.tasks[-1]
         now = self._progress.get_time()
         is_due = now - self._last_line_time >= LINE_INTERVAL

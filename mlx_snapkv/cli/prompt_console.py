@@ -1,4 +1,4 @@
-"""The lines and progress bars on stderr of commands that prepare and read a prompt."""
+"""Messages and progress bars on stderr, for commands that read a prompt."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ POLL_INTERVAL = 0.1  # seconds; Ctrl-C is noticed within this time
 
 
 class PromptConsole:
-    """The console on stderr of a command that reads prompts. If it is quiet, it prints nothing."""
+    """Console on stderr for a command that reads prompts. A quiet console prints nothing."""
 
     def __init__(self, quiet: bool = False):
         """Open the console on stderr."""
-        # Imported here, because rich would slow down the start of every command.
+        # Imported here, because importing rich would delay the start of every command.
         from .progress import stderr_console
 
         self.rich_console = stderr_console(quiet)
@@ -40,13 +40,13 @@ class PromptConsole:
             self.say(line)
 
     def say_warnings(self, report: CompressionReport) -> None:
-        """Print each warning of a report as a line."""
+        """Print a report's warnings, one per line."""
         self.say_all(f"warning: {warning}" for warning in report.warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which tokenises a text, in a thread, and return its result or raise its exception.
+        """Run `work`, which tokenises a text, in a thread. Return its result or raise its exception.
 
-        A status is shown if it takes long. Because of the thread, Ctrl-C is noticed during the work.
+        The thread keeps the command responsive to Ctrl-C. A status line is shown if the work takes long.
         """
         future: Future[Result] = Future()
 
@@ -56,7 +56,7 @@ class PromptConsole:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()  # Ctrl-C leaves the thread behind
+        threading.Thread(target=run, daemon=True).start()  # Ctrl-C does not stop the thread
         wait([future], STATUS_DELAY)
         if not future.done():
             if not self.rich_console.is_terminal:
@@ -75,15 +75,15 @@ class PromptConsole:
         max_kv_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        """Print which entries of a prompt will be kept, and a warning if it exceeds the model's trained length.
+        """Print which entries will be kept, and warn if the prompt exceeds the model's trained length.
 
         Args:
-            model: the model that will read the prompt.
+            model: model that will read the prompt.
             n_prompt: number of tokens to read.
             n_before: number of tokens that were read earlier.
             shows_kept: whether to print which entries will be kept.
-            max_kv_bytes: limit of KV memory; see `LongPrompts.require_memory`.
-            **options: options of `LongPrompts`.
+            max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
+            **options: options for `LongPrompts`.
 
         Raises: SnapKVError: the prompt will not fit in memory.
         """
@@ -108,9 +108,9 @@ class PromptConsole:
         """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that moves it.
 
         Args:
-            cost: returns the bytes written to files when a number of tokens is read, which are printed first; None if
-                nothing is written.
-            check: raises SnapKVError if a number of tokens can't be read.
+            cost: called with the number of tokens to read; returns the cost of writing their entries to files, which is
+                printed first, or None if nothing is written.
+            check: called with the number of tokens to read; raises SnapKVError if they can't be read.
         """
         from .progress import prefill_bar
 

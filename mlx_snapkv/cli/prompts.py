@@ -1,4 +1,4 @@
-"""Options for a prompt: read its text from the command line or files, and convert it to tokens."""
+"""Prompt options: read a text from the command line, a file or stdin, and tokenise it."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
-# Starts of questions. Tokens that the prompts of all of them share do not depend on the question.
+# Questions with different starts. The tokens that their prompts share do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Options for a text: on the command line, in a file, or on stdin."""
+    """Options for a text on the command line, in a file or on stdin."""
 
     prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt text, or - for stdin.")] = (
         None
@@ -63,7 +63,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class PromptOptions(TextOptions):
-    """Options for a prompt, as text and as a chat."""
+    """Options for a prompt and its chat template."""
 
     prefill_response: Annotated[
         str | None, Option(help="Text that the answer begins with.", rich_help_panel=MODEL)
@@ -71,21 +71,21 @@ class PromptOptions(TextOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
     def load(self, model: ChatModelOptions, console: PromptConsole) -> tuple[Any, Any, list[int]]:
-        """Load the model and its tokenizer, and return them with the token ids of the prompt."""
+        """Load the model and its tokenizer, and return them with the prompt's token ids."""
         text = self.read()
         loaded, tokenizer = model.load()
         return loaded, tokenizer, console.wait_for(partial(self.encode, tokenizer, text))
 
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
-        """Return the token ids of a prompt with this text.
+        """Encode a text as a prompt.
 
-        The text becomes a user's message in the chat template. With --ignore-chat-template, or if the tokenizer has no
-        template, it is encoded as raw text.
+        The text becomes a user message in the chat template. With --ignore-chat-template, or if the tokenizer has no
+        template, it is encoded as is.
 
         Args:
             tokenizer: the model's tokenizer.
-            text: text of the user's message.
-            today: date for templates that contain it; None is the current date.
+            text: the user's message.
+            today: date for templates that contain one; None uses the current date.
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
@@ -102,7 +102,7 @@ class PromptOptions(TextOptions):
         return tokens
 
     def _render(self, tokenizer: Any, text: str, today: datetime | None) -> list[int]:
-        """Return the token ids of a chat that ends with the user's text, or with --prefill-response after it."""
+        """Apply the chat template to the user's text, followed by --prefill-response if it is set."""
         has_prefill = self.prefill_response is not None
         contents = {
             "system": self.system_prompt,
@@ -124,7 +124,7 @@ class PromptOptions(TextOptions):
 
 
 def read_file(option: str, path: str) -> str:
-    """Return the text of the file named by an option.
+    """Read the text file that an option names.
 
     Raises: SnapKVError: the file can't be read, is empty or is not UTF-8 text.
     """
@@ -134,16 +134,16 @@ def read_file(option: str, path: str) -> str:
 
 
 def _read_stdin() -> str:
-    """Return the text of standard input. Raises: SnapKVError: it is closed, empty or not UTF-8 text."""
+    """Read text from standard input. Raises: SnapKVError: it is closed, empty or not UTF-8 text."""
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     return _decode_all(sys.stdin.buffer, "standard input")
 
 
 def _decode_all(stream: BinaryIO, source: str) -> str:
-    """Read all text of a stream. Raises: SnapKVError: the stream is empty or not UTF-8 text.
+    """Read all text from a stream. Raises: SnapKVError: the stream is empty or not UTF-8 text.
 
-    Reading stops after a zero byte, which text does not contain. Otherwise /dev/zero would never end.
+    Reading stops at a zero byte, which text never contains. Otherwise, reading /dev/zero would never end.
     """
     pieces: list[bytes] = []
     while piece := stream.read(1 << 20):
@@ -157,7 +157,7 @@ def _decode_all(stream: BinaryIO, source: str) -> str:
 
 
 def require_text(text: str, source: str) -> str:
-    """Return the text. Raises: SnapKVError: it has a zero byte, or was decoded from invalid UTF-8."""
+    """Return the text unchanged. Raises: SnapKVError: it has a zero byte, or was decoded from invalid UTF-8."""
     with contextlib.suppress(UnicodeEncodeError):
         if b"\0" not in text.encode():
             return text
@@ -165,9 +165,9 @@ def require_text(text: str, source: str) -> str:
 
 
 def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
-    """Return the option `chat_template` with the date `today` in place of calls that format the current date.
+    """Return a `chat_template` option in which `today` replaces the calls that format the current date.
 
-    Return no option if the template does not contain the date, or if `today` is None.
+    Return an empty dict if the template does not contain the date, or if `today` is None.
     """
     template = tokenizer.chat_template
     if today is None or not isinstance(template, str) or "strftime_now" not in template:
@@ -184,7 +184,7 @@ def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
 def encode_question(
     tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
 ) -> list[int]:
-    """Return the token ids of a whole prompt with a text and a question, like those of `generate`."""
+    """Encode a text and a question as one prompt, as `generate` does."""
     options = PromptOptions(system_prompt=system_prompt)
     return options.encode(tokenizer, f"{text}\n\n{question}", today)
 
@@ -192,7 +192,7 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Return the token ids with which the prompt of every question about `text` starts.
+    """Return the token ids that the prompts of all questions about `text` start with.
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """

@@ -1,4 +1,4 @@
-"""Options of evaluations, the methods that they measure, and the files that they write."""
+"""Options, methods and result files that evaluations share."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ VERSION = {"mlx-snapkv": __version__}
 
 
 class ResultFiles:
-    """The files of a result: one name with several suffixes, in an existing folder.
+    """Result files with a common name and different suffixes, in an existing folder.
 
     Args:
-        name: the name without suffix, as typed by the user.
-        endings: the suffixes, such as ".jsonl".
+        name: name without suffix, as typed by the user.
+        endings: suffixes such as ".jsonl".
 
     Raises: SnapKVError: a file can't be written, or exists and was not written by this package.
     """
 
     def __init__(self, name: str, endings: Sequence[str]):
-        """Check that all files can be written, before anything is measured."""
+        """Check that all files can be written before anything is measured."""
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
@@ -55,7 +55,7 @@ class ResultFiles:
         return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
-        """Return a line that lists new files, and a line that lists replaced ones."""
+        """List the new files on one line, and the replaced files on another."""
         new: list[Path] = []
         replaced: list[Path] = []
         for path in written:
@@ -70,9 +70,9 @@ class ResultFiles:
 
 
 def require_page(name: str | None, *endings: str) -> Path | None:
-    """Return the path of --output, which is a single file; None without the option.
+    """Return the path of a single-file --output, or None without the option.
 
-    Raises: SnapKVError: the path has another suffix, can't be written, or is a foreign file.
+    Raises: SnapKVError: the path has another suffix, can't be written, or is a file that this package did not write.
     """
     if name is None:
         return None
@@ -82,7 +82,7 @@ def require_page(name: str | None, *endings: str) -> Path | None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether writing a result would replace a file.
+    """Return whether writing a result would replace an existing file.
 
     Raises: SnapKVError: the file can't be written, or was not written by this package.
     """
@@ -95,14 +95,14 @@ def _is_replaced(path: Path) -> bool:
 
 
 def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
-    """Return how and where a result was measured: the command line of `program`, versions, commit and machine."""
+    """Return how and where a result was measured: `program`'s command line, versions, commit and machine."""
     from ..measure.environment import setting
 
     return {"command": shlex.join([*program.split(), *sys.argv[1:]]), **setting()}
 
 
 def write_json(base: Path, result: Any) -> Path:
-    """Write a result to `base`.json, and return this path."""
+    """Write a result to `base`.json, and return the path."""
     path = base.with_name(f"{base.name}.json")
     put_result(path, json.dumps(result, indent=1) + "\n")
     return path
@@ -133,7 +133,7 @@ Sparses = Annotated[
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """Options that say where a result is printed and written."""
+    """Options for where a result is printed and written."""
 
     program: ClassVar[str] = "mlx-snapkv"  # start of the command line in the result
 
@@ -147,7 +147,7 @@ class ResultOptions:
     as_json: AsJson = False
 
     def files(self) -> ResultFiles | None:
-        """Return the files of --output; None without the option. Raises: SnapKVError: see `ResultFiles`."""
+        """Return the result files, or None without --output. Raises: SnapKVError: see `ResultFiles`."""
         if self.output is None:
             return None
         return ResultFiles(self.output, (".jsonl", ".json", ".md"))
@@ -163,13 +163,13 @@ class ResultOptions:
         """Measure the records that the files lack, with a progress bar. Print and write the result.
 
         Args:
-            files: files of the result; None only prints it.
-            fixed: setting of the measurement. Files with another setting are rejected.
+            files: result files; None only prints the result.
+            fixed: settings of the measurement. Files with other settings are rejected.
             n_documents: number of documents that `run` measures.
-            run: returns all records, given the records so far and a callback for each finished document.
-            page: makes the tables of the records.
+            run: returns all records, given the results so far and a callback for each finished document.
+            page: builds tables from the records.
 
-        Raises: SnapKVError: the files hold records of another setting or version.
+        Raises: SnapKVError: the files contain records with other settings or of another version.
         """
         from ..measure.records import Results
         from .progress import StepBars
@@ -193,7 +193,7 @@ class ResultOptions:
                 print_table(table)
         if files is not None:
             written = write_result(files.base, result, page.markdown(result))
-            # Stdout contains only the object if --json is given.
+            # Stdout contains only the JSON object if --json is set.
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
@@ -207,20 +207,20 @@ def methods_of(
     """Return the methods to measure: the full cache, each policy and each sparse attention.
 
     Args:
-        policies: values of --policy, without repetitions.
-        sparse: values of --sparse, without repetitions.
+        policies: values of --policy; duplicates are dropped.
+        sparse: values of --sparse; duplicates are dropped.
         lengths: prompt lengths to measure, in tokens.
-        store: store of each sparse attention.
+        store: store options for sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, a store is given for policies alone, or a method would compress none
-        of the prompts.
+    Raises: SnapKVError: a value can't be parsed, a store is set but no sparse attention is measured, or a method would
+        not compress any prompt.
     """
     from ..measure.methods import Method, require_compression
 
     store = store or StoreOptions()
     settings: list[Any] = parse_settings(policies)
     if not sparse:
-        settings = [store.folded_into(setting) for setting in settings]  # refuses a store
+        settings = [store.folded_into(setting) for setting in settings]  # rejects a store
     settings += [store.folded_into(setting) for setting in parse_settings(None, sparse=sparse)]
     full_cache = Method()
     methods = [full_cache, *map(Method, dict.fromkeys(settings))]

@@ -1,4 +1,4 @@
-"""A saved prompt from which an answer continues."""
+"""Continue an answer from a saved prompt."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,19 +24,21 @@ from .prompts import encode_question
 
 
 class SavedPrompt:
-    """A prompt saved by cache-prompt or mlx-lm. Loading it checks the model, and compresses a full cache.
+    """A prompt saved by cache-prompt or mlx-lm.
+
+    Loading it checks that it fits the model, and compresses a full cache if the options include a policy.
 
     Args:
-        file: the file's name, as typed by the user.
-        name: the model's name, as typed by the user.
+        file: file name as typed by the user.
+        name: model name as typed by the user.
         model: the loaded model.
-        compression: options for the answer. A policy compresses a saved full cache at once.
-        quantization: quantisation of a saved full cache's entries. Without a policy, mlx-lm quantises them.
+        compression: compression options for the answer. A policy compresses a saved full cache while it is loaded.
+        quantization: quantisation for a saved full cache. Without a policy, mlx-lm quantises the entries.
 
     Attributes:
-        n_tokens: number of tokens of the saved prompt.
-        report: report of the compression here.
-        options: keywords of `stream_generate` for the answer.
+        n_tokens: length of the saved prompt in tokens.
+        report: report on the compression while loading.
+        options: `stream_generate` keywords for the answer.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.
     """
@@ -49,7 +51,7 @@ class SavedPrompt:
         compression: CompressionOptions,
         quantization: Quantization | None,
     ):
-        """Load the file, check the options, and compress a full cache if they ask for it."""
+        """Load the file, check the options, and compress a full cache if a policy is set."""
         policy = compression.resolve()
         self._file = file
         self._saved = saved.load(file, model)
@@ -76,18 +78,18 @@ class SavedPrompt:
 
     @property
     def _is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file, which then has no tokens, and notes with another meaning."""
+        """Return whether mlx-lm saved the file. Such a file has no tokens, and its notes mean something else."""
         return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
-        """Check that mlx-lm saved the file with this model, of which it notes only the name. Raises: SnapKVError."""
+        """Check that mlx-lm saved the file with a model of this name. Raises: SnapKVError."""
         noted_name = str(self._saved.notes.get("model", name))
         folder = MODELS.get(name, Path(name))
         if noted_name != name and Path(noted_name).resolve() != folder.resolve():
             raise SnapKVError(f"{self._file} was made with --model {noted_name}, not {name}")
 
     def _require_plain_entries(self) -> None:
-        """Check that saved entries are full and plain, so that --kv-bits can quantise them. Raises: SnapKVError."""
+        """Check that the entries are neither compressed nor quantised, as --kv-bits requires. Raises: SnapKVError."""
         if is_compressed(self._caches):
             state = "compressed"
         elif any(cache.quantization for cache in layer_caches(self._caches)):
@@ -99,7 +101,7 @@ class SavedPrompt:
         )
 
     def _require_no_setting(self, policy: Any, store: str | None) -> None:
-        """Check that the command gives no setting or store for compressed entries. Raises: SnapKVError."""
+        """Check that no setting or store is requested for compressed entries. Raises: SnapKVError."""
         flags = []
         if policy:
             flags.append(self._flag)
@@ -112,14 +114,14 @@ class SavedPrompt:
 
     @property
     def _own_setting(self) -> Sparse | None:
-        """Return the sparse attention that a text was saved for; None for other files."""
+        """Return the sparse attention that a text was saved for, or None for other files."""
         if self._saved.policy == NO_POLICY or "messages" in self._saved.notes:
             return None
         setting = setting_named(self._saved.policy)
         return setting if isinstance(setting, Sparse) else None
 
     def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
-        """Check that the command gives no setting other than the file's own. Raises: SnapKVError."""
+        """Check that no setting other than the file's own is requested. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
             raise SnapKVError(f"{conflict}: drop {self._flag}")
@@ -129,7 +131,7 @@ class SavedPrompt:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """Yield notes about options without effect, and about a question that repeats the saved text."""
+        """Yield notes about options that have no effect, and about a question that repeats the saved text."""
         if self._is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
@@ -137,10 +139,10 @@ class SavedPrompt:
             yield f"note: {self._file} already holds this text: give only the question"
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
-        """Return the token ids of the question, which continue the saved prompt.
+        """Encode a question as token ids that continue the saved prompt.
 
         Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not allow
-        questions.
+            questions.
         """
         notes = self._saved.notes
         if self._is_from_mlx_lm:
@@ -164,12 +166,12 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that compressed the saved prompt, here or when it was saved."""
+        """Return the setting that compressed the saved prompt, whether now or when it was saved."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property
     def kept_text(self) -> str:
-        """Describe the entries from which the answer starts, for the closing line."""
+        """Describe the entries that the answer starts from, for the closing line."""
         setting = "full cache" if self.policy == NO_POLICY else self.policy
         was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
         if was_left_full:
@@ -179,7 +181,7 @@ class SavedPrompt:
         return f"after {self.n_tokens} saved ones ({setting}), {held}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry `prompt_cache` of the object for --json."""
+        """Return the `prompt_cache` entry of the JSON object for --json."""
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _compress(

@@ -36,7 +36,7 @@ DEFAULT_PREFIX_DIR_SIZE = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    """Options of the HTTP server: its address and access control."""
+    """Options for the HTTP server: address and access control."""
 
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
@@ -74,7 +74,7 @@ class HTTPOptions:
     ] = field(default_factory=lambda: [BILLING])
 
     def settings(self) -> Settings:
-        """Return the settings of the HTTP server. Raises: SnapKVError: they are unsafe or invalid."""
+        """Return the HTTP server's settings. Raises: SnapKVError: they are unsafe or invalid."""
         from ..server.access import Settings
 
         return Settings(
@@ -90,7 +90,7 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.ConcurrencyOptions):
-    """Limits for the number, length and memory of requests."""
+    """Limits for the number and length of requests."""
 
     queue: Annotated[
         int,
@@ -107,7 +107,7 @@ class LimitOptions(options.ConcurrencyOptions):
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """Options of the prefix cache, in memory and in files."""
+    """Options for the prefix cache, in memory and in files."""
 
     prefix_bytes: Annotated[
         int | None,
@@ -130,10 +130,10 @@ class PrefixOptions:
     ] = DEFAULT_PREFIX_DIR_SIZE
 
     def files(self, identity: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
-        """Return the prefixes in files for this model and these settings; None without --prefix-dir.
+        """Return the files of the prefix cache for this model and these settings, or None without --prefix-dir.
 
         Args:
-            identity: settings on which entries depend; see `CompressionConfig.identity`.
+            identity: settings that entries depend on; see `CompressionConfig.identity`.
             loaded: the served model.
         """
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
@@ -147,7 +147,7 @@ class PrefixOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions(options.SamplingOptions):
-    """Defaults for requests without sampling options or length."""
+    """Defaults for requests that don't set sampling options or a length."""
 
     max_tokens: Annotated[
         int,
@@ -192,7 +192,7 @@ def serve(
     )
     generation = {"policy": setting, **vars(cache)}
     identity = CompressionConfig.from_keywords(generation)[0].identity
-    prefix_cache = PrefixCache(sys.maxsize)  # the loader sets its limit
+    prefix_cache = PrefixCache(sys.maxsize)  # the loader sets the limit
     loader = _Loader(
         model=model,
         names=(model.model, *(http.alias or ())),
@@ -202,7 +202,7 @@ def serve(
         options=generation,
         prefix_cache=prefix_cache,
     )
-    raise_on_interrupt()  # only the main thread can, and the model is loaded in another thread
+    raise_on_interrupt()  # must run in the main thread, but another thread loads the model
     start = partial(
         Engine,
         load=loader.load,
@@ -226,9 +226,9 @@ class _Loader:
     """Loads the model in the engine's thread, and sets the size limit of the prefix cache.
 
     Attributes:
-        names: the names by which clients ask for the model.
-        options: keywords of `generate_step` for every request.
-        room: size limit of the prefix cache, equal on all ranks; None before the model is loaded.
+        names: model names that clients may use.
+        options: `generate_step` keywords for every request.
+        room: size limit of the prefix cache, the same on all ranks; None before the model is loaded.
     """
 
     model: options.ShardedModelOptions
@@ -264,7 +264,7 @@ class _Loader:
 
 
 def _require_packages() -> None:
-    """Check that the packages for the server are installed. Raises: SnapKVError."""
+    """Check that the server's packages are installed. Raises: SnapKVError."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
@@ -274,8 +274,8 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
     """Serve requests until the user stops the server.
 
     Args:
-        settings: settings of the HTTP server on rank 0; None on other ranks, which follow rank 0.
-        loader: loads the model, which is done when the engine has started.
+        settings: HTTP server settings on rank 0; None on other ranks, which follow rank 0.
+        loader: loader of the model, which has finished once the engine is started.
         start: starts the engine.
     """
     from ..server.app import bind_socket, serve
@@ -294,7 +294,7 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
         url = f"http://{host}:{port}"
 
         def print_address(_: Any) -> None:
-            """Print the server's address and the size of its prefix cache, when it accepts requests."""
+            """Print the server's address and the size of its prefix cache once it accepts requests."""
             clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
             line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
             print(line, loader.room, sep="\n", flush=True)

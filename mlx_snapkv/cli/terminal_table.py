@@ -4,7 +4,7 @@ from typing import Any
 
 from ..measure.tables import Table
 
-# Columns of text, aligned left. Other columns contain figures, aligned right.
+# Text columns, aligned left. All other columns are aligned right.
 TEXT_COLUMNS = {
     "cache", "method", "task", "model type", "also loads", "note", "why", "name", "here"
 }  # fmt: skip
