@@ -24,7 +24,7 @@ from .divergence import Reference
 from .methods import Method
 from .reading import lookahead_of, n_decoded_before, read_once
 
-N_CONTEXT_TOKENS = 8  # number of answer tokens shown before the first difference
+N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Answer:
     """A greedy answer.
 
     Attributes:
-        tokens: the answer's tokens, including an end-of-sequence token.
-        cache: the prompt cache after the answer; with sparse attention, the cache of all entries.
-        times: times in seconds at which decoding started and at which each decoded token came.
+        tokens: answer tokens, including any end-of-sequence token.
+        cache: prompt cache after the answer. With sparse attention, it contains all entries.
+        times: time in seconds at which decoding started, then the time of each decoded token.
         n_times_before: number of `times` before the compression.
     """
 
@@ -58,17 +58,17 @@ def decode(
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """Decode a greedy answer from a cache that has read the beginning of the prompt, or prompt and part of the answer.
+    """Decode a greedy answer from a cache that has read part of the prompt, or the prompt and part of the answer.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `begun`.
-        cache: the prompt cache to decode from.
-        report: report of the cache's compression; None if `stream_generate` must read the remaining tokens and
+        cache: prompt cache to decode from.
+        report: report on the cache's compression; None if `stream_generate` still has to read the remaining tokens and
             compress.
-        begun: known first tokens of the answer.
+        begun: first answer tokens, if they are already known.
         on_text: called with each new part of the answer's text; an end-of-sequence token has no text.
         on_report: called with the report if the prompt is compressed here.
         **options: keywords of `stream_generate`; ignored if `report` is given.
@@ -105,7 +105,7 @@ def decode(
 
 
 def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -> Iterator[int]:
-    """Yield the tokens of responses, and append the time of each to `times`."""
+    """Yield each response's token, and append its time to `times`."""
     for response in responses:
         times.append(time.perf_counter())
         yield response.token
@@ -114,7 +114,7 @@ def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -
 def _detokenized(
     tokenizer: Any, tokens: Iterable[int], on_text: Callable[[str], None]
 ) -> tuple[str, list[int]]:
-    """Return the text of tokens, and the tokens. Call `on_text` with each new part of the text."""
+    """Decode tokens to text. Return the text and the tokens, and call `on_text` with each new part of the text."""
     detokenizer = tokenizer.detokenizer
     all_tokens = []
     for token in tokens:
@@ -129,24 +129,25 @@ def _detokenized(
 
 @dataclass(frozen=True)
 class Compared:
-    """The answer of a method, compared with the full cache's answer.
+    """A method's answer, compared with the full cache's answer.
 
     Attributes:
-        tokens: the answer's tokens, including an end-of-sequence token.
-        entries: largest number of entries that a layer keeps per KV head.
+        tokens: answer tokens, including any end-of-sequence token.
+        entries: entries kept per KV head, in the layer that keeps the most.
         kv_bytes: bytes of keys and values in all layers.
         first_token_seconds: seconds from the start of prefill to the first token. Methods that share a reading have the
             same value.
-        tokens_per_second: speed of the tokens decoded after the compression; None if there are too few.
-        kl: mean divergence from the full cache on the full cache's answer, in nats per token, over the tokens after the
-            compression (the figure of `eval fidelity --setting known`). None if the answer ends before.
+        tokens_per_second: decoding speed after the compression; None if there are too few tokens.
+        kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
+            the compression count, as in `eval fidelity --setting known`. None if the answer ends before the
+            compression.
         n_before: number of answer tokens decoded before the compression.
-        uncompressed: a sentence if the answer ends before the compression, otherwise None.
-        differs: the first difference from the full cache's answer: index of the token, the text before it, the full
-            cache's token and this answer's token, as texts. None if the answers are equal.
+        uncompressed: explanation in one sentence if the answer ends before the compression, otherwise None.
+        differs: first difference from the full cache's answer: token index, text before it, the full cache's token and
+            this answer's token, as texts. None if the answers are equal.
         reason: why no entry was evicted; None if some were.
-        kept: `(n_prompt,)`, the share of layers and KV heads that keep the entry of each prompt token; None for methods
-            with options, such as a `store`.
+        kept: `(n_prompt,)`, share of layers and KV heads that keep each prompt token's entry; None for methods that
+            evict nothing.
     """
 
     name: str
@@ -177,9 +178,9 @@ def compare(
     on_text: Callable[[str, str], None] = lambda name, text: None,
     **options: Any,
 ) -> Iterator[Compared]:
-    """Yield the greedy answer of each method, as `generate` would give it.
+    """Answer a prompt greedily with each method, as `generate` would, and yield the answers.
 
-    Methods that can choose among full caches share one reading of the prompt.
+    Policies that choose after prefill share one reading of the prompt.
 
     Args:
         model: an mlx-lm model.
@@ -201,7 +202,7 @@ class _Attempt(NamedTuple):
 
     Attributes:
         kept: see `Compared.kept`.
-        logprobs: `(m, vocab_size)`, log-probabilities of the last `m` tokens of the full cache's answer.
+        logprobs: `(m, vocab_size)`, log-probabilities predicted for the last `m` tokens of the full cache's answer.
     """
 
     answer: Answer
@@ -210,7 +211,7 @@ class _Attempt(NamedTuple):
 
 
 class _Comparison:
-    """A prompt and the full cache's answer to it. The arguments are those of `compare`.
+    """A prompt and the full cache's answer to it. The arguments are the same as for `compare`.
 
     Attributes:
         full: the full cache's answer.
@@ -286,7 +287,7 @@ class _Comparison:
         return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
 
     def _answer_by_itself(self, method: Method) -> _Attempt:
-        """Answer with a method that must read the prompt itself."""
+        """Answer with a method that needs its own pass over the prompt."""
         cache = make_prompt_cache(self._model)
         compressed: list | None = None
 
@@ -298,7 +299,7 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept = None if compressed is None else self._kept_share(compressed)
-        # Sparse attention's cache has all entries, and each token of a request chooses among them.
+        # Sparse attention keeps all entries in the cache, and each token of a request chooses among them.
         evicts = isinstance(method.policy, Compress)
         if compressed is not None and evicts and not lookahead_of(method.policy):
             logprobs = self._reference.predictions(compressed)
@@ -308,7 +309,7 @@ class _Comparison:
         return _Attempt(answer=answer, kept=kept, logprobs=logprobs)
 
     def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
-        """Return the figures of a method, compared with the full cache's answer."""
+        """Return a method's figures, compared with the full cache's answer."""
         policy: Any = method.policy
         full = self.full.tokens
         n_before = len(full) - len(attempt.logprobs)
@@ -325,7 +326,7 @@ class _Comparison:
         )
 
     def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
-        """Return the figures of an answer that need no comparison."""
+        """Return the figures that need no comparison."""
         times = answer.times[answer.n_times_before :]
         tokens_per_second = None
         if len(times) > 2:
@@ -341,7 +342,7 @@ class _Comparison:
         )
 
     def _kept_share(self, cache: list) -> np.ndarray:
-        """Return the value of `Compared.kept` for a compressed cache."""
+        """Compute `Compared.kept` from a compressed cache."""
         n_prompt = len(self._tokens)
         n_kept = np.zeros(n_prompt)
         n_heads = 0
@@ -354,7 +355,7 @@ class _Comparison:
 
 
 def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
-    """Return the value of `Compared.uncompressed`."""
+    """Return the text for `Compared.uncompressed`."""
     if isinstance(policy, Compress) and policy.evicts_in_blocks:
         entries = "the entries that block prefill kept"
     else:
@@ -369,7 +370,7 @@ def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
 def _difference(
     tokenizer: Any, full: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
-    """Return the value of `Compared.differs` for two answers."""
+    """Find the first difference between two answers, as in `Compared.differs`."""
     pairs = itertools.zip_longest(full, tokens)
     first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
     if first is None:

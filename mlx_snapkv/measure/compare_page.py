@@ -1,4 +1,4 @@
-"""Show a comparison as an HTML page, with the answers side by side and the prompt entries that each method kept."""
+"""Render a comparison as an HTML page: answers side by side, and the prompt entries that each method kept."""
 
 import difflib
 import itertools
@@ -17,20 +17,20 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-N_TINTS = 4  # tints from 1 (kept by few heads) to this (kept by all); 0 means evicted by all
+N_TINTS = 4  # tint 1 means kept by few heads, this one kept by all; 0 means evicted by all
 
 
 def page(
     model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Compared], table: Table
 ) -> str:
-    """Return an HTML page that shows each answer beside the first one, with differing words marked.
+    """Return an HTML page that shows each answer next to the full cache's, with differing words marked.
 
     Args:
-        model: name of the model.
+        model: model name.
         tokenizer: the model's tokenizer, which decodes the prompt's tokens.
         tokens: token ids of the prompt.
-        answers: the answer of the full cache, followed by the answers to compare with it.
-        table: table of the figures of all answers.
+        answers: the full cache's answer, followed by the answers to compare with it.
+        table: figures of all answers.
     """
     text, spans = token_spans(tokenizer, list(tokens))
     full, *others = answers
@@ -44,7 +44,7 @@ def page(
 
 
 def _table(table: Table) -> str:
-    """Return a table as HTML, preceded by its remark."""
+    """Render a table as HTML, preceded by its remark."""
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -52,7 +52,7 @@ def _table(table: Table) -> str:
 
 
 def _beside(full: Compared, answer: Compared, kept: str) -> str:
-    """Return two answers side by side, with `kept`, the HTML of the prompt, below them."""
+    """Render two answers side by side, with the prompt's HTML (`kept`) below them."""
     full_html, answer_html = _marked(full.text, answer.text)
     columns = _column(full.name, full_html) + _column(answer.name, answer_html)
     about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
@@ -60,12 +60,12 @@ def _beside(full: Compared, answer: Compared, kept: str) -> str:
 
 
 def _column(name: str, text_html: str) -> str:
-    """Return the HTML of an answer, below the name of its method."""
+    """Render an answer below its method's name."""
     return f'<div><h3>{escape(name)}</h3><div class="answer">{text_html}</div></div>'
 
 
 def _marked(full: str, text: str) -> tuple[str, str]:
-    """Return both texts as HTML, with marks around words that occur in only one of them."""
+    """Render both texts as HTML, with marks around words that occur in only one of them."""
     full_words = re.findall(r"\s+|\S+", full)
     text_words = re.findall(r"\s+|\S+", text)
     matcher = difflib.SequenceMatcher(None, full_words, text_words, autojunk=False)
@@ -84,18 +84,20 @@ def _marked(full: str, text: str) -> tuple[str, str]:
 
 
 def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
-    """Return the prompt as HTML, with tokens tinted by the share of heads that keep them; "" without `kept`.
+    """Render the prompt as HTML, tinting each token by the share of heads that keep it.
+
+    Return an empty string if `kept` is None.
 
     Args:
         text: the prompt's text.
-        spans: characters `(start, stop)` of each token in the text, without gaps.
+        spans: character range `(start, stop)` of each token in the text, without gaps.
         kept: `(n_tokens,)`, share (0 to 1) of heads that keep each token's entry.
     """
     if kept is None:
         return ""
     tints = np.ceil(kept * N_TINTS).astype(int)
     pieces = []
-    start = 0  # the first character that is not in `pieces` yet
+    start = 0  # first character that is not in `pieces` yet
     for tint, run in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):
         *_, last_token = run
         stop = spans[last_token][1]

@@ -1,4 +1,4 @@
-"""Make the caches that `bench` compares, and its default model."""
+"""Build the caches that `bench` compares, and its default model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
-KEEP = 4  # number of first entries that mlx-lm's rotating cache keeps
+KEEP = 4  # number of initial entries that mlx-lm's rotating cache keeps
 N_TOKEN_IDS = 100  # every model has at least this many token ids
 
 
@@ -31,9 +31,9 @@ class Contender:
     """A kind of cache to measure.
 
     Attributes:
-        entries: entries per KV head that a decoding step reads.
+        entries: entries that a decoding step reads per KV head.
         policy: setting that compresses the prompt; None for mlx-lm's own caches.
-        bits, group_size: mlx-lm's quantisation of the full cache; None without quantisation.
+        bits, group_size: mlx-lm's quantisation of the full cache; `bits` is None without quantisation.
         rotates: whether the cache is mlx-lm's rotating cache (`--max-kv-size`).
     """
 
@@ -46,17 +46,17 @@ class Contender:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether the cache keeps all entries and tokens choose which of them they read."""
+        """Return whether the cache keeps all entries and each token chooses which ones it reads."""
         return isinstance(self.policy, Sparse)
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
-        """Return the cache of one layer after a prompt of `context` tokens.
+        """Return one layer's cache after a prompt of `context` tokens.
 
         Args:
-            layer: the `AttentionLayer` of the cache.
-            keys: `(B, n_kv_heads, n, head_dim)`, keys of the entries that the cache holds.
+            layer: layer that the cache belongs to.
+            keys: `(B, n_kv_heads, n, head_dim)`, keys of the cached entries.
             values: like `keys`.
-            context: number of tokens in the prompt; if it exceeds `n`, the other entries count as evicted.
+            context: prompt length in tokens. If it exceeds `n`, the other entries count as evicted.
         """
         entries = Entries(keys, values)
         if self.policy is None:
@@ -70,9 +70,9 @@ class Contender:
 
 
 def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
-    """Return a sparse cache of one layer over all `entries`.
+    """Return one layer's sparse cache over all `entries`.
 
-    Layers that lend their entries to others are not sparse, and get a full cache.
+    Layers whose entries are also read by other layers are not sparse, and get a full cache.
     """
     if layer.borrowers:
         return full_cache(entries)
@@ -85,16 +85,16 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
 
 
 def _last_queries(keys: mx.array) -> Queries:
-    """Return random queries of a prompt's last tokens, for which the residual is weighed."""
+    """Return random queries for a prompt's last tokens, which determine the residual's weight."""
     B, n_kv_heads, n, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
     return Queries(queries, range(n - WEIGHING_QUERIES, n), head_dim**-0.5)
 
 
 def make_random_model() -> llama.Model:
-    """Return the default model of `bench`, with the same random weights in every run.
+    """Create the default model of `bench`, with the same random weights in every run.
 
-    It is small, so that attention takes most of the time, even on a CPU.
+    The model is small, so that attention takes most of the time, even on a CPU.
     """
     mx.random.seed(0)
     args = llama.ModelArgs(
@@ -134,21 +134,21 @@ def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
 
 
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
-    """Return how many entries of a prompt a token of the answer reads.
+    """Return the quota of prompt entries that an answer token reads.
 
-    Raises: SnapKVError: the budget has no room for sink and window.
+    Raises: SnapKVError: the budget is too small for sink and window.
     """
     policy = setting if isinstance(setting, Sparse) else setting.decode_policy
     return policy.quota(n_prompt)
 
 
 def _min_ctx(setting: Setting) -> int:
-    """Return the length below which a prompt is not compressed."""
+    """Return the prompt length below which nothing is compressed."""
     return 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
 
 
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
-    """Return the contenders after `context` tokens: the full cache, mlx-lm's options, and the policies."""
+    """Return the contenders for a context of `context` tokens: the full cache, mlx-lm's options and policies."""
     ours = policy_contenders(context, policies)
     mlx_lm = [Contender("full cache", context)]
     if ours:
@@ -156,7 +156,7 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
         mlx_lm.append(Contender(f"--max-kv-size {fewest}", fewest, rotates=True))
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
     group_size = next((n for n in (64, 32) if all(size % n == 0 for size in sizes)), None)
-    # MLX has no batched matrix products with quantised entries on CUDA.
+    # MLX has no batched matrix multiplication with quantised entries on CUDA.
     if group_size is not None and not mx.cuda.is_available():
         for bits in (8, 4):
             name = f"--kv-bits {bits}"

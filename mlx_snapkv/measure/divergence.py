@@ -19,19 +19,19 @@ MIN_LOG_PROBABILITY = -1e4  # replaces -inf, so that impossible tokens add 0 to 
 
 
 class Reference:
-    """The tokens after a prompt, and the full cache's predictions of them.
+    """Known tokens after a prompt, and the full cache's predictions for them.
 
     Args:
         reading: the prompt, read on full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` that are fed with the prompt; the others are judged.
+        n_fed: number of `tokens` that are fed along with the prompt. The remaining tokens are judged.
 
     Attributes:
-        prompt: tokens of the prompt, followed by the `n_fed` tokens.
+        prompt: prompt tokens, followed by the `n_fed` tokens.
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
-        """Copy the tokens. Predictions are computed when they are needed."""
+        """Copy the tokens. Predictions are computed on demand."""
         self._reading = reading
         self._n_fed = n_fed
         self.prompt = [*reading.tokens, *tokens[:n_fed]]
@@ -43,26 +43,27 @@ class Reference:
 
     @cached_property
     def logprobs(self) -> mx.array:
-        """Return the full cache's log-probabilities of the judged tokens, `(len(self), vocab_size)`."""
+        """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            # The full cache has read the whole prompt, so it lacks the prediction of the first token.
+            # The full cache has already read the whole prompt, so it no longer predicts the first token.
             logprobs = mx.concatenate([self._first, logprobs])
         mx.eval(logprobs)
         return logprobs
 
     @property
     def _first(self) -> mx.array:
-        """Return the full cache's log-probabilities of the token after the prompt, `(1, vocab_size)`."""
+        """Return the full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Feed a cache the tokens that it has not read, and return its log-probabilities of the last `m` judged tokens.
+        """Feed the unread tokens to a cache, and return its predictions for the last `m` judged tokens.
 
-        The shape is `(m, vocab_size)`. If the cache has read the whole prompt, it has no prediction of the first token.
+        The result is log-probabilities `(m, vocab_size)`. A cache that has read the whole prompt does not predict the
+        first token.
         """
         model = self._reading.model
-        # The last token need not be fed.
+        # The last token does not need to be fed.
         unread = [*self.prompt, *self._tokens][n_tokens_read(model, cache) : -1]
         if not unread:
             return self._first[:0]
@@ -74,17 +75,17 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Return log-probabilities `(m, vocab_size)` by `generate_step` of the last `m` judged tokens.
+        """Feed the known tokens through `generate_step`, and return its predictions after the compression.
 
-        These are the tokens after the compression.
+        The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens.
 
         Args:
-            policy: setting with which `generate_step` reads the prompt.
-            on_report: called with the report of the compression.
+            policy: setting that `generate_step` reads the prompt with.
+            on_report: called with the report on the compression.
             **options: other keywords of `generate_step`.
         """
         tokens = iter(self._tokens)
-        n_before = len(self)  # number of tokens predicted before the compression; all without one
+        n_before = len(self)  # predicted before the compression; all if nothing is compressed
         predictions: list[mx.array] = []
 
         def note_compression(report: CompressionReport) -> None:
@@ -109,7 +110,7 @@ class Reference:
         return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
-        """Return how many tokens, from the first on, a cache has read or predicts greedily without an error.
+        """Return how many leading tokens a cache has read or predicts greedily without an error.
 
         All tokens are fed to the cache.
         """
@@ -118,16 +119,16 @@ class Reference:
         if n_fed == len(self):
             return n_fed
         agrees = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
-        # The product is 0 from the first error on.
+        # The cumulative product is 0 from the first error on.
         n_before_difference = int(np.cumprod(agrees).sum())
         return n_fed + n_before_difference
 
     def figures(self, logprobs: mx.array) -> dict[str, Any]:
-        """Compare log-probabilities `(m, vocab_size)` of the last `m` tokens with those of the full cache.
+        """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
 
         Returns:
-            `kl`: the mean divergence from the full cache in nats per token. `same`: the share of tokens for which both
-            predict the same most likely token. Both are scalar arrays, or None without tokens.
+            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens for which both
+                predict the same most likely token. Both are scalar arrays, or None if there are no tokens.
         """
         if not len(logprobs):
             return {"kl": None, "same": None}
@@ -141,7 +142,7 @@ class Reference:
 
 
 def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
-    """Feed known tokens to a cache, and return the logits `(n, vocab_size)` after each of the `n` tokens.
+    """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
     The logits are the same as if the tokens were fed one by one. Where possible, one call feeds all tokens, or all
     tokens between two evictions. If tokens choose what they read, each call feeds one token.
@@ -157,7 +158,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Return float32 log-probabilities of logits `(..., vocab_size)`, limited to at least `MIN_LOG_PROBABILITY`."""
+    """Return float32 log-probabilities for logits `(..., vocab_size)`, clipped to at least `MIN_LOG_PROBABILITY`."""
     logits = logits.astype(mx.float32)
     return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), MIN_LOG_PROBABILITY)
 

@@ -27,7 +27,7 @@ from .tables import Table
 
 
 def setting() -> dict[str, Any]:
-    """Return versions, commit and machine, as they are stored with results."""
+    """Return versions, commit and machine, as stored with results."""
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -47,7 +47,7 @@ def setting() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout, with "+" if it has changes; "unknown" outside of a checkout."""
+    """Return the checkout's commit, with "+" if there are local changes, or "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     folder = Path(__file__).parent
     try:
@@ -59,11 +59,11 @@ def _commit() -> str:
 
 
 def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
-    """Return what a bug report needs, as pairs of name and value.
+    """Collect what a bug report needs, as names and values.
 
     Args:
         model: a model; if given, the result says whether MLX has fused attention kernels for it.
-        name: name of the model.
+        name: the model's name.
     """
     about = setting()
     hardware = about["machine"]
@@ -109,15 +109,15 @@ def backend(blas: str) -> str:
 
 
 def sparse_kernels() -> str:
-    """Describe whether the kernels of sparse attention pass their self-test on this machine, for a common shape."""
+    """Describe whether the sparse attention kernels pass their self-test on this machine, for a common shape."""
     reason = why_unused(head_dim=128, group=4, dtype=mx.float16)
     return "pass their self-test" if reason is None else f"not used: {reason}"
 
 
 def kernels(model: Any) -> str:
-    """Describe whether MLX's fused attention kernel supports the head sizes of a model, for chunks of a prompt.
+    """Describe whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
-    Without this kernel, the scores of a whole chunk are in memory at once.
+    Without this kernel, the attention scores of a whole chunk are in memory at the same time.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))

@@ -1,6 +1,6 @@
 """Measure how much compression changes a model's predictions, on pieces of texts.
 
-The setting says what is compressed, and for which tokens predictions are compared:
+The setting determines what is compressed, and for which tokens predictions are compared:
 
     text    a piece is compressed, and the text's next tokens are predicted
     known   a piece and a question are compressed together, and the full cache's greedy answer is predicted
@@ -35,7 +35,7 @@ from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
 FIDELITY_SETTINGS = (TEXT, KNOWN, LATER)
-JUDGED_TOKENS = "after the compression"  # part of the setting of result files
+JUDGED_TOKENS = "after the compression"  # recorded in the settings of result files
 FIDELITY_REMARK = (
     "All methods get the same texts and answers. KL: the divergence of the predictions with the compressed cache from "
     "those with the full cache, in nats per token; 0 means no difference. Against the first: how much higher the KL is "
@@ -75,12 +75,14 @@ def run(
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
-    """Measure all pieces with all methods in all settings, and return the records; see `Results.complete`.
+    """Measure every piece with every method in every setting, and return the records.
+
+    See `Results.complete`.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        pieces: the pieces of the user's texts.
+        pieces: pieces of the user's texts.
         methods: the full cache, policies and sparse attention.
         settings: some of `FIDELITY_SETTINGS`.
         questions: questions about the pieces, used in turn.
@@ -103,7 +105,7 @@ def run(
 def _record_keys(
     piece: Piece, question: str | None, settings: Sequence[str], methods: Iterable[str]
 ) -> list[Record]:
-    """Return the keys of the records of a piece, one per setting and method."""
+    """Return the keys of a piece's records, one per setting and method."""
     return [
         {
             "method": method,
@@ -130,7 +132,7 @@ def _measure_piece(
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        policies: setting of each method; None for the full cache.
+        policies: setting of each method, by name; None for the full cache.
         n: maximum number of tokens in an answer.
         piece: the piece.
         frame: tokens before and after the piece.
@@ -164,7 +166,7 @@ def read_piece(
     n: int,
     stops: Collection[int],
 ) -> dict[str, tuple[Reading, Reference]]:
-    """Read a piece once for all policies, and return by setting the text to compress and the tokens to judge.
+    """Read a piece once for all policies.
 
     Args:
         model: an mlx-lm model.
@@ -174,6 +176,8 @@ def read_piece(
         settings: some of `FIDELITY_SETTINGS`.
         n: maximum number of tokens in an answer.
         stops: tokens that end an answer.
+
+    Returns: The text to compress and the tokens to judge, by setting.
     """
     by_setting: dict[str, tuple[Reading, Reference]] = {}
     text_policies = [without_lookahead(policy) for policy in policies]
@@ -190,19 +194,20 @@ def read_piece(
     if TEXT in settings:
         if text is None:
             text = read_once(model, [*frame.start, *piece.tokens], text_policies)
-        # The full cache predicts the first token after the piece. This token is fed, and the following ones are judged.
+        # The full cache predicts the first token after the piece, so that token is fed, and the following ones are
+        # judged.
         by_setting[TEXT] = text, Reference(text, piece.following, n_fed=1)
     return by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
-    """Return the figures of a method for one piece; some are scalar arrays.
+    """Return a method's figures for one piece. Some of them are scalar arrays.
 
     Args:
         setting: one of `FIDELITY_SETTINGS`.
         reading: the text to compress, from `read_piece`.
         reference: the tokens to judge, from `read_piece`.
-        policy: setting of the method; None for the full cache.
+        policy: the method's setting; None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _generate(reading, reference, policy)
@@ -220,12 +225,12 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
 
 
 def _generate(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
-    """Let `generate_step` read the prompt, and return its predictions and the figures of its cache."""
+    """Let `generate_step` read the prompt. Return its predictions and its cache's figures."""
     cache = make_prompt_cache(reading.model)
     cache_figures: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
-        # The figures belong to the compression; the answer adds entries later.
+        # Take the figures at the compression, because the answer adds entries later.
         cache_figures.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generate(policy, note_figures, prompt_cache=cache)
@@ -235,7 +240,7 @@ def _generate(reading: Reading, reference: Reference, policy: Setting) -> tuple[
 def _compressed_cache(
     setting: str, reading: Reading, reference: Reference, policy: Setting | None
 ) -> tuple[list, CompressionReport]:
-    """Return the cache that predicts the judged tokens, and the report of its compression."""
+    """Return the cache that predicts the judged tokens, and the report on its compression."""
     if isinstance(policy, Sparse):
         # The question is read as a later turn. Its last token is left out, because feeding it predicts the first judged
         # token.
@@ -247,7 +252,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return the mean entries per layer and the bytes of a compressed cache, and why it was not compressed."""
+    """Return a cache's mean number of entries per layer, its bytes, and why it was not compressed, if so."""
     n_kept = [n for n in report.entries_kept if n is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
@@ -263,7 +268,7 @@ def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> 
 
 
 def summarise(records: list[Record]) -> Summary:
-    """Return a summary for each setting and method."""
+    """Summarise the records by setting and method."""
     summaries = []
     for setting in FIDELITY_SETTINGS:
         of_setting = [record for record in records if record["setting"] == setting]
@@ -278,14 +283,14 @@ def summarise(records: list[Record]) -> Summary:
 
 
 def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
-    """Summarise the records of a method.
+    """Summarise one method's records.
 
     Pieces whose answers ended before the compression are left out. A mean over no pieces is None.
 
     Args:
-        own: records of the method, one per piece.
-        full: records of the full cache for the same pieces.
-        first: records of the first policy for the same pieces.
+        own: the method's records, one per piece.
+        full: the full cache's records for the same pieces.
+        first: the first policy's records for the same pieces.
     """
     judged = [i for i, record in enumerate(own) if record["judged"]]
     documents = [own[i]["document"] for i in judged]
@@ -297,7 +302,7 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
         reference = [others[i][key] for i in judged]
         return difference(scores, reference, documents)
 
-    # Differences require the same judged tokens, but these depend on the lookahead.
+    # Differences are computed over the same judged tokens only, and these depend on the lookahead.
     paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
     has_loss = own[0]["setting"] == TEXT
     return {
@@ -320,12 +325,12 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Reco
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return a table for each setting."""
+    """Return one table per setting."""
     return [_table(rows, setting) for (setting,), rows in grouped(summary, "setting").items()]
 
 
 def _table(summary: Summary, setting: str) -> Table:
-    """Return the table of a setting, with a row for each method."""
+    """Return a setting's table, with one row per method."""
     heading, about = SETTING_TEXTS[setting]
     any_method = summary[0]  # counts are the same for all methods
     n_texts = any_method["texts"]

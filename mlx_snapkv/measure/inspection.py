@@ -33,19 +33,21 @@ from .sentences import Sentence, Span, rank_sentences, special_tokens, token_spa
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """The entries that a policy kept of a prompt, and what the answer attended to.
+    """The prompt entries that a policy kept, and what the answer attended to.
 
     Attributes:
         policy: the setting as on the command line.
         tokens, text: token ids and text of the prompt.
-        spans: `(start, stop)` of each token in the text. Tokens that form one character together share its span.
-        layers: indices of the model's full-attention layers, the first axis of `positions`.
+        spans: character range `(start, stop)` of each token in the text. Tokens that together form one character share
+            its span.
+        layers: indices of the model's full-attention layers, which are the first axis of `positions`.
         layers_without: indices of the other layers (linear, state-space and sliding-window layers).
-        heads: number of KV heads of each of `layers`.
-        positions: int32 `(n_layers, n_kv_heads, n_kept)`, the prompt positions that each head keeps, ascending. Where a
-            layer has fewer heads or entries, the rest is -1. If no entry was evicted, these are all positions.
-        sentences: sentences with any kept entry, in the order of `rank_sentences`; empty if no entry was evicted.
-        report: report of the compression.
+        heads: number of KV heads in each of `layers`.
+        positions: int32 `(n_layers, n_kv_heads, n_kept)`, prompt positions that each head keeps, ascending. Layers with
+            fewer heads or entries are padded with -1. If no entry was evicted, these are all positions.
+        sentences: sentences with at least one kept entry, in the order of `rank_sentences`; empty if no entry was
+            evicted.
+        report: report on the compression.
         answer: the answer's text.
         answer_tokens: text of each answer token.
         attended: what each answer token attended to.
@@ -72,20 +74,20 @@ class Inspection:
 
     @property
     def kept(self) -> np.ndarray:
-        """Return bool `(n_layers, n_kv_heads, n_tokens)`, true where a head keeps the entry of a token."""
+        """Return bool `(n_layers, n_kv_heads, n_tokens)`, True where a head keeps a token's entry."""
         kept = np.zeros((*self.positions.shape[:2], self.n_tokens + 1), bool)
-        # The padding of -1 writes to the last column, which is dropped.
+        # The padding (-1) writes to the last column, which is dropped.
         np.put_along_axis(kept, self.positions.astype(np.int64), True, axis=-1)
         return kept[..., :-1]
 
     @property
     def shares(self) -> list[float | None]:
-        """Return for each layer the share (0 to 1) of the voters' attention that kept entries received, or None."""
+        """Return the share (0 to 1) of the voters' attention that goes to kept entries, or None, for each layer."""
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 
     def density(self, n_columns: int) -> np.ndarray:
-        """Divide the prompt into `n_columns` parts; return the share (0 to 1) of kept entries, `(n_layers, n_columns)`.
+        """Return the share (0 to 1) of kept entries in `n_columns` parts of the prompt, `(n_layers, n_columns)`.
 
         A prompt with fewer tokens has one column per token.
         """
@@ -95,7 +97,7 @@ class Inspection:
         return n_kept / n_entries
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the inspection for JSON. Lists of positions are not padded."""
+        """Return the inspection for JSON, with positions that are not padded."""
         by_layer = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
         layers = [
             {
@@ -150,13 +152,13 @@ def inspect_prompt(
 ) -> Inspection:
     """Answer a prompt greedily, like `generate`, and record which entries were kept and what the answer attended to.
 
-    Attention weights are computed from the queries of the model's own calls. Every token waits for them, so the speed
+    Attention weights are computed from the model's own queries. Every token waits for this computation, so the speed
     is not representative.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        prompt: token ids, or a text, to which no chat template is applied; see `stream_generate`.
+        prompt: token ids, or text without a chat template; see `stream_generate`.
         max_tokens: maximum number of tokens in the answer.
         snapkv: see `stream_generate`.
         policy: see `stream_generate`; "auto" is not supported. Without a policy, or below its `min_ctx`, no entry is
@@ -231,19 +233,19 @@ def _make_inspection(
     recorder: Recorder,
     responses: list[GenerationResponse],
 ) -> Inspection:
-    """Combine the recorder's records with the texts of the tokens.
+    """Combine the recorder's records with the token texts.
 
     Args:
         tokenizer: the model's tokenizer.
         tokens: token ids of the prompt.
         compress: the policy or policies; None for the full cache.
         layers: indices of the model's full-attention layers.
-        n_layers: number of all layers of the model.
+        n_layers: total number of layers in the model.
         recorder: recorder of the finished request.
-        responses: mlx-lm's responses, one for each token of the answer.
+        responses: mlx-lm's responses, one per answer token.
     """
     n_prompt = len(tokens)
-    # The last response may have the end-of-sequence token, which is not part of the answer.
+    # The last response may contain the end-of-sequence token, which is not part of the answer.
     answer_tokens = [response.token for response in responses if response.finish_reason != "stop"]
     text, spans = token_spans(tokenizer, [*tokens, *answer_tokens])
     prompt_spans = spans[:n_prompt]
@@ -255,7 +257,7 @@ def _make_inspection(
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
         sentences = rank_sentences(prompt_text, prompt_spans, is_special, counts, has_votes)
-    # The first answer token may share a character with the prompt's last token, and then shares its span.
+    # If the first answer token shares a character with the prompt's last token, it also shares its span.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,

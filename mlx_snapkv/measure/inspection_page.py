@@ -1,4 +1,4 @@
-"""Show inspections as one HTML file without external resources, or as a picture."""
+"""Render inspections as a self-contained HTML file or as a picture."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from .tables import put_figure
 
 INSPECTION_HTML = Path(__file__).with_name("inspection.html")
 SHOWN_SENTENCES = 10
-PICTURE_COLUMNS = 256  # number of columns of a map in the picture
+PICTURE_COLUMNS = 256  # columns of a map in the picture
 MAX_TICKS = 16  # maximum number of labelled layers in the picture
 
 
@@ -29,7 +29,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
     Args:
         inspections: one inspection per policy, all of the same prompt.
-        model: name of the model.
+        model: model name.
         special: ids of special tokens, which the page marks.
 
     Raises: SnapKVError: the prompts differ.
@@ -60,7 +60,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Group tokens that share a span, and return the groups with their spans and numbers of tokens.
+    """Group tokens that share a span. Return each group's span and number of tokens.
 
     Tokens without text are not grouped.
     """
@@ -73,7 +73,7 @@ def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    """Return the page's data for one inspection, in which groups replace tokens.
+    """Return the page's data for one inspection, with groups in place of tokens.
 
     Args:
         inspection: the inspection.
@@ -116,7 +116,7 @@ def _base64(array: np.ndarray) -> str:
 def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> None:
     """Write a PNG file with a map of each inspection.
 
-    A map has a row per layer and a column per part of the prompt. The colour is the share of kept entries.
+    A map has one row per layer and one column per part of the prompt. The colour shows the share of kept entries.
     """
     from matplotlib.figure import Figure
 
@@ -135,7 +135,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
 
 
 def _draw(axes: Any, inspection: Inspection) -> Any:
-    """Draw the map of an inspection, and return the image object of matplotlib."""
+    """Draw an inspection's map, and return matplotlib's image object."""
     n_layers = len(inspection.layers)
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)

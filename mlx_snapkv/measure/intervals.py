@@ -14,10 +14,10 @@ def difference(
     groups: Sequence[object],
     tasks: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Return the paired difference of two methods' scores for the same questions, with a bootstrapped interval.
+    """Return the paired difference between two methods' scores on the same questions, with a bootstrapped interval.
 
-    The mean is taken over the questions of each task, then over the tasks. Questions about one document are not
-    independent, so resampling draws whole documents with replacement, as many per task as there are.
+    The mean is taken over each task's questions, then over the tasks. Questions about one document are not
+    independent, so the bootstrap resamples whole documents within each task.
 
     Args:
         scores: the method's score for each question.
@@ -49,7 +49,10 @@ def difference(
 
 
 def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np.ndarray:
-    """Return the mean changes `(RESAMPLES,)` of one task over documents that are drawn with replacement."""
+    """Resample one task's documents with replacement, and return the mean change in each resample.
+
+    The result has the shape `(RESAMPLES,)`.
+    """
     _, numbers = np.unique(documents, return_inverse=True)
     sums = np.bincount(numbers, changes)
     counts = np.bincount(numbers)
@@ -59,6 +62,6 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
 
 
 def interval(figures: dict[str, float], form: str, scale: float = 1) -> str:
-    """Format mean and interval of a `difference` with a format such as ".3f"."""
+    """Format the mean and interval of a `difference`, with a number format such as ".3f"."""
     mean, low, high = (format(scale * figures[key], form) for key in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"

@@ -1,4 +1,4 @@
-"""Estimate decoding speed without weights: time the attention of one layer on random entries."""
+"""Estimate decoding speed without weights, by timing one layer's attention on random entries."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ..sparse.prompt_caches import make_caches
 
 FAILURES = SnapKVError, RuntimeError, ValueError  # MLX raises one of these if memory is short
 LENGTHS = (8192, 32_768)  # numbers of entries
-# Number of tokens evaluated together, which keeps the device busy like a pipelined loop.
+# Number of tokens evaluated together, which keeps the device as busy as a pipelined loop does.
 TOGETHER = 8
 
 
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
-    """Return the lengths from which sparse prefill and sparse decoding pay on this machine.
+    """Return the lengths from which sparse prefill and sparse decoding are faster on this machine.
 
     On a GPU, missing measurements are estimated. On a CPU, an estimate would take too long.
 
@@ -49,13 +49,13 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any, sparse: Sparse) -> Speed:
-    """Estimate the time of a token's attention in all layers, with all entries and with few.
+    """Estimate a token's attention time over all layers, with all entries and with few.
 
     Only the difference is meaningful for a whole token, because the rest of the model is not timed.
 
     Args:
         model: an mlx-lm model, whose weights may be uninitialised.
-        sparse: the options of sparse attention.
+        sparse: sparse attention options.
 
     Raises: SnapKVError: the model does not support sparse attention.
     """
@@ -72,7 +72,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
 def _token_seconds(
     model: Any, config: CompressionConfig, layer: AttentionLayer, n: int
 ) -> dict[str, float]:
-    """Return the time of a token's attention to `n` random entries in one layer, by kind."""
+    """Time one token's attention to `n` random entries in one layer. Return the seconds by kind."""
     plan = plan_request(model, config, n)
     keys, values = layer.cache_in(token_caches(model)).keys_and_values()
     n_heads = query_heads(layer.attention)
@@ -109,7 +109,7 @@ def _token_seconds(
 
 
 def _seconds(attend: Callable[[], mx.array]) -> float:
-    """Return the time of a call, the faster of two. An earlier call compiles."""
+    """Return the time per call, from the faster of two runs. An earlier run compiles."""
     fastest = 0.0
     for run in range(3):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The methods that are compared: the full cache, policies and sparse attention."""
+"""Methods to compare: the full cache, policies and sparse attention."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: the setting; None for the full cache. Sparse attention is measured with `when="always"`, because
-            otherwise the first tokens, or all of them, would be those of the full cache.
+        policy: the setting; None for the full cache. Sparse attention is measured with `when="always"`. Otherwise it
+            would answer the first tokens, or all of them, from the full cache.
     """
 
     policy: Setting | None = None
@@ -33,7 +33,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Return the name of the method in tables."""
+        """Return the method's name in tables."""
         if self.policy is None:
             return FULL_CACHE
         setting = self.policy
@@ -55,7 +55,7 @@ class Method:
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Check that every policy would compress a prompt of at least one of these lengths.
 
-    Raises: SnapKVError: a policy would compress none, or its budget leaves no room for sink and window.
+    Raises: SnapKVError: a policy would compress none, or its budget is too small for sink and window.
     """
     for method in methods:
         if method.policy is None:

@@ -1,4 +1,4 @@
-"""Read a prompt once, and compress it by any number of policies.
+"""Read a prompt once, and compress it with any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compress(policy)                 # the document's cache, as `prefill` returns it
@@ -30,13 +30,13 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-# The recording caches of the full-attention layers, by policy.
+# Recording caches of the full-attention layers, by policy.
 Recorders = dict[Setting, list[RecordingKVCache]]
-ANSWER_CAPACITY = 256  # number of tokens after the prompt for which buffers are allocated
+ANSWER_CAPACITY = 256  # answer tokens for which buffers are preallocated
 
 
 def shares_reading(setting: Setting | None) -> bool:
-    """Return whether a policy can choose among full caches that other policies use, too.
+    """Return whether a policy can choose from full caches that other policies also use.
 
     The full cache (None) can. Some settings must read the prompt themselves: block policies evict during prefill, h2o
     accumulates the attention of all queries, and with sparse attention each chunk chooses what it reads.
@@ -61,19 +61,19 @@ def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
 
 
 class SharedKVCache(RecordingKVCache):
-    """The full KV cache of one layer, from which several `recorders` record queries.
+    """One layer's full KV cache, which passes its queries to several `recorders`.
 
     The recorders contain no entries. `RecordingKVCache.with_entries_of` combines their queries with this cache's
     entries.
     """
 
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any):
-        """Start without entries, with space for `capacity` entries."""
+        """Create an empty cache with space for `capacity` entries."""
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
 
     def record(self, captured: Captured) -> None:
-        """Pass the queries of a call, and the position of the next token, to every recorder."""
+        """Pass a call's queries, and the position of the next token, to every recorder."""
         for recorder in self.recorders:
             recorder.offset = self.offset
             recorder.record(captured)
@@ -83,14 +83,14 @@ class SharedKVCache(RecordingKVCache):
         """Return whether a recorder waits for queries of other layers that read these entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
-    @property  # type: ignore[misc]  # nothing sets the state of a request under way
+    @property  # type: ignore[misc]  # nothing sets the state while a request runs
     def state(self) -> tuple:
         """Return entries and recorded queries, which mlx-lm's prefill loop evaluates."""
         return *super().state, [x.state for x in self.recorders]
 
 
 class Reading:
-    """A prompt that was read on full caches, with the queries that each policy needs. `read_once` makes it.
+    """A prompt that was read on full caches, with the queries that each policy needs. See `read_once`.
 
     `compress` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
 
@@ -98,9 +98,9 @@ class Reading:
         model: an mlx-lm model.
         tokens: token ids of the whole prompt.
         caches: caches that have read the prompt except for the `unread` tokens.
-        recorders: caches that record queries for each policy.
-        suffixes: for each suffix, the recorders of the prompt that it ends; see `followed_by`.
-        unread: the last tokens of the prompt, at least one, which are read now.
+        recorders: caches that record queries, by policy.
+        suffixes: recorders for the prompt extended by each suffix; see `followed_by`.
+        unread: last tokens of the prompt, at least one, which are still to be read.
         **options: keywords of mlx-lm's `generate_step` for the prefill.
 
     Attributes:
@@ -124,26 +124,26 @@ class Reading:
         self._recorders = recorders
         self._suffixes = suffixes
         self._layers = attention_layers(model, caches)
-        # Numbers of fed answer tokens after which policies compress.
+        # Numbers of answer tokens that are fed before policies compress.
         self._n_ahead = {n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders}
         self._share_caches()
-        # The chunk size does not depend on the policies, so that entries do not depend on which policies share them.
+        # The chunk size must not depend on the policies, so that the entries are the same for any set of policies.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
             self.next_logprobs = read(model, mx.array(list(unread)), caches, prefill_options)[0]
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(caches)
             shared.step = KVCache.step
-            # Recorders of the suffixes need no queries of the answer.
+            # The suffixes' recorders need no queries from the answer.
             shared.recorders = _layer_recorders(recorders, i)
-        # Copies of the caches (without full-attention layers) by the number of tokens fed before the copy.
+        # Copies of the caches (without full-attention layers), keyed by the number of tokens fed before.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
-        # The tokens fed, followed by the next token.
+        # The answer tokens fed so far, followed by the next one.
         self._answer = [_most_likely(self.next_logprobs)]
         self._forced: list[int] = []  # see `force`
 
     def _share_caches(self) -> None:
-        """Replace the caches of full-attention layers by caches that all recorders share."""
+        """Replace the caches of full-attention layers with caches that all recorders share."""
         for i, layer in enumerate(self._layers):
             recorders = _layer_recorders(self._recorders, i)
             for of_suffix in self._suffixes.values():
@@ -156,7 +156,7 @@ class Reading:
             layer.put(self._caches, shared)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
-        """Return the reading of the prompt and one of its `suffixes`. Only the suffix is read, on copied caches."""
+        """Return a reading of the prompt with one of its `suffixes`. Only the suffix is read, on copied caches."""
         return Reading(
             self.model,
             tokens=[*self.tokens, *suffix],
@@ -167,7 +167,7 @@ class Reading:
         )
 
     def full_cache(self) -> list:
-        """Return a prompt cache with all entries of the prompt. Arrays are shared until they are written."""
+        """Return a prompt cache with all prompt entries. Arrays are shared until they are written to."""
         n = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n], self._layers)
         for layer in self._layers:
@@ -175,12 +175,12 @@ class Reading:
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Replace the model's answer by `tokens`. This must precede `answer` and `compress`."""
+        """Use `tokens` as the answer instead of the model's own. Call this before `answer` and `compress`."""
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
     def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
-        """Return the full cache's greedy answer: at most `n` tokens, ending with the first of `stops`."""
+        """Return the full cache's greedy answer of at most `n` tokens, up to and including the first of `stops`."""
         for i in range(n):
             self._feed_answer(i)
             if self._answer[i] in stops:
@@ -195,9 +195,9 @@ class Reading:
         If the policy has a lookahead, the first tokens of the full cache's answer vote.
 
         Args:
-            policy: one of the policies given to `read_once`; None for the full cache.
-            answering: whether to return the cache from which `generate_step` decodes after its compression instead.
-                This cache has read as many answer tokens as the policy's lookahead, and at least one.
+            policy: one of the policies passed to `read_once`; None for the full cache.
+            answering: if True, return the cache that `generate_step` decodes from after its compression. That cache has
+                read as many answer tokens as the policy's lookahead, and at least one.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
@@ -229,8 +229,8 @@ class Reading:
         return request
 
     def _feed_answer(self, n: int) -> None:
-        """Feed tokens of the answer until `n` of them have been fed."""
-        while len(self._answer) <= n:  # the last one has not been fed
+        """Feed answer tokens until `n` of them have been fed."""
+        while len(self._answer) <= n:  # the last token has not been fed
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
@@ -255,14 +255,14 @@ def read_once(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the prompt.
-        policies: the policies that may be passed to `Reading.compress`.
+        policies: policies that may be passed to `Reading.compress`.
         suffixes: token ids that `Reading.followed_by` may append to the prompt.
         **options: keywords of mlx-lm's `generate_step`; by default, chunks have `largest_chunk()` tokens.
 
-    Raises: SnapKVError: the model is not supported, or a budget has no room for sink and window.
+    Raises: SnapKVError: the model is not supported, or a budget is too small for sink and window.
     """
     unique_policies = dict.fromkeys(policies)
-    # The other policies read the prompt themselves.
+    # All other policies read the prompt themselves.
     recorded_policies = [x for x in unique_policies if x is not None and shares_reading(x)]
     n_tokens = len(tokens)
     suffix_recorders = {
@@ -283,13 +283,14 @@ def read_once(
 def read_sparsely(
     model: Any, sparse: Sparse, tokens: Sequence[int], later: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
-    """Read a prompt with sparse attention, and return the report and the caches from which an answer is decoded.
+    """Read a prompt with sparse attention. Return the caches to decode an answer from, and the report.
 
     Args:
         model: an mlx-lm model.
-        sparse: the options of sparse attention.
+        sparse: sparse attention options.
         tokens: token ids of the prompt.
-        later: tokens read after the prompt, like the next turn of a conversation; the report is about this turn.
+        later: tokens read after the prompt, like the next turn of a conversation. If given, the report is about this
+            turn.
     """
     earlier_cache: list | None = None
     unread = tokens
@@ -314,12 +315,12 @@ def _most_likely(logits: mx.array) -> int:
 
 
 def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
-    """Return the plan of a prompt that is read on an empty cache."""
+    """Return the plan for a prompt that is read on an empty cache."""
     return plan_request(model, CompressionConfig(policy), n_prompt)
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
-    """Return the caches that record queries, for each policy that would compress a prompt of `n_prompt` tokens.
+    """Return recording caches for each policy that would compress a prompt of `n_prompt` tokens.
 
     Policies that need the same queries share caches.
     """

@@ -1,4 +1,4 @@
-"""Record which entries a request keeps, and what the tokens of its answer attend to."""
+"""Record which entries a request keeps, and what its answer tokens attend to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ class Attended:
     """The attention that predicted each answer token, averaged over the query heads of each layer.
 
     Attributes:
-        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt tokens with the most attention, in descending order.
+        positions: int32 `(n_answer, n_layers + 1, n)`, prompt tokens with the most attention, in descending order.
             Index `n_layers` is the mean of all layers. Missing tokens are -1.
-        weights: float32 of the same shape, their shares of the attention, 0 to 1.
-        own: float32 `(n_answer, n_layers + 1)`, the share of earlier answer tokens.
-        n_before: number of first answer tokens that were predicted before the compression.
+        weights: float32, same shape, attention share (0 to 1) of each of these tokens.
+        own: float32 `(n_answer, n_layers + 1)`, attention share of earlier answer tokens.
+        n_before: number of answer tokens predicted before the compression.
     """
 
     positions: np.ndarray
@@ -41,10 +41,10 @@ class Recorder:
         max_tokens: maximum number of tokens in the answer.
 
     Attributes:
-        kept: positions `(n_kv_heads, n)` kept, by layer number; empty if no entry was evicted.
+        kept: kept positions `(n_kv_heads, n)`, by layer number; empty if no entry was evicted.
         votes: votes for `kept`, by layer number; empty if the policy has no votes.
-        n_heads: number of KV heads of each layer; 0 before its first call.
-        report: report of the compression.
+        n_heads: number of KV heads in each layer; 0 before the layer's first call.
+        report: report on the compression.
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
@@ -53,9 +53,9 @@ class Recorder:
         self._n_prompt = n_prompt
         self._n_positions = n_prompt + max_tokens + 1
         self._n_recorded = min(MAX_RECORDED, n_prompt)
-        # Attention `(n_positions,)` by position of the query and layer number.
+        # Query position -> layer number -> attention `(n_positions,)`.
         self._pending: dict[int, dict[int, mx.array]] = {}
-        # Positions, weights and own share as in `Attended`, by position of the query.
+        # Query position -> positions, weights and own share, as in `Attended`.
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
         self.kept: dict[int, np.ndarray] = {}
@@ -76,7 +76,7 @@ class Recorder:
             self._n_before = len({*self._rows, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
-        """Compute the attention weights of a single query, if it is the prompt's last one or a later one.
+        """Compute the attention weights of a single query, if it is the prompt's last query or a later one.
 
         See `entries.queries.on_queries`.
         """
@@ -87,7 +87,7 @@ class Recorder:
         n_kv_heads, n_entries = entries.keys.shape[1:3]
         query = cache.voters(queries, range(position, position + 1), entries.keys.shape)
         weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
-        # The mean over all query heads in parts, because KV heads may keep different positions.
+        # Average over query heads in two steps, because KV heads may keep different positions.
         weights = weights.mean(axis=2) / n_kv_heads
         by_position = mx.zeros(self._n_positions)
         by_position = by_position.at[entries.positions.reshape(-1)].add(weights.reshape(-1))
@@ -96,9 +96,9 @@ class Recorder:
         self._pending.setdefault(position, {})[layer] = by_position
 
     def record(self) -> None:
-        """Evaluate the weights of the latest calls, and keep the largest of each token.
+        """Evaluate the attention weights of the latest calls, and keep the largest ones of each token.
 
-        Tokens for which a layer has not been called are dropped.
+        Tokens that some layer has not been called for are dropped.
         """
         pending = self._pending
         self._pending = {}
@@ -113,7 +113,7 @@ class Recorder:
         """Return `positions`, `weights` and `own` of `Attended` for one answer token.
 
         Args:
-            weights: `(n_layers + 1, n_positions)`, weights of the tokens of prompt and answer.
+            weights: `(n_layers + 1, n_positions)`, attention weights of prompt and answer tokens.
         """
         n = self._n_recorded
         prompt_weights = weights[:, : self._n_prompt]
@@ -128,7 +128,7 @@ class Recorder:
     def attended(self, n_answer: int) -> Attended:
         """Return what the first `n_answer` answer tokens attended to.
 
-        Tokens without a record have attended to nothing.
+        Tokens without a record have position -1 and weight 0.
         """
         n_rows = self._n_layers + 1  # one row per layer, and one for their mean
         positions = np.full((n_answer, n_rows, self._n_recorded), -1, np.int32)
@@ -139,14 +139,17 @@ class Recorder:
             query_position = self._n_prompt - 1 + i
             if query_position in self._rows:
                 positions[i], weights[i], own[i] = self._rows[query_position]
-        n_before = n_answer  # without a compression
+        n_before = n_answer  # if nothing was compressed
         if self._n_before is not None:
             n_before = min(self._n_before, n_answer)
         return Attended(positions=positions, weights=weights, own=own, n_before=n_before)
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the kept positions `(n_layers, n_kv_heads, n)`, padded with -1; all if no entry was evicted."""
+        """Return the kept positions `(n_layers, n_kv_heads, n)`, padded with -1.
+
+        If no entry was evicted, these are all positions.
+        """
         all_positions = np.arange(self._n_prompt, dtype=np.int32)
         by_layer = [
             self.kept.get(i, np.tile(all_positions, (n_heads, 1)))
@@ -159,12 +162,12 @@ class Recorder:
         return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
-        """Return the `counts` of `sentences.rank_sentences`, `(5, n_tokens)`, for layers that keep `quota`.
+        """Return `counts` for `sentences.rank_sentences`, `(5, n_tokens)`, if every layer kept `quota`.
 
-        A head chooses among the entries between the sink and the recent window, which it always keeps.
+        A head always keeps the sink and the recent window, and chooses among the entries in between.
         """
         n = self._n_prompt
-        # 1 for tokens among which a head chooses, 0 for tokens in the sink or the recent window.
+        # 1 for tokens that a head can choose, 0 for tokens in the sink or the recent window.
         is_choice = np.ones(n)
         is_choice[: quota.n_sink] = 0
         is_choice[max(0, n - quota.n_window) :] = 0

@@ -1,4 +1,4 @@
-"""Store the records of an evaluation in a file, so that a later run measures only missing ones."""
+"""Store evaluation records in a file, so that a later run measures only the missing ones."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -17,10 +17,10 @@ RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "ques
 
 
 class Results:
-    """The records of an evaluation, in memory and optionally in a file of JSON lines.
+    """Evaluation records, in memory and optionally in a file of JSON lines.
 
-    The first line of the file is the setting. Each new record is appended, and a later run continues the file. Use it
-    in a `with` block: nothing is written before.
+    The file's first line is the setting. New records are appended, and a later run continues the file. Use it in a
+    `with` block: before that, nothing is written.
 
     Args:
         setting: fields that all records share.
@@ -30,7 +30,7 @@ class Results:
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
-        """Read the records that the file contains."""
+        """Read the file's records."""
         self._setting = setting
         self._records: dict[tuple, Record] = {}
         self._lines = None if path is None else JsonLines(path, b'{"')
@@ -50,11 +50,11 @@ class Results:
             self._lines.close()
 
     def get(self, keys: Record) -> Record | None:
-        """Return the record with the `RECORD_KEYS` of `keys`; None if it is missing."""
+        """Return the record that has the same `RECORD_KEYS` as `keys`, or None if it is missing."""
         return self._records.get(_key(keys))
 
     def add(self, record: Record) -> None:
-        """Add a record. Its scalar arrays become numbers."""
+        """Add a record, converting scalar arrays to numbers."""
         numbers = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
         self._records[_key(numbers)] = numbers
         if self._lines is not None:
@@ -68,8 +68,8 @@ class Results:
         """Measure missing records, document by document, and return the records of all documents.
 
         Args:
-            documents: for each document, the keys of its records and a function that measures: it takes the keys of
-                missing records, and yields these records, whose values may be scalar arrays.
+            documents: for each document, the keys of its records and a function to measure them. The function takes the
+                keys of missing records and yields those records. Their values may be scalar arrays.
             on_document: called after each document; the argument says whether any record was measured.
         """
         all_keys: list[Record] = []
@@ -83,7 +83,7 @@ class Results:
         return [self._records[_key(key)] for key in all_keys]
 
     def _read(self) -> None:
-        """Read the records of the file. Raises: SnapKVError: it has another setting, or a line is damaged."""
+        """Read the file's records. Raises: SnapKVError: it has another setting, or a line is damaged."""
         if self._lines is None:
             return
         for number, line in self._lines.read():
@@ -98,7 +98,7 @@ class Results:
                 raise SnapKVError(f"{self._lines.path}: {why}") from None
 
     def _require_setting(self, line: bytes, path: Path) -> None:
-        """Check the first line of the file. Raises: SnapKVError: it is not this setting."""
+        """Check that the file's first line equals this setting. Raises: SnapKVError."""
         try:
             earlier = dict(json.loads(line))
         except (ValueError, TypeError):

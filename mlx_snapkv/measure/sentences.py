@@ -1,4 +1,4 @@
-"""Map tokens to parts of their text, split a text into sentences, and rank sentences by their kept entries."""
+"""Map tokens to text, split text into sentences, and rank sentences by their kept entries."""
 
 import itertools
 import re
@@ -10,13 +10,13 @@ import numpy as np
 
 Span = tuple[int, int]  # the characters `text[start:stop]`
 
-INCOMPLETE = "\ufffd"  # the text of an incomplete character
+INCOMPLETE = "\ufffd"  # text of an incomplete character
 MAX_CHARACTER_TOKENS = 8  # a character has at most four bytes in UTF-8
 
 # A sentence or paragraph, including the white space after it.
 _SENTENCE_END = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
 
-# Maximum characters of a sentence; longer matches are lists, tables or code, and are split into lines.
+# Maximum sentence length in characters. Longer matches are lists, tables or code, and are split into lines.
 MAX_SENTENCE = 200
 
 # The start of a list item, table row or heading.
@@ -26,17 +26,17 @@ _ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a sp
 
 
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
-    """Decode tokens, and return the text and the span of each token in it.
+    """Decode tokens, and return the text and each token's span in it.
 
-    Tokens that form one character together share its span. Because the spaces of a token may depend on the previous
-    token, tokens are decoded with earlier ones as context.
+    Tokens that together form one character share its span. A token's spaces may depend on the previous token, so tokens
+    are decoded with earlier ones as context.
     """
     pieces: list[str] = []
     spans: list[Span] = []
     # tokens[:start] have spans. tokens[previous:start] are decoded again as context, and `known` is their text.
     previous = start = 0
     known = ""
-    incomplete = ""  # the text from `previous` on, if it ends within a character
+    incomplete = ""  # text from `previous` on, if it ends in the middle of a character
 
     def decoded(start: int, stop: int) -> str:
         ids = list(tokens[start:stop])
@@ -57,7 +57,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     for stop in range(1, len(tokens) + 1):
         text = decoded(previous, stop)
         if incomplete and len(text) > len(incomplete) and text.startswith(incomplete):
-            # The bytes were invalid, because the new token did not complete them.
+            # The new token did not complete the character, so the bytes before it are invalid.
             take(stop - 1, incomplete)
             text = decoded(previous, stop)
         if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
@@ -81,10 +81,10 @@ class Sentence:
     """A sentence of the prompt.
 
     Attributes:
-        start, stop: its tokens `[start, stop)` in the prompt.
-        kept: share of its entries that are kept, 0 to 1, over its tokens and all KV heads.
-        chosen: this share among the entries that the policy chose from; None in the sink and the recent window.
-        votes: its share of the voters' attention to all chosen entries; None without votes.
+        start, stop: token range `[start, stop)` in the prompt.
+        kept: share (0 to 1) of the sentence's entries that are kept, over its tokens and all KV heads.
+        chosen: the same share, among the entries that the policy chose from; None in the sink and the recent window.
+        votes: share of the voters' attention to all chosen entries that this sentence received; None without votes.
     """
 
     text: str
@@ -96,7 +96,7 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Yield the sentences of a text with trailing white space. List items, table rows and code lines are separate."""
+    """Yield a text's sentences with trailing white space. List items, table rows and code lines are separate."""
     for sentence in _SENTENCE_END.findall(text):
         for piece in _MARKED_LINE.split(sentence):
             if len(piece) > MAX_SENTENCE:
@@ -108,17 +108,17 @@ def sentences_of(text: str) -> Iterator[str]:
 def rank_sentences(
     text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
 ) -> tuple[Sentence, ...]:
-    """Rank the sentences with any kept entry, by votes or, without votes, by the heads that chose their entries.
+    """Rank the sentences that have kept entries: by votes or, without votes, by their share of chosen entries.
 
     Args:
         text: the prompt's text.
-        spans: spans of the tokens in `text`.
-        special: bool `(n_tokens,)`, true for special tokens.
-        counts: `(5, n_tokens)`, numbers of KV heads for each token: heads that keep it, all heads, heads that chose it,
-            heads that could choose; then the votes of the heads that chose it.
+        spans: span of each token in `text`.
+        special: bool `(n_tokens,)`, True for special tokens.
+        counts: `(5, n_tokens)`. For each token: number of KV heads that keep it, of all heads, of heads that chose it,
+            of heads that could choose it, and the votes of the heads that chose it.
         voted: whether the policy has votes.
     """
-    # Sums over the tokens before each token.
+    # Column i is the sum over the tokens before token i.
     sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     all_votes = sums[4, -1] or 1
     sentences = []
@@ -143,7 +143,7 @@ def rank_sentences(
 def _tokens_of_sentences(
     text: str, spans: Sequence[Span], special: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """Yield the tokens `[start, stop)` of every sentence with a letter or digit. Role names are left out."""
+    """Yield the token range `[start, stop)` of every sentence with a letter or digit, except role names."""
     for is_special, group in itertools.groupby(range(len(spans)), key=lambda i: bool(special[i])):
         if is_special:
             continue

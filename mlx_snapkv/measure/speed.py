@@ -1,4 +1,4 @@
-"""Measure decoding and prefill at several context lengths. The contenders take turns within one process."""
+"""Measure decoding and prefill at several context lengths, with the contenders taking turns in one process."""
 
 import statistics
 import time
@@ -27,7 +27,7 @@ from .reading import lookahead_of
 from .tables import Table
 
 N_WARM_UP = 3  # unmeasured steps at the start
-N_ANSWER = 8  # number of tokens decoded after each prompt
+N_ANSWER = 8  # tokens decoded after each prompt
 
 Row = dict[str, Any]
 
@@ -37,8 +37,8 @@ class BenchPlan:
     """What to measure: lengths, settings and repetitions.
 
     Attributes:
-        contexts: context lengths at which decoding is measured.
-        prompts: prompt lengths at which prefill is measured, for the full cache and all policies.
+        contexts: context lengths to measure decoding at.
+        prompts: prompt lengths to measure prefill at, for the full cache and all policies.
         trials: number of prompts that each contender reads per length.
         steps: number of tokens that each contender decodes per length.
     """
@@ -61,15 +61,15 @@ def measure_speed(
     Args:
         model: the mlx-lm model to measure.
         plan: what to measure.
-        on_start: called with "decoding" or "reading" at its start, and the number of lengths.
-        on_rows: called with all rows so far, after each length.
+        on_start: called when "decoding" or "reading" starts, with that word and the number of lengths.
+        on_rows: called after each length, with all rows so far.
     """
     rows: dict[tuple[int, str], Row] = {}
 
     def add(context: int, measured: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
         for contender, figures in measured:
             row = {"context": context, "contender": contender.name, "entries": contender.entries}
-            # The row of this length may hold the decoding speed already.
+            # The row for this length may already contain the decoding speed.
             earlier = rows.get((context, contender.name), {})
             rows[context, contender.name] = row | figures | earlier
         on_rows(list(rows.values()))
@@ -107,9 +107,9 @@ def measure_decoding(
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
-    """Decode the warm-up steps, and return whether that succeeds.
+    """Run the warm-up steps, and return whether they succeed.
 
-    mlx-lm can't decode from quantised entries with attention sinks, for example.
+    For example, mlx-lm can't decode from quantised entries with attention sinks.
     """
     try:
         with observing_queries(model, cache):
@@ -122,9 +122,9 @@ def _can_decode(model, cache: list[Any]) -> bool:
 
 
 def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
-    """Decode `steps` tokens from each of several prompt caches, and return the seconds of every step by cache.
+    """Decode `steps` tokens from each of several prompt caches, and return each cache's seconds per step.
 
-    The caches take turns, and each round starts with another cache.
+    The caches take turns, and each round starts with a different cache.
     """
     token = mx.zeros((1, 1), mx.int32)
     turns: deque[tuple[list[Any], list[float]]] = deque((cache, []) for cache in caches)
@@ -162,7 +162,7 @@ def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
 def measure_prefill(
     model, prompt: mx.array, readers: list[Contender], trials: int
 ) -> list[tuple[Contender, dict[str, Any]]]:
-    """Return the contenders with the medians of their figures over `trials` requests.
+    """Return each contender with its median figures over `trials` requests.
 
     The contenders take turns. The order is reversed after every round.
     """
@@ -198,7 +198,7 @@ def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str,
 def answer_prompt(
     model, prompt: mx.array, cache: list[Any], max_tokens: int, **options: Any
 ) -> tuple[float, CompressionReport]:
-    """Answer a prompt by `generate_step`, and return the seconds to the first token and the report.
+    """Answer a prompt with `generate_step`, and return the seconds to the first token and the report.
 
     Args:
         model: an mlx-lm model.
@@ -219,7 +219,7 @@ def answer_prompt(
 
 
 def speed_table(rows: list[Row]) -> Table:
-    """Return the rows of `measure_speed` as a table."""
+    """Format the rows of `measure_speed` as a table."""
     table = Table(
         "Decoding and prefill by context length",
         "Decoding: the median step, with the caches taking turns; they hold random entries, since only shapes matter "
@@ -231,7 +231,7 @@ def speed_table(rows: list[Row]) -> Table:
     full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
     for row in rows:
         base = full.get(row["context"], row)
-        decoding = reading = peak = ""  # a row has figures of one measurement or both
+        decoding = reading = peak = ""  # a row has figures from one measurement or both
         if "step_seconds" in row:
             step = row["step_seconds"]
             decoding = f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x"
@@ -251,7 +251,7 @@ def speed_table(rows: list[Row]) -> Table:
 
 
 def _ratio(row: Row, base: Row, figure: str) -> str:
-    """Return ", " and the ratio to the full cache's figure; "" if the full cache lacks the figure."""
+    """Return the ratio to the full cache's figure, such as ", 0.50x", or "" if the full cache lacks the figure."""
     if base["contender"] != "full cache" or figure not in base:
         return ""
     return f", {row[figure] / base[figure]:.2f}x"

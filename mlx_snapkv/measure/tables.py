@@ -1,4 +1,4 @@
-"""Write results as tables, pages and pictures, and recognise files that were written by this module."""
+"""Write results as tables, pages and pictures, and recognise files that this package wrote."""
 
 import io
 import re
@@ -29,7 +29,7 @@ class Table:
 
 
 def as_page(title: str, result: dict[str, Any], remark: str, tables: Iterable[Table]) -> str:
-    """Return a result as Markdown: how it was measured, the remark, and the tables."""
+    """Render a result as Markdown: how it was measured, the remark, and the tables."""
     parts = [f"# {title}", setting_text(result), remark]
     for table in tables:
         parts += [f"## {table.title}", table.remark, as_markdown(table)]
@@ -37,7 +37,7 @@ def as_page(title: str, result: dict[str, Any], remark: str, tables: Iterable[Ta
 
 
 def setting_text(result: dict[str, Any]) -> str:
-    """Return two paragraphs: how a result was measured, and where."""
+    """Describe how and where a result was measured, in two paragraphs."""
     machine = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
@@ -49,7 +49,7 @@ def setting_text(result: dict[str, Any]) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Return a table as Markdown, with names aligned left and figures aligned right."""
+    """Render a table as Markdown, with names aligned left and figures aligned right."""
     is_name = [i == 0 or column == "cache" for i, column in enumerate(table.columns)]
     rule = ["---" if left else "---:" for left in is_name]
     lines = (table.columns, rule, *table.rows)
@@ -76,9 +76,9 @@ class Page(NamedTuple):
     """How an evaluation summarises its records and shows the summary.
 
     Attributes:
-        remark: meaning of the figures.
+        remark: explanation of the figures.
         summarise: summarises all records.
-        tables: makes tables from the summary.
+        tables: builds tables from the summary.
     """
 
     title: str
@@ -87,11 +87,11 @@ class Page(NamedTuple):
     tables: Callable[[Summary], list[Table]]
 
     def markdown(self, result: Record) -> str:
-        """Return a result as a Markdown page. Its `summary` contains the summary."""
+        """Render a result, which contains its `summary`, as a Markdown page."""
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# A pattern near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
+# Pattern near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,
@@ -110,7 +110,7 @@ def is_ours(path: Path) -> bool:
 
 
 def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
-    """Write a figure of matplotlib to a PNG file that `is_ours` recognises."""
+    """Write a matplotlib figure to a PNG file that `is_ours` recognises."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi, metadata={"Software": "mlx-snapkv"})
     put_result(path, picture.getvalue())

@@ -1,4 +1,4 @@
-"""Read a user's texts, cut them into pieces, and make the tokens around a text in a prompt."""
+"""Read a user's texts, cut them into pieces, and build the prompt tokens around a text."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ class Piece(NamedTuple):
 
     Attributes:
         document: name of the text.
-        number: number of the piece in the text, counted from 1.
+        number: position of the piece in the text, starting at 1.
         tokens: token ids of the piece, without special tokens.
         following: token ids of the text after the piece.
     """
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """The UTF-8 texts of files, and of all files in folders except hidden ones, in order.
+    """UTF-8 texts from files, and from all files in folders except hidden ones, in order.
 
-    The name of a text is the path that was given, or its path relative to the folder that was given.
+    A text is named by the path in `paths`, or by its path relative to the folder in `paths`.
 
     Args:
         paths: files and folders.
@@ -42,7 +42,7 @@ class Texts:
         n_unread: number of files in folders that are not UTF-8 text.
         digest: hash of all names and texts.
 
-    Raises: SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
+    Raises: SnapKVError: a path can't be read, a file in `paths` is not UTF-8 text, or there is no text.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -50,7 +50,7 @@ class Texts:
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
         self.n_unread = 0
-        for name in dict.fromkeys(paths):  # without repetitions, in order
+        for name in dict.fromkeys(paths):  # drops duplicates, keeps the order
             path = path_of(name, OPTION)
             if path.is_dir():
                 self._add_folder(path)
@@ -83,12 +83,12 @@ class Texts:
                 self._texts[str(name)] = text
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, n_pieces: int) -> list[Piece]:
-        """Return up to `n_pieces` disjoint pieces: first pieces of all texts, then second pieces, and so on.
+        """Return up to `n_pieces` disjoint pieces: the first pieces of all texts, then the second ones, and so on.
 
         Args:
             tokenizer: the model's tokenizer.
             length: number of tokens in a piece.
-            n_following: number of tokens after it.
+            n_following: number of tokens after a piece.
             n_pieces: maximum number of pieces.
 
         Raises: SnapKVError: no text is long enough.
@@ -113,7 +113,7 @@ def digest_of(text: str) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a file, stripped of surrounding white space; None if the file is not UTF-8 text.
+    """Read a file's text, without surrounding white space. Return None if the file is not UTF-8 text.
 
     Raises: SnapKVError: the file can't be read.
     """
@@ -127,14 +127,14 @@ def _read(path: Path) -> str | None:
 
 
 def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
-    """Yield successive pieces of a text, which is tokenized when the first piece is needed.
+    """Yield successive pieces of a text, which is tokenised when the first piece is needed.
 
     Args:
         name: name of the text.
         text: the text.
         tokenizer: the model's tokenizer.
         length: number of tokens in a piece.
-        size: number of tokens in a piece and after it that must exist.
+        size: number of tokens in a piece and after it, all of which must exist.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
@@ -143,7 +143,7 @@ def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterat
 
 
 class Frame(NamedTuple):
-    """The token ids around a text.
+    """Token ids around a text.
 
     Attributes:
         start: special tokens at the start of a text on its own.
@@ -178,7 +178,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """Return what the chat template puts before a user's message, and the message's `ending` with what follows.
+    """Return the chat template's text before a user message, and the message's `ending` with the text after it.
 
     Raises: SnapKVError: the template fails, or changes the message.
     """
