@@ -1,1 +1,1 @@
-"""Answer many requests at once, each with a compressed cache of its own."""
+"""Batched generation, where each request has its own compressed cache."""

@@ -1,4 +1,4 @@
-"""The caches of one layer for several requests that decode together, and the rule which requests can."""
+"""Batched caches for requests that decode together, and the rule for which requests can."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from ..sparse.cache import SparseKVCache
 
 
 class BatchCache(ABC):
-    """The interface of one layer's cache for a batch of requests. `MlxBatchCache` gives it to mlx-lm's caches.
+    """Interface for one layer's cache in a batch of requests. `MlxBatchCache` adapts mlx-lm's own caches to it.
 
     Attributes:
-        observes: whether queries of later tokens are recorded, for which the attention class is patched.
-        chooses: whether the queries of each request choose the entries that a step reads.
-        pads: whether a mask hides the padding of requests with fewer entries.
+        observes: whether queries of upcoming tokens are recorded, which requires patching the attention class.
+        chooses: whether each request's queries choose the entries that a step reads.
+        pads: whether shorter requests are padded, and a mask hides the padding.
     """
 
     observes: bool
@@ -47,32 +47,32 @@ class BatchCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return recorded arrays, which are evaluated between two tokens."""
+        """Return recorded arrays that have to be evaluated between tokens."""
         return ()
 
     @property
     @abstractmethod
     def kind(self) -> tuple:
-        """Return a value that is equal for requests that can decode together."""
+        """Return a hashable kind. Requests whose caches have equal kinds can decode together."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return the largest number of entries of a request, or of entries that a step reads for a request."""
+        """Return the largest number of entries that any request has or that a step reads for it."""
 
 
 class MlxBatchCache(BatchCache):
-    """Adapter for mlx-lm's batched caches."""
+    """Adapts one of mlx-lm's batched caches."""
 
     observes = chooses = False
 
     def __init__(self, cache: Any):
-        """Wrap the cache. Only mlx-lm's `BatchKVCache` pads entries."""
+        """Wrap the cache. Of mlx-lm's caches, only `BatchKVCache` uses padding."""
         self._cache = cache
         self.pads = isinstance(cache, BatchKVCache)
 
     @property
     def kind(self) -> tuple:
-        """Return a kind that limits the padding: entries of equal kinds differ in number by less than a factor of 2."""
+        """Return a kind that limits padding: caches of the same kind differ in length by less than a factor of 2."""
         return type(self._cache).__name__, self.size().bit_length()
 
     def size(self) -> int:
@@ -81,19 +81,19 @@ class MlxBatchCache(BatchCache):
 
 
 class CompressedBatchCache(BatchCache, _BaseCache):
-    """Base class for compressed caches of one layer, one per request, with the interface of mlx-lm's batched caches.
+    """Base class for one layer's compressed caches, one per request, with the interface of mlx-lm's batched caches.
 
-    A step decodes one token of each request.
+    Each step decodes one token per request.
 
     Attributes:
-        members: the caches of the requests.
-        keys: keys that a step reads, to which mlx-lm's pipelines add a dependency.
+        members: the requests' caches.
+        keys: keys that a step reads. mlx-lm's pipelines add a dependency to them.
     """
 
     keys: Any
 
     def __init__(self, members: Sequence[Any]):
-        """Use the requests' caches, which change with the batch."""
+        """Take over the requests' caches, which will change with the batch."""
         self.members = list(members)
 
     @property
@@ -104,36 +104,36 @@ class CompressedBatchCache(BatchCache, _BaseCache):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the mask of the next step; None unless padding must be hidden."""
+        """Return the mask for the next step, or None if there is no padding."""
         assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
         return None
 
     def extend(self, other: Any) -> None:
-        """Append the requests of another batch, which must not be used afterwards."""
+        """Append the requests of another batch, which must not be used any more."""
         self.members += other.members
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep the requests with the indices `keep`."""
+        """Keep only the requests at the indices `keep`."""
         self.members = [self.members[i] for i in keep]
 
     def size(self) -> int:
-        """Return the largest number of entries of a request."""
+        """Return the number of entries in the longest request."""
         return max(member.n_entries for member in self.members)
 
     def empty(self) -> bool:
-        """Return False, because requests join after their prompts have been read."""
+        """Return False, because requests only join after prefill."""
         return False
 
 
 class SparseBatchCache(CompressedBatchCache):
-    """Sparse caches of several requests. The requests attend one after the other, each to its own entries."""
+    """Sparse caches of several requests. Requests attend one after another, each to its own entries."""
 
     chooses = observes = True
     members: list[SparseKVCache]
     keys = keys_property(lambda batch: batch.members[0])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a token of each request, `(B, n_kv_heads, 1, head_dim)`, and return its keys and values unchanged."""
+        """Append one token per request, `(B, n_kv_heads, 1, head_dim)`, and return the keys and values unchanged."""
         for i, member in enumerate(self.members):
             member.update_and_fetch(keys[i : i + 1], values[i : i + 1])
         return keys, values
@@ -147,10 +147,10 @@ class SparseBatchCache(CompressedBatchCache):
         mask: None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Compute the attention of one token of each request; see `SparseKVCache.attend`."""
+        """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, member in enumerate(self.members):
-            # The dependency makes requests attend one after the other, so that only one needs memory at a time.
+            # Depend on the previous request's output, so that only one request at a time takes memory.
             member_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
@@ -160,33 +160,33 @@ class SparseBatchCache(CompressedBatchCache):
 
     @property
     def kind(self) -> tuple:
-        """Return the same kind for all sparse requests, which share no arrays and may differ in length."""
+        """Return the same kind for all sparse requests. They share no arrays, so their lengths may differ."""
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
-        """Return a copy of the cache of request `idx`."""
+        """Return a copy of the cache of the request at index `idx`."""
         return copy.deepcopy(self.members[idx])
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all requests' caches in memory."""
+        """Return the memory that all requests' caches take."""
         return sum(member.nbytes for member in self.members)
 
 
 class EvictingBatchCache(CompressedBatchCache, Quantised):
-    """Evicting caches of several requests, whose entries are in shared arrays.
+    """Evicting caches of several requests, with all entries in shared arrays.
 
-    The arrays are `(B, n_kv_heads, R, head_dim)`, or those of quantised entries. They have a slot for each request, and
-    `R` is the number of rows that the longest request needs. The requests' own caches are empty, but still determine
-    the row of the next entry and when to evict. For an eviction, a cache gets its slot back. So each request keeps the
-    entries that it would keep alone.
+    The arrays have shape `(B, n_kv_heads, R, head_dim)`, or the equivalent for quantised entries. Each request has a
+    slot on the batch axis, and `R` is the number of rows that the longest request needs. The requests' own caches are
+    empty, but still decide where the next entry goes and when to evict. To evict, a cache temporarily gets its entries
+    back. Each request therefore keeps exactly the entries that it would keep outside the batch.
     """
 
     chooses = False
     values: Any
 
     def __init__(self, members: Sequence[EvictingCache]):
-        """Copy the entries of all requests to shared arrays, and free the originals."""
+        """Copy all requests' entries to shared arrays, and free the originals."""
         super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
@@ -197,7 +197,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
             member.keys = member.values = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Append an entry of each request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for the attention."""
+        """Append one entry per request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for attention."""
         for i, member in enumerate(self.members):
             if member.is_due():
                 with self._lend_slot(i, write_back=True):
@@ -217,7 +217,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the mask of the next step, bool `(B, 1, 1, rows)`; None if all requests have equally many entries."""
+        """Return a bool mask `(B, 1, 1, rows)` for the next step, or None if all requests have the same length."""
         super().make_mask(N, return_array, window_size)
         counts = [member.n_after_next for member in self.members]
         if len(set(counts)) == 1:
@@ -226,12 +226,12 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """Return the arrays up to the last entry of any request, without unused rows."""
+        """Return the arrays without the rows that no request uses."""
         n = self.size()
         return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
 
     def record(self, captured: Captured) -> None:
-        """Let the cache of each request that observes record its query; see `Recorder.record`."""
+        """Pass each request's query to its cache if the cache observes; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
                 member_queries = captured._replace(queries=captured.queries[i : i + 1])
@@ -240,35 +240,35 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Return whether other layers have yet to read the newest entries of a request."""
+        """Return whether other layers still have to read a request's newest entries."""
         return any(member.waits_for_readers for member in self.members)
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether a request records queries for evictions during its answer."""
+        """Return whether any request records queries for evictions during decoding."""
         return any(member.observes for member in self.members)
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the recorded arrays of all requests that observe."""
+        """Return the arrays recorded by all requests that observe."""
         return [array for member in self.members if member.observes for array in member.recorded]
 
     @property
     def kind(self) -> tuple:
-        """Return a value that is equal for requests that can share arrays and mlx-lm's one mask for all layers."""
+        """Return a kind that is equal for requests that can share arrays, and mlx-lm's single mask for all layers."""
         member = self.members[0]
         n_next = member.n_after_next
         is_fixed = n_next == member.n_entries
-        # Numbers of equal bit length differ by less than a factor of 2, which limits the padding.
+        # Lengths with the same bit length differ by less than a factor of 2, which limits padding.
         return is_fixed, n_next.bit_length(), self.quantization
 
     def extend(self, other: EvictingBatchCache) -> None:
-        """Append the requests of another batch, and copy all entries to new arrays."""
+        """Append the requests of another batch by copying all entries to new arrays."""
         super().extend(other)
         self.keys, self.values = _stack([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep the requests with the indices `keep`, and drop rows that they do not need."""
+        """Keep only the requests at the indices `keep`, and drop rows that none of them needs."""
         super().filter(keep)
         index = mx.array(list(keep))
         n = self._n_needed()
@@ -277,18 +277,18 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         )
 
     def extract(self, idx: int) -> EvictingCache:
-        """Return a copy of the cache of request `idx`, with its entries."""
+        """Return a copy of the cache of the request at index `idx`, including its entries."""
         member = copy.deepcopy(self.members[idx])
         member.keys, member.values = self._copy_entries(idx, member.n_entries)
         return member
 
     @contextlib.contextmanager
     def _lend_slot(self, i: int, write_back: bool = False) -> Iterator[None]:
-        """Move the entries of a request to its own cache, within the `with` block.
+        """Give a request's cache its entries back within the `with` block.
 
         Args:
             i: index of the request.
-            write_back: whether the block changes the entries, which are then copied back to the shared arrays.
+            write_back: whether to copy the entries back to the shared arrays after the block.
         """
         member = self.members[i]
         member.keys, member.values = self._copy_entries(i, member.n_entries)
@@ -304,11 +304,11 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
             member.keys = member.values = None
 
     def _copy_entries(self, i: int, n: int) -> Stored:
-        """Copy the first `n` entries of a request, with a batch axis of 1."""
+        """Copy a request's first `n` entries, keeping a batch axis of 1."""
         return each(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
 
     def _n_needed(self) -> int:
-        """Return the number of rows that the longest request needs, now or for its next token."""
+        """Return how many rows the longest request needs now or for its next token."""
         return max(max(member.n_entries, member.n_after_next) for member in self.members)
 
     def _make_room(self, n: int) -> None:
@@ -320,17 +320,17 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def _stored(self) -> Stored:
-        """Return the keys and values of all slots, including unused rows."""
+        """Return all keys and values, including unused rows."""
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the shared arrays, including unused rows."""
+        """Return the size of the shared arrays in bytes, including unused rows."""
         return n_bytes(self._stored)
 
 
 def _stack(slots: list[Stored]) -> Stored:
-    """Concatenate slots along the batch axis. Shorter slots are padded."""
+    """Concatenate arrays along the batch axis, padding shorter ones."""
     n = max(map(n_rows, slots))
     padded = []
     for slot in slots:
@@ -340,7 +340,7 @@ def _stack(slots: list[Stored]) -> Stored:
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
-    """Return the caches of all layers as batches of one request."""
+    """Return every layer's cache as a `BatchCache`, wrapping mlx-lm's own caches."""
     caches = members(prompt_cache)
     return [cache if isinstance(cache, BatchCache) else MlxBatchCache(cache) for cache in caches]
 
@@ -350,14 +350,14 @@ def kind_of(prompt_cache: list) -> tuple:
     caches = batch_caches(prompt_cache)
     has_choosing = any(cache.chooses for cache in caches)
     has_padded = any(cache.pads for cache in caches)
-    # mlx-lm makes one mask for all layers. If layers of a sparse request read all entries, they would need their own
-    # mask, so such a request decodes alone: the identity of its first cache makes its kind unique.
+    # mlx-lm computes one mask for all layers. If some layers of a sparse request read all entries, they would need a
+    # different mask, so the request has to decode alone. The id of its first cache makes its kind unique.
     own_identity = id(prompt_cache[0]) if has_choosing and has_padded else None
     return own_identity, *(cache.kind for cache in caches)
 
 
 def batch_of_one(cache: Any) -> Any:
-    """Return the cache of one layer as a batch of one request."""
+    """Convert one layer's cache to a batch of one request."""
     if isinstance(cache, CacheList):
         return CacheList(*map(batch_of_one, cache.caches))
     layer = layer_cache(cache)

@@ -1,6 +1,6 @@
-"""Read and write OpenAI's batch files, which have one request or one answer per line.
+"""Reads requests and writes answers in OpenAI's batch format, one JSON object per line.
 
-A later run continues an unfinished file of answers.
+If a run is interrupted, the next one continues the file of answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..completions.body import Body, parse
 from ..errors import Option, SnapKVError
 from ..json_lines import JsonLines
 
-# Codes of errors in answers.
+# Error codes.
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
 START = b'{"id": "batch_req_'  # the first bytes of every answer
@@ -26,13 +26,14 @@ START = b'{"id": "batch_req_'  # the first bytes of every answer
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file of requests.
+    """A line in a file of requests.
 
     Attributes:
-        number: the line's number, counted from 1.
-        body: the request; None if the line is invalid.
-        problem: what is wrong with the line, in words that follow its number; None if it is valid.
-        code: the error code for the problem.
+        number: line number, counted from 1.
+        custom_id: the request's `custom_id`, or None if it is missing or invalid.
+        body: the request, or None if the line is invalid.
+        problem: what is wrong with the line, phrased to follow its number. None if the line is valid.
+        code: error code for the problem.
     """
 
     number: int
@@ -43,23 +44,23 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """Return what identifies the line in all runs: its `custom_id`, or its number."""
+        """Return a key that identifies the line in every run: its `custom_id` if usable, otherwise its number."""
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
 
 
 class RequestsFile:
-    """The requests of a file, parsed one by one.
+    """A file of requests, which are parsed lazily.
 
     Args:
-        stream: the file, positioned at its first request. A stream that can't seek, such as a pipe, is copied to a
-            temporary file.
+        stream: the file, positioned at the first request. If it can't seek, like a pipe, it is copied to a temporary
+            file.
 
     Attributes:
-        n_lines: number of lines that are not blank.
+        n_lines: number of non-blank lines.
 
-    Raises: SnapKVError: the file is not empty, and no line is a JSON object.
+    Raises: SnapKVError: the file is not empty, but no line is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -78,7 +79,7 @@ class RequestsFile:
             )
 
     def __iter__(self) -> Iterator[Line]:
-        """Yield every non-blank line. A line that repeats a `custom_id` gets a problem."""
+        """Yield every non-blank line. Lines that repeat a `custom_id` are marked as invalid."""
         first_lines: dict[str, int] = {}  # `custom_id` -> number of its first line
         for number, raw in self._raw_lines():
             line = _parse_line(number, raw)
@@ -90,7 +91,7 @@ class RequestsFile:
             yield line
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and bytes of every non-blank line. A byte order mark is removed."""
+        """Yield the number and bytes of every non-blank line, without a byte order mark."""
         self._stream.seek(self._start)
         for number, raw in enumerate(self._stream, start=1):
             text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
@@ -99,7 +100,7 @@ class RequestsFile:
 
 
 def _parse_line(number: int, raw: bytes) -> Line:
-    """Parse a line. If it is invalid, its `problem` says why."""
+    """Parse a line. If it is invalid, `problem` says why."""
     try:
         record = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -126,40 +127,40 @@ def _parse_line(number: int, raw: bytes) -> Line:
 
 
 class AnswersFile:
-    """The file of a run's answers, one per line. Each line is written to disk before the next one begins.
+    """A file of answers, one per line. Every line is flushed to disk before the next one.
 
-    Use it in a `with` block: on entry, the file is locked by this process, and an incomplete last line is dropped.
-    Nothing is written before.
+    Use it in a `with` block, which locks the file for this process and drops an incomplete last line. Nothing is
+    written before that.
 
     Args:
-        path: the file, which may not exist yet.
-        run: fields that all answers of the run share: `model`, and the run's part of `mlx_snapkv`.
+        path: the file. It may not exist yet.
+        run: fields that are the same in all answers of this run: `model`, and part of the `mlx_snapkv` field.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
         SnapKVError: the file can't be written, belongs to another run or process, or is not a file of answers.
-        OSError: `answer` or `error` could not write a line, for example because the disk is full. Earlier lines are
+        OSError: `answer` or `error` could not write a line, for example because the disk is full. All earlier lines are
             complete.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
-        """Read the answers that the file contains."""
+        """Read the answers that are already in the file."""
         self.path = path
         self._run = run
         self._lines = JsonLines(path, START)
         self._read()
 
     def _read(self) -> None:
-        """Read the lines of the file."""
+        """Read all lines of the file."""
         self._keys: set[str | int] = set()
         self.n_answered = self.n_errors = 0
         for number, line in self._lines.read():
             self._note(number, line)
 
     def _note(self, number: int, raw: bytes) -> None:
-        """Add a line of the file to the known answers or errors.
+        """Register an answer or error from the file.
 
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
@@ -180,7 +181,7 @@ class AnswersFile:
             self.n_answered += 1
 
     def _require_same(self, run: dict[str, Any]) -> None:
-        """Check that an answer has the fields of this run. Raises: SnapKVError: it belongs to another run."""
+        """Check that an answer in the file belongs to this run. Raises: SnapKVError."""
         for name, value in self._run.items():
             earlier = run.get(name)
             if earlier != value:
@@ -193,43 +194,43 @@ class AnswersFile:
                 )
 
     def __enter__(self) -> AnswersFile:
-        """Lock the file, and read it again, because another process may have written to it."""
+        """Lock the file, and read it again in case another process has written to it."""
         self._lines.open(self._read)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the file and release the lock."""
+        """Close and unlock the file."""
         self._lines.close()
 
     def has(self, line: Line) -> bool:
-        """Return whether the file has an answer or error for a line of requests."""
+        """Return whether the file already has an answer or error for a request."""
         return line.key in self._keys
 
     def answer(self, line: Line, body: dict[str, Any]) -> None:
-        """Write the answer to a line. `body` is the completion. Raises: OSError."""
+        """Write a request's answer, where `body` is the completion. Raises: OSError."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
         self._add(line, response=response, error=None)
         self.n_answered += 1
 
     def error(self, line: Line, code: str, sentence: str) -> None:
-        """Write the error of a line. Raises: OSError."""
+        """Write an error in place of a request's answer. Raises: OSError."""
         why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
         self._add(line, response=None, error=why)
         self.n_errors += 1
 
     def _add(self, line: Line, **outcome: Any) -> None:
-        """Write a line to disk, completely or not at all. Raises: OSError."""
+        """Append a line atomically. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)
 
 
 def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
-    """Parse a line of a file of answers.
+    """Parse a line in a file of answers.
 
-    Returns: The key of the request's line, the run's fields (errors have none), and whether the line is an error.
+    Returns: The key of the request, the run's fields (empty for errors), and whether the line is an error.
 
-    Raises: ValueError, TypeError, KeyError: the line is damaged, or not an answer of this package.
+    Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
     if not raw.startswith(START):
         raise ValueError
@@ -240,7 +241,7 @@ def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
         has_own_id = custom_id is not None and error["code"] != DUPLICATE
         key = custom_id if has_own_id else error["line"]
         return key, {}, True
-    if custom_id is None:  # only errors may lack it
+    if custom_id is None:  # only errors may have no id
         raise ValueError
     body = record["response"]["body"]
     run = {"model": body["model"], **body["mlx_snapkv"]} if body else {}

@@ -1,4 +1,4 @@
-"""Answer several prompts together: mlx-lm's `batch_generate` with compression or sparse attention."""
+"""A drop-in version of mlx-lm's `batch_generate` with compression or sparse attention."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ from .generator import CompressedBatchGenerator
 
 @dataclass
 class BatchResponse(MlxBatchResponse):
-    """mlx-lm's response, with errors.
+    """mlx-lm's batch response, extended with errors.
 
     Attributes:
-        errors: the exception that ended the answer to each prompt, or None.
+        errors: for each prompt, the exception that ended its answer, or None.
     """
 
     errors: list[Exception | None] = field(default_factory=list)
@@ -53,28 +53,31 @@ def batch_generate(
     on_report: Callable[[CompressionReport], None] | None = None,
     **kwargs: Any,
 ) -> MlxBatchResponse:
-    """Call `mlx_lm.batch_generate`, and compress the prompts. Without a policy, mlx-lm's own function is called.
+    """Answer several prompts together, like `mlx_lm.batch_generate`, but compress each prompt cache.
+
+    Without a policy or sparse attention, this calls mlx-lm's function.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer, which decodes the answers.
-        prompts: token ids of each prompt, at least one.
-        prompt_caches: caches that each prompt continues; None starts with empty caches.
-        max_tokens: maximum number of tokens of an answer, for all prompts or for each.
+        tokenizer: the model's tokenizer.
+        prompts: token ids of each prompt. Prompts must not be empty.
+        prompt_caches: the caches that each prompt continues from. By default, all caches are new.
+        max_tokens: maximum answer length in tokens, either one number for all prompts or one per prompt.
         verbose: whether to print the number of answers and the speed.
-        return_prompt_caches: whether the response contains the caches after each answer.
-        return_token_ids: whether the response contains the token ids of each answer.
-        return_logprobs: whether the response contains the log-probability of each token.
+        return_prompt_caches: whether to return the caches after each answer.
+        return_token_ids: whether to return the token ids of each answer.
+        return_logprobs: whether to return the log-probability of each token.
         snapkv: see `generate_step`.
         policy: see `generate_step`.
         sparse: see `generate_step`.
         on_report: called with a `CompressionReport` for each prompt, in the order of the prompts.
-        **kwargs: the options of `CompressedBatchGenerator`.
+        **kwargs: options of `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response; with a policy a `BatchResponse`. A prompt that does not fail gets the same answer as alone.
+        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Unless a prompt fails, its answer is
+        the same as outside the batch.
 
-    Raises: SnapKVError: options, models or prompts can't be served; nothing has been read then.
+    Raises: SnapKVError: the options, the model or a prompt are not supported. It is raised before anything is read.
     """
     token_lists = _token_lists(model, prompts)
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
@@ -93,7 +96,7 @@ def batch_generate(
     report_to = explaining(recommendation, on_report)
     if config.setting is None:
         config.require(model)
-        _, mlx_options = extract_quantization(options)  # mlx-lm's batches don't quantise
+        _, mlx_options = extract_quantization(options)  # mlx-lm does not quantise in batches
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         return mlx_batch_generate(
@@ -122,9 +125,9 @@ def batch_generate(
 
 
 def _token_lists(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the token ids of the prompts as lists.
+    """Convert the prompts to lists of token ids.
 
-    Raises: SnapKVError: a prompt is empty, or has a token that is not in the model's vocabulary.
+    Raises: SnapKVError: a prompt is empty, or has a token outside the model's vocabulary.
     """
     token_lists: list[Any] = []
     for prompt in prompts:
@@ -147,7 +150,7 @@ class _Answer:
     report: CompressionReport | None = None
 
     def add(self, response: Any, with_logprobs: bool) -> None:
-        """Add a response of the generator. Its token is part of the answer unless it stops the answer."""
+        """Add a response from the generator. A token that stops the answer is not part of it."""
         self.prompt_cache = response.prompt_cache or []
         self.error = response.error
         if response.finish_reason in (None, "length"):
@@ -166,16 +169,16 @@ def _answer_all(
     options: dict[str, Any],
     with_logprobs: bool,
 ) -> tuple[list[_Answer], BatchStats]:
-    """Answer the prompts with `CompressedBatchGenerator`, and return the answers and mlx-lm's statistics.
+    """Answer the prompts with a `CompressedBatchGenerator`, and return the answers and mlx-lm's statistics.
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer, whose end-of-sequence tokens stop an answer.
+        tokenizer: the model's tokenizer. Its end-of-sequence tokens stop an answer.
         prompts: token ids of each prompt.
-        limits: maximum number of tokens of each answer.
-        prompt_caches: caches that each prompt continues; None starts with empty caches.
+        limits: maximum length of each answer in tokens.
+        prompt_caches: the caches that each prompt continues from. By default, all caches are new.
         config: the config of all prompts.
-        options: mlx-lm's keywords for the generator.
+        options: mlx-lm's keyword arguments for the generator.
         with_logprobs: whether to keep the log-probability of each token.
     """
     answers = [_Answer() for _ in prompts]
@@ -188,7 +191,7 @@ def _answer_all(
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:
-        generator.insert(prompts, limits, caches=prompt_caches)  # requests are numbered from 0
+        generator.insert(prompts, limits, caches=prompt_caches)  # uids count up from 0
         while responses := generator.next_generated():
             for response in responses:
                 answers[response.uid].add(response, with_logprobs)
@@ -203,7 +206,7 @@ def _response(
     with_token_ids: bool,
     with_logprobs: bool,
 ) -> BatchResponse:
-    """Return mlx-lm's response for the answers. Parts that were not requested are None."""
+    """Build the response. Parts that were not requested are None."""
     return BatchResponse(
         texts=[tokenizer.decode(answer.tokens) for answer in answers],
         stats=stats,

@@ -1,4 +1,4 @@
-"""Add requests to a running batch: mlx-lm's `BatchGenerator` on compressed caches."""
+"""Continuous batching with compressed caches, based on mlx-lm's `BatchGenerator`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, model_and_caches, request_errors
 from .job import BatchReport, BatchSettings, Job
 
-# mlx-lm (0.32) can't batch models of these types, or gives wrong answers.
+# Model types that mlx-lm 0.32 can't batch, or for which its batches give wrong answers.
 UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
 def require_batchable(model) -> None:
-    """Check that mlx-lm can decode several prompts of a model together.
+    """Check that mlx-lm can decode several prompts together with this model.
 
-    Raises: UnsupportedModelError: it can't, or its answers are wrong.
+    Raises: UnsupportedModelError: it can't, or the answers would be wrong.
     """
     caches = members(make_prompt_cache(model))
     if type_of(model) in UNBATCHED_TYPES or not all(hasattr(cache, "merge") for cache in caches):
@@ -46,31 +46,35 @@ def require_batchable(model) -> None:
 
 
 class CompressedBatchGenerator(BatchGenerator):
-    """mlx-lm's `BatchGenerator`, which compresses every prompt before it decodes with others.
+    """A version of mlx-lm's `BatchGenerator` that compresses every prompt before the request joins the batch.
 
-    Prompts are read one at a time, regardless of `prefill_batch_size`, exactly as `generate_step` reads them. A prompt
-    below `min_ctx` keeps its full cache. Requests whose caches have similar numbers of entries decode together. The
-    greedy answer of a request is the same as alone. A request that fails gets a last response with the finish reason
-    "error" and the exception as `error`; other requests continue.
+    Prompts are read one at a time, regardless of `prefill_batch_size`, exactly as in `generate_step`. Prompts shorter
+    than `min_ctx` keep their full cache. Requests decode together if their caches are about equally long. With greedy
+    sampling, every request gets the same answer as outside the batch.
+
+    If a request fails, its last response has the finish reason "error" and the exception as `error`. Other requests
+    continue.
 
     Args:
         model: an mlx-lm model.
-        snapkv: see `generate_step`. Without `snapkv`, `policy`, `sparse` and `turns`, this is mlx-lm's generator.
+        snapkv: see `generate_step`. Without `snapkv`, `policy`, `sparse` and `turns`, this is just mlx-lm's generator.
         policy: see `generate_step`; "auto" is not supported.
         sparse: see `generate_step`.
-        on_report: called with a request's number and its `CompressionReport`.
-        on_read: called with a request's number, caches of all tokens that it has read, from which other requests can
-            continue, and these tokens. It is not called if entries are evicted during prefill.
-        turns: whether caches that contain tokens are compressed again, like those of a `Conversation`.
-        reads_first: whether all prompts are read before any request decodes: first tokens are later, steps are fewer.
-        on_pause: called about once a second while a chunk is read; if it raises an exception, the request fails.
-        **kwargs: `kv_bits` and `kv_group_size` for compressed entries, and mlx-lm's keywords.
+        on_report: called with a request's uid and its `CompressionReport`.
+        on_read: called with a request's uid, the caches of all tokens it has read, and the tokens. Other requests can
+            continue from these caches. It is not called if entries are evicted during prefill.
+        turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
+        reads_first: whether to read all prompts before any request decodes. First tokens arrive later, but fewer decode
+            steps are needed.
+        on_pause: called about once a second while a chunk is read. If it raises an exception, the request fails.
+        **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict or the model is not supported; also raised by `insert`, before anything is read.
+        SnapKVError: options conflict or the model is not supported. `insert` may raise it too, before it reads
+            anything.
     """
 
-    _old_wired_limit = None  # mlx-lm's `close` needs it, even if `__init__` failed
+    _old_wired_limit = None  # mlx-lm's `close` needs this even if `__init__` has failed
 
     def __init__(
         self,
@@ -86,10 +90,10 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        """Check options and model. Nothing is read before `insert`."""
+        """Check the options and the model. Nothing is read before `insert`."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
-        self._plans: dict[int, Plan] = {}  # plans of waiting requests, by number
+        self._plans: dict[int, Plan] = {}  # uid -> plan of a waiting request
         if config.setting is None and not turns:
             config.require(model)
             self._settings = None
@@ -123,14 +127,14 @@ class CompressedBatchGenerator(BatchGenerator):
         """Add requests, like mlx-lm's `insert_segments`.
 
         Args:
-            segments: token ids of each request's prompt, in parts that are read in chunks of their own.
-            max_tokens: maximum number of tokens of each answer; None uses the generator's.
-            caches: caches that each request continues; they are copied. None starts with empty caches.
-            all_tokens: tokens that the caches of each request have read.
-            samplers: a sampler for each request; None uses the generator's.
-            logits_processors: logits processors of each request.
-            stop_sequences: token sequences that end each answer.
-            in_full: whether to answer from full caches, without the policy.
+            segments: token ids of each prompt, in segments. A chunk never spans two segments.
+            max_tokens: maximum length of each answer in tokens. By default, the generator's `max_tokens`.
+            caches: the caches that each request continues from, which are copied. By default, all caches are new.
+            all_tokens: for each request, the tokens that its caches contain.
+            samplers: a sampler for each request. By default, the generator's sampler.
+            logits_processors: logits processors for each request.
+            stop_sequences: for each request, token sequences that end the answer.
+            in_full: whether to ignore the policy and answer from full caches.
         """
         plans: list[Plan] = []
         if self._settings is not None:
@@ -153,15 +157,15 @@ class CompressedBatchGenerator(BatchGenerator):
     def _make_plans(
         self, lengths: list[int], caches: list[list[Any]], max_tokens: list[int], in_full: bool
     ) -> list[Plan]:
-        """Plan the requests. Those with an empty prompt are left out, because mlx-lm rejects them.
+        """Plan the requests. Empty prompts are skipped, because mlx-lm rejects them anyway.
 
         Args:
-            lengths: number of tokens of each prompt.
-            caches: caches that each request continues.
-            max_tokens: maximum number of tokens of each answer.
+            lengths: length of each prompt in tokens.
+            caches: the caches that each request continues from.
+            max_tokens: maximum length of each answer in tokens.
             in_full: see `insert_segments`.
 
-        Raises: SnapKVError: a request can't be served.
+        Raises: SnapKVError: a request is not supported.
         """
         config = CompressionConfig(turns=self._config.turns) if in_full else self._config
         plans = []
@@ -170,20 +174,20 @@ class CompressedBatchGenerator(BatchGenerator):
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
             if plan.adapts:
-                # Requests of a batch decode in common steps, so none can switch to reading all entries.
+                # Batched requests decode in lockstep, so a single one can't switch to full attention.
                 plan = replace(plan, adapts=False, reason=self._why_slower(plan, limit))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
 
     def _why_slower(self, plan: Plan, max_tokens: int) -> str | None:
-        """Return a reason to leave a request to mlx-lm if sparse attention is known to be slower, otherwise None."""
+        """Return the reason to leave a request to mlx-lm if sparse attention is known to be slower, otherwise None."""
         assert plan.sparse is not None
         n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
         is_slower = speed_of(self.model, plan.sparse).loses(plan.n_prompt, n_answer)
         return SLOWER_REASON if is_slower else None
 
     def _next(self) -> Any:
-        """Run one step, like mlx-lm. With `reads_first`, requests wait until all prompts have been read."""
+        """Run one step, like mlx-lm. With `reads_first`, no request decodes until all prompts have been read."""
         if self._settings is not None and self._reads_first:
             groups = self._generation_batch
             is_reading = len(self._prompt_batch) > 0
@@ -192,11 +196,11 @@ class CompressedBatchGenerator(BatchGenerator):
             groups.only_uncompressed = is_reading or will_read
         prompts, responses = super()._next()
         if any(response.finish_reason is not None for response in responses):
-            mx.clear_cache()  # the remaining groups need buffers of other sizes
+            mx.clear_cache()  # the remaining groups need buffers of different sizes
         return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """Remove requests, like mlx-lm's `remove`, and return their memory to the system."""
+        """Remove requests, like mlx-lm's `remove`, and return their memory to the operating system."""
         removed = super().remove(uids, *args, **kwargs)
         for uid in uids:
             self._plans.pop(uid, None)
@@ -204,7 +208,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return removed
 
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
-        """Return copies of the caches of a request whose prompt is being read, and the tokens read so far.
+        """Return copies of a request's caches during prefill, and the tokens read so far.
 
         Other requests can continue from the copies. Return None if the request is waiting, decoding, or has failed.
         """
@@ -218,7 +222,7 @@ class CompressedBatchGenerator(BatchGenerator):
         if self._settings is None:
             return super()._make_batch(n)
         uid, segments, limit, cache, *others = self._unprocessed_sequences[0]
-        # mlx-lm would merge the caches, which the job already has.
+        # The job takes the caches. Leave none for mlx-lm, which would merge them.
         self._unprocessed_sequences[0] = (uid, segments, limit, [], *others)
         job = Job(self._settings, uid, self._plans.pop(uid), cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
@@ -230,21 +234,21 @@ class CompressedBatchGenerator(BatchGenerator):
 
 
 class PromptBatch(PromptProcessingBatch):
-    """mlx-lm's batch of prompts, restricted to at most one prompt.
+    """A version of mlx-lm's prompt batch that reads one prompt at a time.
 
-    Several prompts would need memory for all of their full caches, and more time, because mlx-lm pads them to the
-    longest.
+    Reading several prompts together would need memory for all of their full caches. It would also take longer, because
+    mlx-lm pads every prompt to the longest one.
     """
 
     job: Job
 
     def extend(self, batch: Any) -> None:
-        """Take the prompt from `batch`. This batch must be empty."""
+        """Take over the prompt of another batch. This batch must be empty."""
         assert not self.uids, "prompts are read one at a time"
         vars(self).update(vars(batch))
 
     def split(self, indices: list[int]) -> PromptBatch:
-        """Move the prompt to a new batch, and return it. Unlike mlx-lm, do not copy the caches."""
+        """Move the prompt to a new batch. Unlike in mlx-lm, the caches are not copied."""
         batch = copy.copy(self)
         self.filter([])
         return batch
@@ -252,11 +256,11 @@ class PromptBatch(PromptProcessingBatch):
     def filter(self, keep: list[int]) -> None:
         """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
-            self.prompt_cache = []  # mlx-lm clears this list, and the job needs the old one
+            self.prompt_cache = []  # mlx-lm clears this list, but the job still needs the old one
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read tokens of the prompt. `generate` reports a failure."""
+        """Read tokens of the prompt. If that fails, the error is reported by `generate`."""
         if not tokens or self.job.error is not None:
             return
         try:
@@ -266,7 +270,7 @@ class PromptBatch(PromptProcessingBatch):
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
-        """Read the last tokens of the prompt, and return a group with the request, even if it has failed."""
+        """Read the prompt's last tokens, and return a group with the request, even if the request has failed."""
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
         single.job = job
@@ -282,5 +286,5 @@ class PromptBatch(PromptProcessingBatch):
         return single
 
     def extract_cache(self, idx: int) -> list[Any]:
-        """Return copies of the caches of the tokens read so far. The only valid `idx` is 0."""
+        """Return copies of the caches with the tokens read so far. `idx` must be 0."""
         return self.job.copy_caches()

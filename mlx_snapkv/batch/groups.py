@@ -1,4 +1,4 @@
-"""Decode requests together, in groups whose caches have compatible shapes."""
+"""Groups of requests that decode together because their caches have compatible shapes."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,27 +20,27 @@ from .job import Job
 
 
 class Guard:
-    """A sampler or logits processor that ends only its own request if it fails.
+    """Wraps a sampler or logits processor, so that its failure ends only its own request.
 
-    After a failure, each call returns `fallback(logits)`, where the logits `(1, vocab_size)` are the last argument.
+    After a failure, every call returns `fallback(logits)`. The logits `(1, vocab_size)` are the last argument.
 
     Args:
         function: the sampler or logits processor.
-        fallback: computes a substitute of the same shape.
+        fallback: computes a substitute with the same shape.
 
     Attributes:
-        error: the failure; None if there was none.
+        error: the exception that `function` raised, or None.
     """
 
     error: Exception | None = None
 
     def __init__(self, function: Callable[..., mx.array], fallback: Callable[[mx.array], mx.array]):
-        """Store both functions."""
+        """Wrap the function."""
         self._function = function
         self._fallback = fallback
 
     def __call__(self, *args: Any) -> mx.array:
-        """Call the function. If it fails or has failed before, call `fallback` instead."""
+        """Call the function, or `fallback` if the function fails or has failed before."""
         fallback = self._fallback(args[-1])
         if self.error is not None:
             return fallback
@@ -55,15 +55,15 @@ class Guard:
 
 
 def request_errors() -> type[Exception]:
-    """Return the exceptions, for an `except` clause, that end only the requests of the failed step.
+    """Return the exception type to catch around a step, so that an error ends only the requests in that step.
 
-    With several Macs, these are the exceptions that all ranks raise in the same step.
+    If several Macs share the model, only exceptions that all ranks raise in the same step can be caught.
     """
     return Exception if n_ranks() == 1 else SnapKVError
 
 
 class Group(GenerationBatch):
-    """mlx-lm's batch of decoding requests, in which requests can fail one by one.
+    """A version of mlx-lm's decoding batch in which requests can fail individually.
 
     Attributes:
         can_join: whether the group can be merged with another one.
@@ -71,7 +71,10 @@ class Group(GenerationBatch):
 
     @dataclass
     class Response(GenerationBatch.Response):
-        """mlx-lm's response. If it ends with "error", `error` is set, and the token is not part of the answer."""
+        """mlx-lm's response, extended with an error.
+
+        If the finish reason is "error", `error` is set and the token is not part of the answer.
+        """
 
         error: Exception | None = None
 
@@ -80,19 +83,19 @@ class Group(GenerationBatch):
 
     @cached_property
     def _attention_classes(self) -> list[type]:
-        """Return the model's attention classes, which are looked up only once."""
+        """Return the model's attention classes."""
         return attention_classes(self.model)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the attention classes within the `with` block, if a request records queries."""
+        """Patch the attention classes within the `with` block if any request records queries."""
         captures_queries = any(cache.observes for cache in batch_caches(self.prompt_cache))
         return recording(self._attention_classes if captures_queries else [])
 
     def next(self) -> list[Any]:
-        """Decode a token of each request, and return the responses.
+        """Decode one token per request, and return the responses.
 
-        If the model fails, all requests of the group fail. If a sampler or processor fails, or logits are NaN, only the
-        affected request fails.
+        If the model fails, all requests in the group fail. If a sampler or logits processor fails, or if logits are
+        NaN, only the affected request fails.
         """
         uids = list(self.uids)
         try:
@@ -105,7 +108,7 @@ class Group(GenerationBatch):
         return self._without_failed(responses, self._errors(responses))
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
-        """Return the errors of a step by request: NaN logits, or a failed sampler or processor."""
+        """Return a step's errors by uid: NaN logits, or a failed sampler or logits processor."""
         errors: dict[int, Exception] = {}
         for response in responses:
             if _is_nan(response.logprobs):
@@ -118,7 +121,7 @@ class Group(GenerationBatch):
         return errors
 
     def _recorded(self) -> list[Sequence[mx.array]]:
-        """Return the arrays that the caches recorded in this step."""
+        """Return the arrays that were recorded in this step."""
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def copy_caches(self, idx: int) -> list:
@@ -126,7 +129,7 @@ class Group(GenerationBatch):
         return self.extract_cache(idx)
 
     def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
-        """End the requests with errors, and replace their responses by failures."""
+        """Drop the requests with errors, and replace their responses with failures."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
         return [
@@ -136,7 +139,7 @@ class Group(GenerationBatch):
 
 
 def failure(uid: int, error: Exception) -> Any:
-    """Return the last response of a failed request."""
+    """Create the last response of a failed request."""
     nothing: Any = None
     return Group.Response(
         uid=uid,
@@ -150,9 +153,12 @@ def failure(uid: int, error: Exception) -> Any:
 
 
 def _is_nan(logprobs: mx.array) -> bool:
-    """Return whether evaluated log-probabilities are NaN. One NaN makes all of them NaN, so one value is checked."""
+    """Return whether evaluated log-probabilities are NaN.
+
+    Checking one value is enough, because a single NaN logit makes all log-probabilities NaN.
+    """
     if logprobs.dtype == mx.bfloat16:  # NumPy has no bfloat16
-        with mx.stream(mx.cpu):  # on the GPU's stream this would wait for the next tokens
+        with mx.stream(mx.cpu):  # the GPU's stream is busy with the next tokens
             return bool(mx.isnan(logprobs[0]).item())
     return bool(np.isnan(np.asarray(logprobs)[0]))
 
@@ -160,7 +166,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 class Single(Group):
     """A group of one request whose prompt is not compressed yet, or which has failed.
 
-    The prompt is compressed after the first answer tokens have been fed, because they vote.
+    The prompt is compressed once the answer tokens that vote have been fed.
     """
 
     job: Job
@@ -168,15 +174,15 @@ class Single(Group):
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
-        """Return whether the prompt has been compressed, or is left to mlx-lm."""
+        """Return whether the prompt has been compressed or is left to mlx-lm."""
         return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the attention classes within the `with` block, if the request records queries."""
+        """Patch the attention classes within the `with` block if the request records queries."""
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """Decode a token, compress the prompt if enough tokens have been fed, and return the response."""
+        """Decode one token and return the response. Compress the prompt once enough tokens have been fed."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -193,7 +199,7 @@ class Single(Group):
         return responses
 
     def _recorded(self) -> list[Sequence[mx.array]]:
-        """Return the arrays that the request's caches recorded."""
+        """Return the arrays that were recorded in this step."""
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def extract_cache(self, idx: int) -> list:
@@ -207,17 +213,17 @@ class Single(Group):
 
 
 def model_and_caches(job: Job) -> tuple[Any, list]:
-    """Return the model and caches for the next token of a request."""
+    """Return the model and the caches for a request's next token."""
     if job.can_join:
         return job.model, list(map(batch_of_one, job.caches))
     return job.loop_model, job.caches
 
 
 class Groups:
-    """All groups of a generator, with the interface of mlx-lm's single `GenerationBatch`.
+    """All groups of a generator, behind the interface of a single mlx-lm `GenerationBatch`.
 
     Attributes:
-        only_uncompressed: whether requests with compressed prompts are held back, and only the others decode.
+        only_uncompressed: whether only requests whose prompts are not compressed yet may decode.
     """
 
     def __init__(self) -> None:
@@ -231,21 +237,21 @@ class Groups:
 
     @property
     def uids(self) -> list[int]:
-        """Return the numbers of all requests, group by group. Indices in other methods refer to this order."""
+        """Return the uids of all requests, group by group. Indices in other methods refer to this order."""
         return [uid for group in self._groups for uid in group.uids]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Return the tokens that the caches of each request have read."""
+        """Return the tokens in each request's caches."""
         return [tokens for group in self._groups for tokens in group.tokens]
 
     @property
     def prompt_cache(self) -> list:
-        """Return the caches of all groups in one list."""
+        """Return the caches of all groups as one list."""
         return [cache for group in self._groups for cache in group.prompt_cache]
 
     def extend(self, group: Group) -> None:
-        """Add the requests of a group to a group of the same kind, if both can be merged, or as a new group."""
+        """Merge a group into an existing one of the same kind if possible, otherwise add it as a new group."""
         if not group.can_join:
             self._groups.append(group)
             return
@@ -259,7 +265,7 @@ class Groups:
         self._groups.append(new)
 
     def next(self) -> list[Any]:
-        """Decode one token of each request, group by group, and return the responses."""
+        """Decode one token per request, group by group, and return the responses."""
         groups = [
             group for group in self._groups if not (self.only_uncompressed and group.can_join)
         ]
@@ -268,12 +274,12 @@ class Groups:
         return responses
 
     def extract_cache(self, idx: int) -> list:
-        """Return copies of the caches of the request at `idx`."""
+        """Return copies of the caches of the request at index `idx`."""
         group, i = self._locate(idx)
         return group.copy_caches(i)
 
     def filter(self, keep: list[int]) -> None:
-        """Keep the requests at the indices `keep`. Groups without requests disappear."""
+        """Keep only the requests at the indices `keep`, and drop empty groups."""
         kept = [self._locate(idx) for idx in keep]
         for group in self._groups:
             kept_of_group = [i for owner, i in kept if owner is group]
@@ -282,12 +288,12 @@ class Groups:
         self._regroup()
 
     def _locate(self, idx: int) -> tuple[Group, int]:
-        """Return the group of the request at `idx`, and its index in this group."""
+        """Return the group of the request at index `idx`, and the request's index within the group."""
         places = [(group, i) for group in self._groups for i in range(len(group))]
         return places[idx]
 
     def _regroup(self) -> None:
-        """Drop empty groups, and merge requests whose prompts have been compressed with others."""
+        """Drop empty groups, and let requests whose prompts were just compressed join other groups."""
         groups = [group for group in self._groups if len(group)]
         ready = [group for group in groups if isinstance(group, Single) and group.can_join]
         self._groups = [group for group in groups if group not in ready]

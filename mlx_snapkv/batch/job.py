@@ -1,4 +1,4 @@
-"""One request of a batch, until its prompt has been compressed."""
+"""A batched request, from the start of prefill until its prompt has been compressed."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ BatchReport = Callable[[int, CompressionReport], None]
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Settings that all requests of a batch share; see `CompressedBatchGenerator`."""
+    """Settings shared by all requests in a batch; see `CompressedBatchGenerator`."""
 
     model: Any
     on_report: BatchReport | None
@@ -29,22 +29,22 @@ class BatchSettings:
 
 
 class Job:
-    """One request of a batch, which reads and compresses its prompt as if it were alone.
+    """A batched request, whose prompt is read and compressed independently of the others.
 
     Args:
-        settings: settings that all requests of the batch share.
-        uid: number of the request.
-        plan: plan of the request; with a `reason`, the prompt is left to mlx-lm.
-        prompt_cache: prompt cache that the request continues; it is copied.
+        settings: settings shared by all requests in the batch.
+        uid: the request's uid.
+        plan: the request's plan. If it has a `reason`, the prompt is left to mlx-lm.
+        prompt_cache: the prompt cache to continue from, which is copied.
 
     Attributes:
-        request: reads and compresses the prompt; None afterwards, or if the prompt is left to mlx-lm.
-        caches: caches for the next token.
-        error: exception that ended the request, or None.
+        request: reads and compresses the prompt. None after compression, or if the prompt is left to mlx-lm.
+        caches: the caches for the next token.
+        error: the exception that ended the request, or None.
     """
 
     def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
-        """Make the caches on which the prompt is read. An exception is stored as `error`, for the first response."""
+        """Create the prefill caches. Exceptions are stored in `error` and reported in the first response."""
         self.uid = uid
         self.model = settings.model
         self.plan = plan
@@ -59,12 +59,12 @@ class Job:
             else:
                 self.caches = caches_to_batch(self.model, self.caches)
                 self._report(CompressionReport.of_full_cache(plan))
-        except Exception as error:  # ends only this request
+        except Exception as error:  # must not affect other requests
             self.error = error
 
     @property
     def can_join(self) -> bool:
-        """Return whether the request can decode with others: its prompt is compressed, or left to mlx-lm."""
+        """Return whether the request can decode with others, because its prompt is compressed or left to mlx-lm."""
         return self.error is None and self.request is None
 
     @property
@@ -75,41 +75,41 @@ class Job:
         return one_by_one(self.model, self.caches)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the attention classes within the `with` block, if queries are recorded."""
+        """Patch the attention classes within the `with` block if queries have to be recorded."""
         if self.request is not None:
             return self.request.recording()
         return observing_queries(self.model, self.caches)
 
     def _report(self, report: CompressionReport) -> None:
-        """Call `on_report`, if given."""
+        """Call `on_report` if it is set."""
         if self._settings.on_report is not None:
             self._settings.on_report(self.uid, report)
 
     def compress(self, tokens: list[int]) -> None:
-        """Compress the caches at the first call, and call `on_read` and `on_report`.
+        """Compress the caches, and call `on_read` and `on_report`. Only the first call has an effect.
 
         Args:
-            tokens: tokens that the request has read.
+            tokens: the tokens that the request has read.
         """
         request = self.request
         if request is None:
             return
         on_read = self._settings.on_read
-        # Without `on_read`, nothing else refers to the full entries, so those of each layer are freed when it is
-        # compressed.
+        # Keep a reference to the full caches only if `on_read` needs them. Without one, each layer's full cache is
+        # freed when the layer is compressed.
         read_caches = None if on_read is None else self._all_entries(request)
         report = request.compress()
         self.request = None
         self.caches = request.caches
         if on_read is not None and read_caches is not None:
             lengths = {layer.entries_in(read_caches).offset for layer in request.layers}
-            if len(lengths) == 1:  # layers differ if a call of the model was interrupted
+            if len(lengths) == 1:  # lengths differ if a model call was interrupted
                 (n_tokens,) = lengths
                 on_read(self.uid, read_caches, list(tokens[:n_tokens]))
         self._report(report)
 
     def _all_entries(self, request: Request) -> list | None:
-        """Return caches with all tokens read; None if entries were evicted during prefill."""
+        """Return caches with all entries so far, or None if entries were evicted during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
         if request.plan.options.evicts_in_blocks:
@@ -117,12 +117,12 @@ class Job:
         return caches_to_save(self.model, copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
-        """Return copies of the caches of the tokens read so far, from which other requests can continue."""
+        """Return copies of the caches with the tokens read so far, from which other requests can continue."""
         read_caches = self.caches if self.request is None else self.request.read_caches
         caches = caches_to_save(self.model, copy.deepcopy(read_caches))
         for cache in members(caches):
             if isinstance(cache, KVCache) and cache.offset:
-                # Free the rows that were allocated for the rest of the prompt.
+                # Free the rows that are allocated for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
         mx.eval([cache.state for cache in caches])
         return caches

@@ -1,4 +1,4 @@
-"""Decide whether a batch has KV memory for another request before its prompt is read."""
+"""Admission control for batches: decides whether there is enough KV memory for another request."""
 
 import math
 from collections.abc import Iterable
@@ -14,25 +14,25 @@ from ..planning.kv_limit import advice, fits, machine_kv_limit
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
-# Memory is reserved for at least this many answer tokens, if a request asks for them.
+# Memory is always reserved for this many answer tokens, unless a request asks for fewer.
 RESERVED_ANSWER = 2048
 
 
 class NeverFits(SnapKVError):
-    """A request needs more memory than the whole limit."""
+    """A request exceeds the memory limit all by itself."""
 
 
 class Memory:
     """The KV memory of a batch.
 
     Args:
-        sizes: sizes of the model's entries.
-        options: keywords of the `CompressedBatchGenerator`.
-        limit: limit of KV memory in bytes; None for the memory that this machine has in addition to the model.
+        sizes: entry sizes of the model.
+        options: keyword arguments of `CompressedBatchGenerator`.
+        limit: KV memory limit in bytes. By default, the memory that the model leaves free on this machine.
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
-        """Read the setting and the chunk size from `options`. The model is not needed."""
+        """Get the setting and the chunk size from `options`."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
@@ -42,11 +42,11 @@ class Memory:
         self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
-        """Return the memory that a request needs.
+        """Estimate the memory that a request needs.
 
         Raises:
             NeverFits: the request needs more than the limit.
-            SnapKVError: the policy can't be applied to it.
+            SnapKVError: the policy does not support the request.
         """
         plan = self._footprint.plan(n_prompt, max_tokens)
         need = self._footprint.need(plan, max_tokens)
@@ -65,11 +65,11 @@ class Memory:
         return need
 
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
-        """Return the number of answer tokens for which to reserve memory: `max_tokens`, or fewer if memory is short.
+        """Return how many answer tokens to reserve memory for: `max_tokens`, or fewer if memory is short.
 
-        Clients request long answers and rarely get them, so a request is not rejected because its longest answer would
-        not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. A limit set by a user is not
-        exceeded.
+        Clients often allow long answers that they rarely get, so a request is not rejected only because its longest
+        possible answer would not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. If the
+        user has set a limit, the result is always `max_tokens`.
         """
         n = max_tokens
         while n > RESERVED_ANSWER and not self._is_given:
@@ -79,15 +79,19 @@ class Memory:
         return n
 
     def admit(self, new: Need, active: Iterable[Any], held_bytes: int) -> int | None:
-        """Return the maximum bytes of the batch with another request; None if the request has to wait.
+        """Return the batch's peak memory with another request, or None if the request has to wait.
 
-        The result is the larger of two bounds: the bytes used now plus everything that the new request needs; and the
-        bytes that all requests will keep plus the bytes that each needs temporarily. An empty batch admits any request.
+        The peak is the larger of two estimates:
+
+        - the memory in use now, plus the peak of the new request
+        - the memory that all requests will keep, plus what each of them needs temporarily
+
+        An empty batch admits any request.
 
         Args:
-            new: the need of the new request.
-            active: the requests of the batch, with their `need`, and their `report` once prompts are compressed.
-            held_bytes: bytes of the caches of the batch now.
+            new: memory that the new request needs.
+            active: the requests in the batch. Each has a `need` and, once its prompt is compressed, a `report`.
+            held_bytes: current size of the batch's caches in bytes.
         """
         others = [request for request in active if request.need is not None]
         temporary = new.extra_in_prefill
@@ -102,11 +106,11 @@ class Memory:
         return None if has_to_wait else needed
 
     def _shared_bytes(self, needs: list[Need]) -> int:
-        """Return the bytes of caches that decode together.
+        """Return the total size of the caches, including padding.
 
-        The requests of a group share arrays, in which each has as many rows as the longest. Without a policy, all
-        requests are one group of mlx-lm. Otherwise the requests of a group differ by at most a factor of 2, or of 4 if
-        their buffers grow, because buffers have unused rows.
+        Requests in a group share arrays, so each of them takes as many rows as the longest one. Without a policy, all
+        requests form a single mlx-lm group. Otherwise, requests in a group differ by at most a factor of 2, or of 4 if
+        their buffers grow, because growing buffers have unused rows.
         """
         has_policy = self._footprint.config.setting is not None
         total = 0

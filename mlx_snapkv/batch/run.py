@@ -1,4 +1,4 @@
-"""Answer a file of requests in one batch, to which requests are added while it runs."""
+"""Answers a file of requests with continuous batching."""
 
 import hashlib
 import secrets
@@ -30,10 +30,13 @@ class Progress:
     """The progress of a run, passed to `on_progress`.
 
     Attributes:
-        lines: number of finished lines of the file, including those of earlier runs.
+        lines: number of finished lines, including those from earlier runs.
         before: number of lines finished by earlier runs.
-        longest: number of tokens of the longest prompt.
-        warnings: number of occurrences of each warning in a report.
+        prompt_tokens: number of prompt tokens read.
+        answer_tokens: number of answer tokens generated.
+        seconds: duration of this run.
+        longest: length of the longest prompt in tokens.
+        warnings: how often each report warning occurred.
     """
 
     lines: int = 0
@@ -47,13 +50,13 @@ class Progress:
 
 @dataclass
 class Request:
-    """A request of the batch.
+    """A request in the batch.
 
     Attributes:
-        line: its line in the file.
-        need: memory that the request needs; None without a limit.
-        report: report of the compression; None before it.
-        n_read: number of prompt tokens read.
+        line: the request's line in the file.
+        need: memory that the request needs, or None if memory is not limited.
+        report: the compression report, or None before compression.
+        n_read: number of prompt tokens read so far.
     """
 
     line: Line
@@ -66,22 +69,23 @@ class Request:
 
 @dataclass
 class Run:
-    """Answers the lines of a file in one batch. Each answer is written when it is complete.
+    """Answers the lines of a file, and writes each answer as soon as it is complete.
 
     Attributes:
-        answers: the file of answers, in a `with` block; lines that it already contains are skipped.
-        options: keywords of the `CompressedBatchGenerator`.
-        name: name of the model in the answers.
-        about: the run's part of the field `mlx_snapkv` of an answer.
+        answers: the file of answers, opened in a `with` block. Requests that it already answers are skipped.
+        options: keyword arguments of `CompressedBatchGenerator`.
+        name: model name to write in the answers.
+        about: fields that every answer of this run has in its `mlx_snapkv` field.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
-        max_kv_bytes: limit of KV memory in bytes; None for the memory that this machine has in addition to the model, 0
-            for no limit.
-        seed: combined with a request's `custom_id`, the seed of requests without a seed; None for random seeds.
+        max_kv_bytes: KV memory limit in bytes, or 0 for no limit. By default, the memory that the model leaves free on
+            this machine.
+        seed: if set, requests without a seed of their own get one derived from this and their `custom_id`. Otherwise,
+            their seeds are random.
         on_progress: called after every step.
 
     Raises:
-        SnapKVError: prompts of this model can't be decoded together, or the policy can't serve it.
+        SnapKVError: the model can't decode prompts together, or the setting does not support the model.
         OSError: an answer can't be written.
     """
 
@@ -98,7 +102,7 @@ class Run:
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
-        """Make the batch's generator, which checks options and model."""
+        """Create the generator, which checks the options and the model."""
         require_batchable(self.model)
         self.progress = Progress()
         limit = self.max_kv_bytes
@@ -116,12 +120,12 @@ class Run:
             stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
             on_report=lambda uid, report: setattr(self._active[uid], "report", report),
             completion_batch_size=self.concurrency,
-            prefill_batch_size=1,  # several at once need more memory, and on a CPU more time
+            prefill_batch_size=1,  # more would need more memory and, on a CPU, more time
             **self.options,
         )
 
     def answer(self, lines: Iterable[Line]) -> None:
-        """Write an answer or error for every line that the file of answers lacks."""
+        """Write an answer or an error for every line that does not have one yet."""
         started = time.perf_counter()
         requests = self._requests(lines)
         try:
@@ -134,9 +138,9 @@ class Run:
         self.on_progress(self.progress)
 
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
-        """Yield the requests of valid lines, and write an error for every other line.
+        """Yield a request for every valid line that has no answer yet, and write an error for every invalid one.
 
-        `progress` counts skipped lines, and notes the length of the longest prompt.
+        This also updates `progress` with the skipped lines and the length of the longest prompt.
         """
         for line in lines:
             if self.answers.has(line):
@@ -153,17 +157,17 @@ class Run:
                 yield request
 
     def _completion_of(self, line: Line) -> CompletionRequest:
-        """Return the completion that a line requests. Raises: SnapKVError: the line or its body is invalid."""
+        """Parse a line's completion request. Raises: SnapKVError: the line or its body is invalid."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = self._seed_of(line)
         return completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
 
     def _seed_of(self, line: Line) -> int:
-        """Return a 64-bit sampling seed for a line whose body has none.
+        """Return a 64-bit sampling seed for a request that has none.
 
-        The run's seed and the line's `custom_id` determine it, so that answers depend neither on the order of the lines
-        nor on earlier runs. Without a seed of the run it is random.
+        It is derived from the run's seed and the line's `custom_id`, so that answers do not depend on the order of the
+        lines or on earlier runs. If the run has no seed, it is random.
         """
         if self.seed is None:
             return secrets.randbits(64)
@@ -171,7 +175,7 @@ class Run:
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
     def _request(self, line: Line, completion: CompletionRequest) -> Request:
-        """Return a request of the batch for a completion. Raises: SnapKVError: it never fits, or is not supported."""
+        """Create the batch request for a completion. Raises: SnapKVError: it is too large, or not supported."""
         need = None
         if self._memory is not None:
             n_prompt = len(completion.prompt)
@@ -183,9 +187,9 @@ class Run:
         return Request(line=line, completion=completion, need=need, answer=answer)
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests to the batch while they fit, and return whether the batch is not empty.
+        """Add requests to the batch until one does not fit. Return False if the batch is empty.
 
-        The first request that does not fit is stored in `_waiting`.
+        The request that does not fit is stored in `_waiting`.
         """
         while len(self._active) < self.concurrency:
             request = self._waiting or next(requests, None)
@@ -204,25 +208,25 @@ class Run:
                     logits_processors=[completion.processors],
                 )
                 self._active[uid] = request
-            except SnapKVError as error:  # the policy can't be applied to this prompt
+            except SnapKVError as error:  # the policy does not support this prompt
                 self._fail(request.line, "invalid_request", error)
         return bool(self._active)
 
     def _has_memory_for(self, request: Request) -> bool:
-        """Return whether the batch has memory for another request. Without a limit it always has."""
+        """Return whether there is memory for another request. Without a limit, there always is."""
         if self._memory is None or request.need is None:
             return True
         held = self._generator.prompt_cache_nbytes
         return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
-        """Read a chunk of a prompt, and decode a token of every answer.
+        """Read one prompt chunk, and decode one token per answer.
 
-        If the generator fails, all of its requests get an error, and later requests get a new generator.
+        If the generator fails, all requests in the batch fail, and a new generator is created for later requests.
         """
         try:
             prompts, responses = self._generator.next()
-        except Exception as error:  # without a policy, the failed request is unknown
+        except Exception as error:  # without a policy, there is no telling which request failed
             failed = list(self._active.values())
             self._active = {}
             self._generator.close()
@@ -239,7 +243,7 @@ class Run:
             self._add_response(response)
 
     def _add_response(self, response: Any) -> None:
-        """Add a response to its answer. Write the answer if it is complete, or an error if the request failed."""
+        """Add a response to its answer. Write the answer once it is complete, or an error if the request failed."""
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
@@ -250,7 +254,7 @@ class Run:
         if request.answer.finish_reason is None:
             return
         if response.finish_reason is None:
-            # A stop string has ended the answer, but the generator would continue.
+            # A stop string ended the answer, but the generator does not know that.
             self._generator.remove([response.uid])
         del self._active[response.uid]
         if request.report is not None:
@@ -260,7 +264,7 @@ class Run:
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return the field `mlx_snapkv` of an answer: `about`, the figures of the compression, and ignored fields."""
+        """Return an answer's `mlx_snapkv` field: `about`, what was compressed, and ignored request fields."""
         extra = dict(self.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)
@@ -269,14 +273,14 @@ class Run:
         return extra
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
-        """Write an error for a line."""
+        """Write an error in place of a line's answer."""
         why = str(error) if isinstance(error, SnapKVError) else brief(error)
         self.answers.error(line, code, why)
         self.progress.lines += 1
 
 
 def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
-    """Return the figures of a report, or the reason why nothing was compressed."""
+    """Return the sizes from a report, or the reason why nothing was compressed."""
     if report is None:
         return {"reason": ENDED_EARLY}
     if not report.compressed:

@@ -28,7 +28,7 @@ class EntrySizes:
         model: an mlx-lm model. Its weights need not be loaded.
 
     Attributes:
-        layers: the layers that can be compressed. If there are none, `refusal` says why.
+        layers: the layers that can be compressed. If the list is empty, `refusal` says why.
         plain: KV bytes per token for each full cache that can't be compressed.
         sliding: KV bytes per token and window length for each sliding window.
         states: total size in bytes of all linear-attention states.
