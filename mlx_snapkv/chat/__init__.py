@@ -1,1 +1,1 @@
-"""Conversations: their messages, their caches between turns, and their saved files."""
+"""Multi-turn conversations with compressed caches, which can be saved to files."""

@@ -1,4 +1,4 @@
-"""Chat in several turns, and keep the prompt cache small between turns."""
+"""Multi-turn chat with a prompt cache that stays small between turns."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -29,10 +29,7 @@ from .states import STATE_FIELDS, StateBefore, load
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """Check the names of a conversation's options.
-
-    Raises: UnknownOptionError: mlx-lm's `generate_step` has no such option.
-    """
+    """Check that mlx-lm's `generate_step` has all of these options. Raises: UnknownOptionError."""
     known = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
     known -= {"prompt_cache", "input_embeddings"}  # set by the conversation
     for name in options:
@@ -46,28 +43,28 @@ class Conversation:
 
     Args:
         model: an mlx-lm model.
-        tokenizer: its tokenizer from mlx-lm, with a chat template.
-        policy: a policy object or string; None keeps the full cache. "auto" selects what suits the model and this
-            machine; see docs/choose.md. At later turns, the policy chooses among the entries that earlier turns kept
-            and the new entries.
+        tokenizer: the model's mlx-lm tokenizer, which must have a chat template.
+        policy: a policy object or string, or None for the full cache. "auto" picks a setting that suits the model and
+            this machine; see docs/choose.md. In later turns, the policy chooses among the new entries and the entries
+            kept by earlier turns.
         sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: mlx-lm's options of `stream_generate`, for every answer. With a policy, `kv_bits` and `kv_group_size`
-            apply to compressed entries; entries stay plain until a turn is compressed.
+        **options: mlx-lm options for `stream_generate`, used for every answer. With a policy, `kv_bits` and
+            `kv_group_size` apply to compressed entries. Entries are not quantised until a turn is compressed.
 
     Attributes:
-        policy: the setting; None for the full cache.
-        messages: the chat so far, as chat templates take it.
-        report: report of the last turn's compression; None before the first turn.
-        prompt_cache: caches from which the next turn continues.
-        read: tokens of the chat that the cache has read.
-        pending_tokens: tokens after `read`, which the next turn reads.
-        n_unknown: number of first tokens in `read` that are unknown, because files of mlx-lm do not contain them; they
-            are 0 in `read`.
-        attached: documents that will be read with the next message.
-        user_inputs: for each user message, its documents followed by the text that was typed.
+        policy: the setting, or None for the full cache.
+        messages: the chat so far, in the form that chat templates expect.
+        report: the compression report of the last turn, or None before the first turn.
+        prompt_cache: the caches that the next turn continues from.
+        read: tokens of the chat that are in the cache.
+        pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
+        n_unknown: number of tokens at the start of `read` that are unknown, because the chat started from an mlx-lm
+            file, which does not contain tokens. They are 0 in `read`.
+        attached: documents to read with the next message.
+        user_inputs: for each user message, its documents followed by the typed text.
 
-    Raises: SnapKVError: an option is out of range, the model is not supported, or it has no chat template.
+    Raises: SnapKVError: an option is out of range, the model is not supported, or there is no chat template.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class Conversation:
         system: str | None = None,
         **options: Any,
     ):
-        """Check options, setting and model. Nothing is read before the first message."""
+        """Check the options, the setting and the model. Nothing is read before the first message."""
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         config, generation, _ = resolve(
@@ -107,7 +104,7 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        """Return the config that all turns share, without mlx-lm's options."""
+        """Return the config for all turns, without mlx-lm's options."""
         return CompressionConfig(self.policy, turns=True)
 
     def reset(self) -> None:
@@ -121,7 +118,7 @@ class Conversation:
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        """Start with an empty prompt cache, so that the next turn reads the whole chat."""
+        """Replace the prompt cache with an empty one, so that the next turn reads the whole chat."""
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
@@ -132,9 +129,9 @@ class Conversation:
         self._before_last: StateBefore | None = None
 
     def attach(self, text: str) -> int:
-        """Add a document before the next message, and return its number of tokens.
+        """Attach a document to the next message, and return its length in tokens.
 
-        The question in the message will choose among the document's entries.
+        The document's entries are chosen according to the question in the message.
 
         Raises: SnapKVError: the text is empty.
         """
@@ -143,7 +140,7 @@ class Conversation:
         return n_tokens
 
     def count(self, text: str) -> int:
-        """Return the number of tokens in a document. Raises: SnapKVError: the text is empty."""
+        """Count the tokens in a document. Raises: SnapKVError: the text is empty."""
         if not text.strip():
             raise SnapKVError("the document is empty: give some text")
         return len(self.tokenizer.encode(text, add_special_tokens=False))
@@ -151,10 +148,10 @@ class Conversation:
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
     ) -> Iterator[GenerationResponse]:
-        """Send a message, and yield mlx-lm's responses while the answer is generated.
+        """Send a message, and yield mlx-lm's responses as the answer is generated.
 
-        If the caller stops early, the conversation keeps the part of the answer that was generated. If reading the
-        message fails or is interrupted, the conversation does not change.
+        If the caller stops early, the conversation keeps the answer so far. If reading the message fails or is
+        interrupted, the conversation is unchanged.
 
         Raises: SnapKVError: the message is empty, or the chat template rejects it.
         """
@@ -166,13 +163,13 @@ class Conversation:
         return self._answers(messages, parts, self._unread(messages), options)
 
     def undo(self) -> str:
-        """Undo the last turn, attach its documents again, and return the text that was typed.
+        """Undo the last turn, attach its documents again, and return the typed text.
 
-        The last turn is undone exactly, unless the copy of the earlier state would take more memory than the
-        conversation itself. For earlier turns, and turns from a file, a cache with all entries is trimmed to the
+        The latest turn is undone exactly, unless keeping a copy of the state before it would take more memory than the
+        conversation itself. For earlier turns and for turns loaded from a file, a full cache is trimmed to the
         remaining messages. Any other cache is emptied, and the next message reads the conversation again.
 
-        Raises: SnapKVError: there is no turn to undo, or the chat started from a file of mlx-lm, which has no text.
+        Raises: SnapKVError: there is no turn to undo, or the chat started from an mlx-lm file, which contains no text.
         """
         if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
@@ -186,12 +183,12 @@ class Conversation:
         return typed
 
     def _go_back_to_messages(self) -> None:
-        """Drop the messages of the last turn, and trim or empty the cache."""
+        """Drop the last turn's messages, and trim or empty the cache."""
         if self.n_unknown:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"
             )
-        self.messages = self.messages[:-2]  # one message of the user, and its answer
+        self.messages = self.messages[:-2]  # the user's message and the answer
         self.user_inputs = self.user_inputs[:-1]
         remaining: list[int] = []
         if self.user_inputs:
@@ -207,11 +204,11 @@ class Conversation:
 
     @property
     def undo_nbytes(self) -> int:
-        """Return the bytes of keys and values that only `undo` needs."""
+        """Return how many KV bytes are kept only for `undo`."""
         return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a `.safetensors` file, completely or not at all.
+        """Save the conversation to a `.safetensors` file atomically.
 
         Raises: SnapKVError: the conversation is empty, or the file can't be written.
         """
@@ -232,19 +229,19 @@ class Conversation:
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         **options: Any,
     ) -> "Conversation":
-        """Load a saved conversation, or a text saved by `mlx-snapkv cache-prompt` or mlx-lm to ask questions about.
+        """Load a saved conversation, or start a conversation about a saved text.
 
-        The system prompt comes from the file. In a file of mlx-lm it is only in the cache, so `reset` drops it.
+        The system prompt is loaded from the file. mlx-lm files contain it only as part of the cache, so `reset` drops
+        it.
 
         Args:
             path: a file written by `save`, `mlx-snapkv cache-prompt` or mlx-lm.
             model: the model that filled the cache.
-            tokenizer: its tokenizer.
-            policy: a policy for a file that was saved without a setting. A conversation that was saved with a setting
-                keeps it.
-            sparse: sparse attention for a file that was saved without a setting. If the file has its own, its entries
-                move to the `store` of this one, unless that is "memory".
-            **options: see `Conversation`; files do not contain mlx-lm's options.
+            tokenizer: the model's tokenizer.
+            policy: a policy for files that were saved without a setting. Otherwise, the file's own setting is used.
+            sparse: sparse attention for files that were saved without a setting. If the file was saved with sparse
+                attention, only the `store` is used, and entries move there unless it is "memory".
+            **options: see `Conversation`. Files do not contain mlx-lm's options.
 
         Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with this setting.
         """
@@ -257,15 +254,16 @@ class Conversation:
     def _answers(
         self, messages: list, parts: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
-        """Yield the responses to `tokens`. Then add the turn, or restore the conversation if there is no answer.
+        """Yield the responses to `tokens`, then add the turn to the conversation.
 
-        Until the first token of this answer, the previous turn can be undone exactly.
+        If there is no answer, the conversation is restored instead. The previous turn can be undone exactly until this
+        answer's first token.
 
         Args:
-            messages: the chat with the new user message.
-            parts: documents and text of this message.
-            tokens: tokens of the chat that the cache has not read.
-            options: keywords of mlx-lm's `stream_generate`.
+            messages: the chat, including the new user message.
+            parts: the documents and the text of this message.
+            tokens: tokens of the chat that are not in the cache yet.
+            options: keyword arguments for mlx-lm's `stream_generate`.
         """
         before = StateBefore(self)
         text = ""
@@ -284,13 +282,13 @@ class Conversation:
         try:
             for response in responses:
                 if not answer_tokens:
-                    self._before_last = None  # frees its copy of the caches
+                    self._before_last = None  # free its copy of the caches
                 answer_tokens.append(response.token)
                 text += response.text
                 yield response
         finally:
-            responses.close()  # type: ignore[attr-defined]  # all of these are generators
-            mx.clear_cache()  # buffers of the next turn have other sizes
+            responses.close()  # type: ignore[attr-defined]  # always a generator
+            mx.clear_cache()  # the next turn needs buffers of different sizes
             if answer_tokens:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
                 self.user_inputs = [*self.user_inputs, parts]
@@ -301,22 +299,23 @@ class Conversation:
                 before.restore()
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of the chat that the cache has not read yet."""
+        """Return the tokens of the chat that are not in the cache yet."""
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         whole = self._render(messages, add_generation_prompt=True)
         known = self.read + self.pending_tokens
         if whole[: len(known)] == known:
             return whole[len(self.read) :]
-        # The template renders earlier answers differently, or tokenizes them differently than the model generated them.
+        # The rendered chat does not start with the known tokens, either because the template changes earlier answers or
+        # because their text is tokenized differently than it was generated.
         earlier = self._render(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _remember(self, tokens: list[int], before: StateBefore) -> None:
-        """Update `read` and `pending_tokens` by new tokens. With sparse attention, the cache has not read the answer.
+        """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
-        If a step was interrupted after some layers had read its token, this token is trimmed. If the caches can't be
-        trimmed, they are restored, and the next turn reads this turn again.
+        If a step was interrupted after only some layers had read its token, the token is trimmed. If the caches can't
+        be trimmed, they are restored to the state before this turn, and the next turn reads this turn again.
         """
         sequence = self.read + tokens
         n_read = len(sequence)

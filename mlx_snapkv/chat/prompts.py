@@ -1,4 +1,4 @@
-"""Render chats as token ids, and find the common start of prompts."""
+"""Renders chats as token ids, and finds common prefixes of prompts."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MARKER = "<query>"  # placeholder for the question in a chat template
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens that all prompts have in common at their start."""
+    """Return the length of the longest common prefix of all prompts, in tokens."""
     first, *others = prompts
     n_common = len(first)
     for other in others:
@@ -23,7 +23,7 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens before the first difference, or the length of the shorter prompt."""
+    """Return the length of the common prefix of two prompts."""
     for n, (token, other) in enumerate(zip(first, second)):
         if token != other:
             return n
@@ -31,24 +31,25 @@ def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Rendering:
-    """Renders a conversation's messages as token ids. Only text that is new since the last call is tokenized.
+    """Renders a conversation's messages as token ids, and caches the result to tokenize only new text.
 
-    The rendered text is split before special tokens. No token spans a special token, so the tokens of the pieces are
-    those of the whole text. If this is not certain, as with a tokenizer written in Python, the text is not split.
+    The rendered text is split before special tokens. Because no token crosses a special token, tokenizing the pieces
+    gives the same result as tokenizing the whole text. If that is not certain, as with tokenizers written in Python,
+    the text is not split.
     """
 
     def __init__(self, tokenizer):
-        """Find the tokenizer's special tokens, and ignore its maximum length."""
+        """Use a tokenizer, without its length warning."""
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
-        self._tokens_by_piece: dict[str, list[int]] = {}  # pieces of the last text
+        self._tokens_by_piece: dict[str, list[int]] = {}  # for the pieces of the last text
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        """Return the token ids of messages in the chat template.
+        """Render messages with the chat template, and return the token ids.
 
         Args:
             messages: dicts with `role` and `content`.
-            **options: options of the template, such as `add_generation_prompt`.
+            **options: template options, such as `add_generation_prompt`.
 
         Raises: SnapKVError: the chat template fails.
         """
@@ -58,7 +59,7 @@ class Rendering:
         starts = [match.start() for match in self._cuts.finditer(text)]
         pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
         known = self._tokens_by_piece
-        # Pieces of earlier texts are dropped to free memory.
+        # Forget pieces that are no longer used, to free memory.
         self._tokens_by_piece = {
             piece: known.get(piece) or self._encode(piece) for piece in pieces if piece
         }
@@ -69,20 +70,20 @@ class Rendering:
         return tokens
 
     def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without a beginning-of-text token."""
+        """Encode text without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """Return a pattern of the special tokens before which a text can be split, or None.
+        """Return a pattern that matches the special tokens before which text can be split, or None.
 
-        These are special tokens of the template whose text always becomes that token, regardless of the surrounding
-        text.
+        Only special tokens of the chat template are considered. A token qualifies if its text is always encoded as this
+        token, whatever the surrounding text is.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
         added = self._tokenizer.added_tokens_decoder
-        # Whether a `single_word` token is recognised depends on its neighbours.
+        # A `single_word` token is only recognised next to certain characters.
         if any(token.single_word for token in added.values()):
             return None
         turn = [{"role": role, "content": "x"} for role in ("user", "assistant")]
@@ -95,26 +96,26 @@ class Rendering:
         return re.compile("|".join(cuts)) if cuts else None
 
     def _is_cut(self, index: int) -> bool:
-        """Return whether the text of this special token always becomes exactly this token."""
+        """Return whether the text of this special token is always encoded as exactly this token."""
         added = self._tokenizer.added_tokens_decoder
         token = added[index]
-        if token.normalized or token.lstrip:  # its text may be changed, or include spaces before it
+        if token.normalized or token.lstrip:  # it may match different text, or the spaces before it
             return False
         contents = [other.content for other in added.values()]
         beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
-        # Another token whose end is this token's start would be found first.
+        # A token that ends with the start of this token could be matched first.
         if any(content.endswith(beginnings) for content in contents):
             return False
-        # A token that contains this token's text would be found instead. One of `contents` is the token itself.
+        # A token that contains this token's text would be matched instead. `contents` includes the token itself.
         if sum(token.content in content for content in contents) > 1:
             return False
         return self._encode(token.content) == [index]
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
-    """Return the tokens of a question about a prompt that `mlx_lm.cache_prompt` saved.
+    """Return the tokens of a question about a prompt saved by `mlx_lm.cache_prompt`.
 
-    These are the tokens that mlx-lm's `generate` would feed, without a second beginning-of-text token.
+    They are the tokens that mlx-lm's `generate` would feed, without a second beginning-of-text token.
 
     Raises: SnapKVError: the chat template fails, or omits the question.
     """
@@ -127,6 +128,6 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
         marked = render(MARKER)
         if MARKER not in marked:
             raise SnapKVError("this model's chat template drops the question")
-        # The saved prompt ends where the question starts.
+        # The saved prompt ends just before the question.
         question = render(question)[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)

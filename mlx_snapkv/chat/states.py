@@ -1,4 +1,4 @@
-"""Restore a conversation, either to its state before the last turn or from a file."""
+"""Restores a conversation from a file, or to its state before the last turn."""
 
 import weakref
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import file_store_of, make_caches, move_entries
 
-# Attributes of a conversation that are saved in files.
+# Attributes of a conversation that are saved to files.
 STATE_FIELDS = (
     "messages",
     "user_inputs",
@@ -30,27 +30,27 @@ TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
 class StateBefore:
-    """The state of a conversation before a turn. Until the next turn starts, it can be restored exactly.
+    """A snapshot of a conversation before a turn, which can be restored until the next turn starts.
 
     Attributes:
-        caches: copy of the prompt cache.
+        caches: a copy of the prompt cache.
     """
 
     def __init__(self, conversation: Any):
-        """Copy the caches and the attributes that a turn changes."""
+        """Copy the caches, and the attributes that a turn changes."""
         self.caches = CacheCopy(conversation.prompt_cache)
-        # A weak reference: the conversation refers to this object, and a cycle would keep the caches in memory.
+        # The conversation refers to this object. A strong reference would create a cycle that keeps the caches alive.
         self._conversation = weakref.proxy(conversation)
         self._fields = {name: getattr(conversation, name) for name in TURN_FIELDS}
 
     def restore(self) -> None:
-        """Restore the caches and attributes of the conversation."""
+        """Restore the conversation's caches and attributes."""
         self.caches.restore()
         vars(self._conversation).update(self._fields)
 
     @property
     def is_cheap(self) -> bool:
-        """Return whether the copy takes at most the memory of the cache itself; False if the cache was empty."""
+        """Return whether the copy takes no more memory than the cache. Return False if the cache was empty."""
         cache_bytes = kv_bytes(self._conversation.prompt_cache)
         return bool(self._fields["read"]) and self.caches.kv_nbytes <= cache_bytes
 
@@ -58,14 +58,14 @@ class StateBefore:
 def load(
     path: str | Path, model, policy: Policy | Setting | str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load a saved conversation, or a saved text to ask questions about; see `Conversation.load`.
+    """Load a saved conversation or text; see `Conversation.load`.
 
-    Returns: The keywords `policy` and `system` for `Conversation`, and the attributes to set afterwards.
+    Returns: The arguments `policy` and `system` for `Conversation`, and the attributes to set afterwards.
 
-    Raises: SnapKVError: the file can't be read, contains another kind of prompt, or does not fit `policy`.
+    Raises: SnapKVError: the file can't be read, contains another kind of prompt, or can't be used with `policy`.
     """
     prompt = saved.load(path, model)
-    # Files of mlx-lm have no tokens, and their notes have another meaning.
+    # mlx-lm files have no tokens, and their notes have a different meaning.
     is_from_mlx_lm = prompt.tokens is None
     notes = {} if is_from_mlx_lm else prompt.notes
     if not is_from_mlx_lm and "messages" not in notes and "text" not in notes:
@@ -80,7 +80,7 @@ def load(
             move_entries(model, caches, into=make_caches(model, sparse))
     except SnapKVError as error:
         raise SnapKVError("{} can't be used: {}", path, error) from error
-    # `mlx-snapkv cache-prompt` saves a text and its `system_prompt`.
+    # `mlx-snapkv cache-prompt` saves the system prompt as `system_prompt`.
     system = notes.get("system", notes.get("system_prompt"))
     state = {name: notes[name] for name in STATE_FIELDS if name in notes}
     state |= {"prompt_cache": caches, "read": prompt.tokens}
@@ -95,12 +95,12 @@ def load(
 def _resumed_setting(
     path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
 ) -> Setting | None:
-    """Return the setting for continuing a file: the file's own, or `policy` if the file has none.
+    """Return the setting for continuing from a file, which is the file's own, or `policy` if the file has none.
 
-    Entries move to the store of a `Sparse` that is given, unless it is "memory", the default.
+    If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
 
-    Raises: SnapKVError: the setting does not fit the entries: they are in files, of which only sparse attention reads
-        few, or some were evicted.
+    Raises: SnapKVError: the setting can't be used with the file's entries. If they are in files, only sparse attention
+        can read them. If some were evicted, sparse attention can't be used.
     """
     named = policy if prompt.policy == NO_POLICY else prompt.policy
     setting = setting_named(named) if isinstance(named, str) else resolve_setting(policy=named)

@@ -1,7 +1,7 @@
-"""Synthetic documents: facts that are hidden among ordinary sentences, and questions about the facts.
+"""Synthetic documents, with facts hidden among filler sentences and questions about the facts.
 
-The embedded models are trained on such documents. `mlx-snapkv demo`, tests and measurements ask about them. All random
-choices are drawn from a `random.Random`, so a seed determines the text.
+The embedded models are trained on these documents, and `mlx-snapkv demo`, tests and measurements use them. All random
+choices come from a `random.Random`, so the text is determined by the seed.
 """
 
 import json
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Lists, not sets: their order is fixed, so a seed gives the same text on every machine.
+# Use lists, not sets, because their order is fixed. The same seed must give the same text on every machine.
 _WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
 _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
 ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
-# Words for the placeholders of a sentence. A sentence may have two of each kind, such as {person} and {person2}.
+# Words for the placeholders in a sentence. There may be two of each kind, such as {person} and {person2}.
 _TWICE = {
     "person": _WORDS["people"],
     "place": _WORDS["places"],
@@ -30,7 +30,10 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact to remember: the `attribute` ("access code") of the `subject` ("amber falcon") is `value` ("482913")."""
+    """A fact to remember, such as "the access code of the amber falcon is 482913".
+
+    In this example, the attribute is "access code", the subject is "amber falcon" and the value is "482913".
+    """
 
     attribute: str
     subject: str
@@ -38,17 +41,17 @@ class Fact:
 
     @property
     def clause(self) -> str:
-        """Return the fact as a clause that ends a sentence."""
+        """Return the fact as a clause, with a full stop but no initial capital."""
         return f"the {self.attribute} of the {self.subject} is {self.value}."
 
     @property
     def question(self) -> str:
-        """Return the question whose answer is the value."""
+        """Return a question whose answer is the value."""
         return f"What is the {self.attribute} of the {self.subject}?"
 
 
 def _digits(pattern: str) -> Callable[[random.Random], str]:
-    """Return a function that draws a value: the pattern with a random digit for each "d"."""
+    """Return a function that replaces each "d" in the pattern with a random digit."""
     return lambda rng: "".join(str(rng.randrange(10)) if c == "d" else c for c in pattern)
 
 
@@ -64,7 +67,7 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
 
 
 def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
-    """Return an adjective and a noun. Each is replaced by invented syllables with probability `made_up`."""
+    """Return an adjective and a noun. With probability `made_up`, each is replaced with an invented word."""
 
     def word(choices: Sequence[str]) -> str:
         if rng.random() >= made_up:
@@ -80,7 +83,7 @@ def make_facts(
     made_up: float = 0.0,
     attributes: Sequence[str] = tuple(ATTRIBUTES),
 ) -> list[Fact]:
-    """Return `count` facts about different subjects. Their attributes are drawn from `attributes`."""
+    """Return `count` facts about different subjects, with random attributes."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         subject = make_subject(rng, made_up)
@@ -90,7 +93,7 @@ def make_facts(
 
 
 def fact_sentence(fact: Fact, rng: random.Random) -> str:
-    """Return a sentence that states a fact, half of the time after an introduction."""
+    """Return a sentence that states a fact, sometimes with an introduction."""
     introduction = rng.choice(("", "", "", *_INTRODUCTIONS))
     if introduction:
         return introduction + fact.clause
@@ -98,10 +101,10 @@ def fact_sentence(fact: Fact, rng: random.Random) -> str:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """Return a sentence that states no fact."""
+    """Return a random sentence that does not state a fact."""
     template = rng.choice(_SENTENCES)
     words = {}
-    # All words are drawn, whether the sentence has places for them or not, so that a seed keeps its texts.
+    # Draw all words, even those the sentence has no placeholder for, so that existing seeds keep giving the same texts.
     for kind, choices in _TWICE.items():
         words[kind] = rng.choice(choices)
         words[f"{kind}2"] = rng.choice(choices)
@@ -118,15 +121,15 @@ def hide(
     count_tokens: CountTokens,
     in_order: bool = False,
 ) -> str:
-    """Return a document of about `n_tokens` tokens: filler with the `hidden` sentences at random places.
+    """Return a document of about `n_tokens` tokens, with the `hidden` sentences at random places among filler.
 
-    The tokens of each sentence are counted alone. The sum is exact if no token crosses the space between sentences.
+    Tokens are counted sentence by sentence. The total is exact if no token crosses the space between two sentences.
 
     Args:
-        rng: draws the filler and the places.
+        rng: source of randomness for the filler and the places.
         hidden: the sentences to hide.
-        n_tokens: length of the document; more if the hidden sentences alone are longer.
-        count_tokens: returns the number of tokens of a text.
+        n_tokens: document length. The document is longer if the hidden sentences alone exceed it.
+        count_tokens: returns the number of tokens in a text.
         in_order: whether the hidden sentences keep their order.
     """
     n_hidden_tokens = sum(count_tokens(" " + sentence) for sentence in hidden)
@@ -135,10 +138,10 @@ def hide(
     while n_left >= 0:
         document.append(filler_sentence(rng))
         n_left -= count_tokens(" " + document[-1])
-    document.pop()  # It is too much, and only drawn to keep the texts of a seed.
+    document.pop()  # The last sentence is too much. It is still drawn, so that seeds keep their texts.
     if in_order:
         places = sorted(rng.randint(0, len(document)) for _ in hidden)
-        # Each hidden sentence moves the places of the following ones by one.
+        # Each inserted sentence shifts the following places by one.
         for n_inserted, (place, sentence) in enumerate(zip(places, hidden)):
             document.insert(place + n_inserted, sentence)
     else:

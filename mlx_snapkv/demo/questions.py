@@ -1,4 +1,4 @@
-"""Prompts that ask for a hidden fact, and the check of an answer."""
+"""Prompts that ask for a hidden fact, and a check for answers."""
 
 import random
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from .documents import Fact, fact_sentence, hide, make_facts
 
 
 def token_counter(tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, without special tokens."""
+    """Return a function that counts the tokens in a text, without special tokens."""
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def make_haystack(
     tokenizer, rng: random.Random, n_facts: int, n_tokens: int
 ) -> tuple[str, list[Fact]]:
-    """Return a document of about `n_tokens` tokens, and the `n_facts` facts that it hides."""
+    """Return a document of about `n_tokens` tokens, and the `n_facts` facts hidden in it."""
     facts = make_facts(rng, n_facts)
     hidden = [fact_sentence(fact, rng) for fact in facts]
     return hide(rng, hidden, n_tokens, token_counter(tokenizer)), facts
 
 
 def question_prompt(tokenizer, document: str, question: str) -> list[int]:
-    """Return the token ids of a document followed by a question, in the chat template without thinking."""
+    """Render a document and a question with the chat template, without thinking, and return the token ids."""
     messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False
@@ -29,7 +29,7 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
 
 
 def is_right(fact: Fact, answer: str) -> bool:
-    """Return whether an answer begins with the fact's value, and not with a longer number or word."""
+    """Return whether an answer starts with the fact's value, and not just with a longer number or word."""
     text = answer.strip()
     if not text.startswith(fact.value):
         return False

@@ -1,4 +1,4 @@
-"""Save and load prompt caches, so that a long text has to be read only once."""
+"""Saves and loads prompt caches, so that a long text only has to be read once."""
 
 from .files import FORMAT, SavedPrompt, load, require_writable, save
 

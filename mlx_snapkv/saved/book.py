@@ -1,8 +1,8 @@
-"""Books: saved prompts whose entries are in separate files, in a folder beside the prompt's file.
+"""Books: saved prompts that keep their entries in separate files.
 
-The prompt's file names the folder. The folder has two files for each layer, keys and values, and a file of codes if the
-layer has an index. The prompt's file contains a checksum for each piece of these files, so opening a book reads no keys
-and values.
+The entry files are in a folder next to the prompt's own file, which contains the folder's name. There are two files per
+layer, for keys and values, and a third one for codes if the layer has an index. The prompt's file also contains a
+checksum for every piece of the entry files, so a book can be opened without reading its keys and values.
 """
 
 import base64
@@ -32,22 +32,22 @@ from ..sparse.stores.file import FileStore, Layout, SavedFile
 from . import sealed
 
 BOOK_KEY = "book"
-Progress = Callable[[int, int], None]  # called with the number of bytes written, and the total
+Progress = Callable[[int, int], None]  # called with the number of bytes written and the total
 
-# Size of the pieces that have checksums. A gather reads whole pieces, each at most once.
+# Each piece of this size has a checksum. Entries are read in whole pieces, each at most once.
 CHECKSUM_BYTES = 1 << 18
 _FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
-_AT_A_TIME = 32  # number of pieces written together
+_AT_A_TIME = 32  # number of pieces per write
 
 
 @contextlib.contextmanager
 def write_book(
     target: Path, prompt_cache: list, progress: Progress | None
 ) -> Iterator[dict[str, str]]:
-    """Write a book's entries to a new folder beside `target`, and yield the metadata for `target`.
+    """Write a book's entries to a new folder next to `target`, and yield the metadata to store in `target`.
 
-    The `with` block writes `target`. Afterwards, the folder that `target` does not name is removed. This is the old
-    folder, or the new one if the block failed.
+    The `with` block must write `target`. Afterwards, the folder that is no longer needed is removed: the old one, or
+    the new one if the block failed.
     """
     old_folder = named_folder(target)
     new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
@@ -66,7 +66,11 @@ def write_book(
 
 
 def named_folder(target: Path) -> Path | None:
-    """Return the folder that a book's file names; None if `target` is no book, or names another book's folder."""
+    """Return the folder with a book's entries.
+
+    Return None if `target` is not a book. Also return None if it was renamed or copied, because the folder then belongs
+    to the original.
+    """
     try:
         name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
@@ -78,7 +82,7 @@ def named_folder(target: Path) -> Path | None:
 
 
 def files_of(target: Path) -> list[Path]:
-    """Return a saved prompt's file, and the files of its entries if it is a book."""
+    """Return all files of a saved prompt. A book has entry files in addition to `target`."""
     files = [target]
     folder = named_folder(target)
     if folder is not None and folder.is_dir():
@@ -87,7 +91,7 @@ def files_of(target: Path) -> list[Path]:
 
 
 def remove(target: Path) -> None:
-    """Remove a saved prompt, and its entries if it is a book. Raises: OSError."""
+    """Remove a saved prompt, including its entries if it is a book. Raises: OSError."""
     folder = named_folder(target)
     target.unlink(missing_ok=True)
     if folder is not None:
@@ -95,11 +99,11 @@ def remove(target: Path) -> None:
 
 
 def remove_unfinished(folder: Path, before: float) -> None:
-    """Remove unfinished files and folders of killed processes from `folder`.
+    """Remove unfinished files and folders that killed processes left in `folder`.
 
     Args:
-        folder: folder of the prompt's file, which is not searched recursively.
-        before: time in seconds since the epoch; files and folders that were written to later are kept.
+        folder: the folder to clean up. Subfolders are not searched.
+        before: time in seconds since the epoch. Files and folders that were written to later are kept.
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -112,7 +116,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether `path` is a file that has not been renamed yet, or an entries folder that no book refers to."""
+    """Return whether `path` is a temporary file, or an entries folder that no book refers to."""
     if not path.is_dir():
         return UNFINISHED.fullmatch(path.name) is not None
     match = _FOLDER_NAME.fullmatch(path.name)
@@ -122,7 +126,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _last_written(path: Path) -> float:
-    """Return when a file, or any file in a folder, was last written, in seconds since the epoch."""
+    """Return when a file, or any file in a folder, was last written to, in seconds since the epoch."""
     paths = [path]
     if path.is_dir():
         paths += path.iterdir()
@@ -130,14 +134,14 @@ def _last_written(path: Path) -> float:
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
-    """Give a book's caches the entries in the folder beside it.
+    """Connect a book's caches to its entry files.
 
     Args:
-        path: file of the book.
-        text: metadata of `BOOK_KEY`, JSON.
-        prompt_cache: caches from the book's file, which are changed.
+        path: the book's file.
+        text: JSON metadata stored under `BOOK_KEY`.
+        prompt_cache: the caches from the book's file, which are updated in place.
 
-    Raises: SnapKVError: the folder is missing, or a cache holds another number of tokens.
+    Raises: SnapKVError: the folder is missing, or a cache has the wrong number of tokens.
     """
     book = json.loads(text)
     n_entries = book["entries"]
@@ -151,7 +155,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
         for file in _files(folder, number, cache, n_entries, n_codes):
-            # The checksums of all files are concatenated, in the order of `_write_files`.
+            # The checksums of all files are concatenated in the order in which `_write_files` wrote them.
             file_checksums, checksums = np.split(checksums, [file.n_pieces])
             opened.append(SavedFile(file.path, file.layout, file.n, file_checksums, file.piece))
         keys, values, *codes = opened
@@ -166,7 +170,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of keys, values or codes of one layer, with `n` rows in the order of `layout`."""
+    """One layer's file of keys, values or codes, with `n` rows in the given layout."""
 
     path: Path
     layout: Layout
@@ -174,7 +178,7 @@ class _File:
 
     @property
     def piece(self) -> int:
-        """Return the number of rows that share a checksum."""
+        """Return the number of rows per checksum."""
         return max(1, CHECKSUM_BYTES // self.layout.token)
 
     @property
@@ -188,7 +192,7 @@ class _File:
 
         Args:
             stored: `stored(start, stop)` returns the rows `[start, stop)`.
-            on_written: called with the number of bytes after each write.
+            on_written: called after each write with the number of bytes written.
         """
         checksums = []
         piece_bytes = self.piece * self.layout.token
@@ -205,7 +209,7 @@ class _File:
 
 
 def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
-    """Write the files of all layers to `folder`, and return the metadata for `open_book`."""
+    """Write all layers' files to `folder`, and return the metadata for `open_book`."""
     n_entries = caches[0].offset
     n_codes = [_n_codes(cache) for cache in caches]
     files_by_layer = [
@@ -236,7 +240,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 
 
 def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
-    """Yield functions of `(start, stop)` that return rows of a layer's keys, values and index codes, if any."""
+    """Yield a function `(start, stop) -> rows` for a layer's keys, its values and, if it has an index, its codes."""
     for which in (KEYS, VALUES):
         yield partial(cache.store.stored, which)
     if cache.index is not None:
@@ -244,7 +248,7 @@ def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
 
 
 def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
-    """Return a layer's files of `n` keys, of `n` values, and of `n_codes` codes if there are any."""
+    """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. There is no file for zero codes."""
     keys, values = map(Layout.of, cache.sample)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
@@ -257,7 +261,10 @@ def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
 
 
 def _n_codes(cache: StoredKVCache) -> int:
-    """Return the number of codes to write; 0 without an index, or if the index has keys of another width (MLA)."""
+    """Return how many codes to write for a layer.
+
+    Return 0 if the layer has no index, or if the indexed keys are not as wide as the stored keys, as with MLA.
+    """
     if cache.index is None:
         return 0
     codes = cache.index.codes

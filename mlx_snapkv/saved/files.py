@@ -1,6 +1,7 @@
-"""Save and load prompt caches in the file format of mlx-lm, with additional metadata.
+"""Saves and loads prompt caches in mlx-lm's file format, with additional metadata.
 
-mlx-lm's `load_prompt_cache` can read these files, and `load` can read the files of its `save_prompt_cache`.
+The formats are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, and `load` reads files
+written by mlx-lm's `save_prompt_cache`.
 """
 
 import base64
@@ -32,7 +33,7 @@ from ..sparse.prompt_caches import books
 from . import book, sealed
 
 FORMAT = 2
-SAMPLES = 64  # number of values of each parameter in the fingerprint
+SAMPLES = 64  # number of values per parameter that go into the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
 _NOTES, _TOKENS = "notes", "tokens"  # metadata written by `_packed`
@@ -40,11 +41,11 @@ _NOTES, _TOKENS = "notes", "tokens"  # metadata written by `_packed`
 
 @dataclass
 class SavedPrompt:
-    """A prompt that was loaded from a file.
+    """A prompt loaded from a file.
 
     Attributes:
-        prompt_cache: caches from which `generate_step` of mlx-lm or this package can continue.
-        tokens: token ids of the prompt; None if mlx-lm saved the file without them.
+        prompt_cache: caches to continue from, with mlx-lm's `generate_step` or with ours.
+        tokens: token ids of the prompt. None for files saved by mlx-lm, which do not contain them.
         policy: the setting that compressed the cache, as on the command line.
         notes: the notes passed to `save`, or mlx-lm's metadata.
     """
@@ -66,21 +67,22 @@ def save(
     *,
     model_fingerprint: str | None = None,
 ) -> None:
-    """Write a prompt cache to a file, as a whole or not at all.
+    """Save a prompt cache to a file atomically.
 
-    For a book, whose entries are in files, entries are written to a folder beside the file. Both may be moved together.
+    If the cache's entries are in files, it is saved as a book, with the entries in a folder next to the file. To move a
+    book, move both.
 
     Args:
-        path: a `.safetensors` file. A file of an earlier `save` is replaced; any other existing file is an error.
-        model: the mlx-lm model that filled the cache. Only this model can use the file.
-        prompt_cache: one cache per layer, of mlx-lm or of this package.
+        path: a `.safetensors` file. An existing file is replaced if `save` wrote it, otherwise it is an error.
+        model: the mlx-lm model that filled the cache. The file can only be used with this model.
+        prompt_cache: one cache per layer, from mlx-lm or from this package.
         tokens: ids of all tokens in the cache.
         policy: the setting that compressed the cache.
-        notes: anything that JSON can represent; `load` returns it.
-        progress: called with the number of bytes written of a book's entries, and the total.
-        model_fingerprint: `fingerprint` of the model; None computes it.
+        notes: JSON-serialisable data, which `load` returns.
+        progress: for a book, called with the number of bytes written and the total.
+        model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file can't be written, or the cache does not hold these tokens.
+    Raises: SnapKVError: the file can't be written, or the cache does not contain these tokens.
     """
     require_whole(model, "prompt caches can't be saved")
     path = require_writable(path)
@@ -109,16 +111,16 @@ def save(
 
 
 def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> SavedPrompt:
-    """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`, for the model that filled it.
+    """Load a prompt cache that was saved by `save` or by mlx-lm's `save_prompt_cache`.
 
-    The entries of a book, in files beside it, are read and checked when they are used.
+    A book's entries stay in their files. They are only read and verified when they are used.
 
     Args:
         path: a `.safetensors` file.
         model: the model that filled the cache.
-        model_fingerprint: `fingerprint` of the model; None computes it.
+        model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file does not exist, is damaged, or was written by another version or for another model.
+    Raises: SnapKVError: the file does not exist, is damaged, has another format version, or is for another model.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
@@ -154,10 +156,10 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
 
 
 def _read_caches(path: Path) -> list:
-    """Read the caches of a file by mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
+    """Load the caches in a file with mlx-lm. Raises: SnapKVError: mlx-lm can't read them."""
     try:
         prompt_cache = load_prompt_cache(str(path))
-        mx.eval([cache.state for cache in prompt_cache])  # reads the arrays
+        mx.eval([cache.state for cache in prompt_cache])  # read the arrays now
     except Exception as error:  # foreign or damaged files may contain anything
         why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
         raise SnapKVError(f"{path} {why}") from error
@@ -165,7 +167,7 @@ def _read_caches(path: Path) -> list:
 
 
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
-    """Check a file of `save`. Raises: SnapKVError: it is damaged, or has another format."""
+    """Check a file that `save` wrote. Raises: SnapKVError: it is damaged, or has another format version."""
     if not sealed.has_valid_checksum(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
@@ -174,7 +176,7 @@ def _require_readable(path: Path, metadata: dict[str, str]) -> None:
 
 
 def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """Return the notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
+    """Parse the notes and tokens in a file's metadata. Raises: SnapKVError: the metadata is not from `save`."""
     try:
         notes = json.loads(_unpacked(metadata[_NOTES]))
         tokens = np.frombuffer(_unpacked(metadata[_TOKENS]), np.uint32).tolist()
@@ -184,17 +186,20 @@ def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int
 
 
 def _packed(data: bytes) -> str:
-    """Encode bytes as text for the metadata of a file: compressed by zlib, in base64."""
+    """Compress bytes with zlib, and encode them in base64 for a file's metadata."""
     return base64.b64encode(zlib.compress(data)).decode()
 
 
 def _unpacked(text: str) -> bytes:
-    """Decode the text of `_packed`."""
+    """Decode text that `_packed` encoded."""
     return zlib.decompress(base64.b64decode(text))
 
 
 def require_writable(path: str | Path) -> Path:
-    """Return the path if `save` can write there. Raises: SnapKVError: it can't, or a file of another kind is there."""
+    """Check that `save` can write to `path`, and return it.
+
+    Raises: SnapKVError: the file can't be written, or a file that `save` did not write already exists there.
+    """
     path = _safetensors(path)
     metadata: dict[str, str] = {}
     if require_place(path):
@@ -207,7 +212,7 @@ def require_writable(path: str | Path) -> Path:
 
 
 def _safetensors(path: str | Path) -> Path:
-    """Return the path of a file. Raises: SnapKVError: its name does not end in .safetensors."""
+    """Convert a file name to a path. Raises: SnapKVError: it does not end in .safetensors."""
     path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
         why = "a saved prompt cache's name must end in .safetensors"
@@ -216,16 +221,16 @@ def _safetensors(path: str | Path) -> Path:
 
 
 def fingerprint(model) -> str:
-    """Return a hash of a model's class, its configuration, and each parameter's name, shape, dtype and some values.
+    """Hash a model's class, its configuration, and each parameter's name, shape, dtype and some of its values.
 
-    For each parameter, up to `SAMPLES` evenly spaced values are read, so large models take no longer. Training changes
-    all values; changes of a few weights may go unnoticed.
+    At most `SAMPLES` evenly spaced values per parameter are hashed, so large models take no longer. Training is
+    detected, because it changes all values. Changes to a few weights may go unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []
     for _, values in parameters:
         n = min(SAMPLES, values.size)
-        # Evenly spaced indices from the first to the last value; a single value has index 0.
+        # Evenly spaced indices, from the first value to the last.
         places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
         sample = values.reshape(-1)[mx.array(places, mx.int64)]
         samples.append(sample.view(mx.uint8))  # NumPy has no bfloat16

@@ -1,4 +1,4 @@
-"""Seal prompt caches in mlx-lm's file format with a checksum of all bytes."""
+"""Adds a checksum of all bytes to files in mlx-lm's prompt-cache format."""
 
 import contextlib
 import io
@@ -14,9 +14,9 @@ from ..errors import SnapKVError
 from ..paths import refusing, replacing
 
 CHECKSUM_KEY = "checksum"
-UNKNOWN = "0" * 8  # replaces the checksum's digits while it is computed
+UNKNOWN = "0" * 8  # placeholder for the checksum while it is computed
 _CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
-_IO_BYTES = 1 << 20  # bytes hashed and written at a time, which fit into a processor's cache
+_IO_BYTES = 1 << 20  # number of bytes to hash and write at a time; small enough for a CPU cache
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -31,7 +31,7 @@ def metadata(path: Path) -> dict[str, str]:
         arrays = json.loads(head[8:])
         texts = arrays.pop("__metadata__")
         expected_size = len(head) + max(array["data_offsets"][1] for array in arrays.values())
-        # mlx-lm stores the caller's metadata under "0.", and the names of the caches' classes under "1.".
+        # mlx-lm stores the caller's metadata under "0." and the cache class names under "1.".
         if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
             raise ValueError("it names no caches")
         own_texts = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
@@ -45,12 +45,12 @@ def metadata(path: Path) -> dict[str, str]:
 
 
 class SealedWriter(io.BufferedWriter):
-    """A file writer that computes the checksum of all bytes. The file must be written sequentially."""
+    """A file writer that computes a checksum of all bytes. The file must be written sequentially."""
 
     crc = 0
 
     def write(self, data: Any) -> int:
-        """Write bytes, add them to the checksum, and return their number."""
+        """Write bytes, update the checksum, and return the number of bytes written."""
         data = memoryview(data)
         for start in range(0, len(data), _IO_BYTES):
             piece = data[start : start + _IO_BYTES]
@@ -61,9 +61,9 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def open_writer(target: Path) -> Iterator[Any]:
-    """Yield a writer. After the `with` block, insert the checksum, and replace `target` by the new file.
+    """Open a writer for a new file that replaces `target` after the `with` block, with its checksum filled in.
 
-    Raises: OSError: the file can't be written; an existing `target` is unchanged.
+    Raises: OSError: the file can't be written. An existing `target` is left unchanged.
     """
     with replacing(target) as temporary:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
@@ -74,7 +74,7 @@ def open_writer(target: Path) -> Iterator[Any]:
 
 
 def has_valid_checksum(path: Path) -> bool:
-    """Return whether the checksum of a file is valid; False if the file can't be read."""
+    """Return whether a file can be read and its checksum is valid."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         head = _head(file)
         place = _checksum_place(head)
@@ -87,9 +87,9 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def _head(file: BinaryIO) -> bytes:
-    """Return the bytes before the arrays. The first 8 bytes are the length of the rest.
+    """Read the header, whose first 8 bytes are the length of the rest.
 
-    Nothing is read if the length exceeds the file, as it may in files of another kind.
+    If that length exceeds the file size, as it may in other kinds of files, only the 8 bytes are returned.
     """
     head = file.read(8)
     length = int.from_bytes(head, "little")
@@ -107,5 +107,5 @@ def _checksum_place(head: bytes) -> int:
 
 
 def _digits(crc: int) -> bytes:
-    """Return the eight digits of a checksum."""
+    """Format a checksum as eight hexadecimal digits."""
     return f"{crc:08x}".encode()
