@@ -1,6 +1,6 @@
 """KV-cache compression for mlx-lm: long prompts, small caches.
 
-`api` has the public names. They are loaded on first use, because importing MLX and mlx-lm takes a second.
+The public names are listed in `api`. They are loaded on first use, because importing MLX and mlx-lm takes a second.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
 
-else:  # hidden from type checkers, for which every name would exist
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
         if find_spec(f"{__name__}.{name}") is not None:

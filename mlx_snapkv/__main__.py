@@ -1,10 +1,13 @@
-"""Run the command line, as `mlx-snapkv` or `python -m mlx_snapkv`; the file must be valid for Python 3.9."""
+"""Entry point for `mlx-snapkv` and `python -m mlx_snapkv`.
+
+This file must run on Python 3.9, so that it can report that Python is too old.
+"""
 
 from .prerequisites import require
 
 
 def main() -> None:
-    """Check what MLX needs of the machine, then run the command line. An interrupt ends the process at once."""
+    """Check the prerequisites and run the command line. Ctrl-C ends the process immediately."""
     require()
     from .cli.process import exit_on_interrupt
 

@@ -1,3 +1,3 @@
-"""The version, for the files of the package that can't ask the root, which imports them."""
+"""The package version, in a module of its own to avoid circular imports."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The public names of `mlx_snapkv`."""
+"""The public API of `mlx_snapkv`."""
 
 from .batch.generate import batch_generate as batch_generate
 from .batch.generator import CompressedBatchGenerator as CompressedBatchGenerator

@@ -1,4 +1,4 @@
-"""Make the Content-Security-Policy of this package's HTML pages: only their own scripts and styles, by hash."""
+"""Builds the Content-Security-Policy header for HTML pages, which allows only their own scripts and styles."""
 
 import re
 from base64 import b64encode
@@ -8,11 +8,11 @@ ALLOW_NONE = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'no
 
 
 def content_policy(html: str, **more: str) -> str:
-    """Return a Content-Security-Policy that allows a page's own scripts and styles.
+    """Return a Content-Security-Policy that allows a page's own scripts and styles by their hashes.
 
     Args:
-        html: the page, whose `<script>` and `<style>` elements have no attributes.
-        **more: further directives, such as `connect_src="'self'"`.
+        html: the page. Its `<script>` and `<style>` elements must not have attributes.
+        **more: additional directives, such as `connect_src="'self'"`.
     """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}
     for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", html, re.S):

@@ -1,6 +1,6 @@
-"""Hyper-parameters: fields of a frozen dataclass, each with a check of its values, written as `key=value,...`.
+"""Base class for frozen dataclasses of hyper-parameters, which are validated and can be written as `key=value,...`.
 
-A policy (`compress/policy.py`) and sparse attention (`sparse/options.py`) are such dataclasses.
+Policies (`compress/policy.py`) and sparse attention (`sparse/options.py`) are subclasses.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ def option(
     help: str = "",
     compare: bool = True,
 ) -> Any:
-    """Return a field whose value must satisfy `is_allowed`. Subclasses may override the default; the check stays.
+    """Return a dataclass field that is validated by `is_allowed`.
+
+    Subclasses may override the default value. The validation still applies.
 
     Args:
         default: the default value.
         is_allowed: returns whether a value is allowed.
-        allowed: the allowed values, as the end of an error sentence.
-        help: a sentence for `--help`, if the field has a flag of its own.
-        compare: whether entries depend on the value. If not, the string form and comparisons leave the field out.
+        allowed: the allowed values, phrased to follow "must be" in an error message.
+        help: text for `--help`, if the field has its own command-line flag.
+        compare: whether cached entries depend on the value. If not, the field is left out of comparisons and of the
+            string form.
     """
     metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """Return a field for a whole number from `least` to `most`."""
+    """Return a field for an integer from `least` to `most`."""
 
     def is_allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)
@@ -57,36 +60,36 @@ def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
 
 
 def entry_count(default: int | str | None, least: int = 0, example: str = "25%") -> Any:
-    """Return a field for a number of entries of at least `least`, or a share such as `example`."""
+    """Return a field for a number of entries, either an integer of at least `least` or a share such as `example`."""
     allowed = f'a whole number of entries of at least {least} or a share such as "{example}"'
     return option(default, lambda value: is_amount(value, least), allowed)
 
 
 def choice(*values: str, help: str = "") -> Any:
-    """Return a field for one of these words; the first is the default. For `help` see `option`."""
+    """Return a field for one of several words. The first one is the default. See `option` for `help`."""
     allowed = f"{', '.join(values[:-1])} or {values[-1]}"
     return option(values[0], values.__contains__, allowed, help=help)
 
 
 def folder(help: str = "") -> Any:
-    """Return a field for a folder to write to, which no entry depends on. For `help` see `option`."""
+    """Return a field for a writable folder. Cached entries do not depend on it. See `option` for `help`."""
     return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
 def is_whole(value: object) -> bool:
-    """Return whether `value` is an integer, but not a bool."""
+    """Return whether `value` is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_amount(value: Any, least: int = 0) -> bool:
-    """Return whether `value` is a whole number of at least `least`, or a share of more than 0 and at most 100%."""
+    """Return whether `value` is an integer of at least `least`, or a share above 0% and up to 100%."""
     if isinstance(value, str):
         return 0 < _share(value) <= 1
     return is_whole(value) and value >= least
 
 
 def is_writable_folder(value: Any) -> bool:
-    """Return whether `value` is the path of a folder in which files can be made; "~" is the home folder."""
+    """Return whether `value` is the path of a writable folder. "~" is expanded to the home folder."""
     if not isinstance(value, (str, os.PathLike)):
         return False
     path = os.path.expanduser(value)
@@ -94,21 +97,24 @@ def is_writable_folder(value: Any) -> bool:
 
 
 def amount(value: int | str, whole: int) -> int:
-    """Return the number of entries for a number, or for a share of `whole`, which is rounded down."""
+    """Return the number of entries for `value`, which is a number or a share of `whole`. Shares are rounded down."""
     if isinstance(value, str):
-        return int(_share(value) * whole + 1e-9)  # a product just below an integer is that integer
+        return int(_share(value) * whole + 1e-9)  # tolerate floating-point errors
     return int(value)
 
 
 def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
-    """Return the smallest budget with room for `top_k` entries beside sink and window; None if the window is 100%."""
+    """Return the smallest budget with room for the sink, the window and `top_k` entries.
+
+    Return None if the window is 100%.
+    """
     n_beside_window = n_sink + top_k
     if not isinstance(n_window, str):
         return n_beside_window + n_window
     share = _share(n_window)
     if share == 1:
         return None
-    # The window is rounded down, so the budget is more than (n_beside_window - 1) / (1 - share).
+    # Because the window is rounded down, the budget is larger than (n_beside_window - 1) / (1 - share).
     budget = int((n_beside_window - 1) / (1 - share))
     while budget - amount(n_window, budget) < n_beside_window:
         budget += 1
@@ -116,13 +122,13 @@ def smallest_budget(top_k: int, n_sink: int, n_window: int | str) -> int | None:
 
 
 def _share(text: str) -> float:
-    """Return 0.25 for "25%", and NaN for a text that is not a share."""
+    """Return 0.25 for "25%", or NaN if the text is not a share."""
     match = re.fullmatch(r"(\d*\.?\d+)%", text)
     return float(match[1]) / 100 if match else math.nan
 
 
 def _parsed(text: str) -> Any:
-    """Return a typed value: true, false, none, a number, or the text itself."""
+    """Convert text to a bool, None or a number if possible, otherwise return the text."""
     for read in (WORD_VALUES.__getitem__, int, float):
         with contextlib.suppress(KeyError, ValueError):
             return read(text.lower())
@@ -131,19 +137,19 @@ def _parsed(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Base of dataclasses that are read from a string, a dict or keywords, and checked when they are made."""
+    """Base class for validated dataclasses that can be parsed from a string, a dict or a keyword argument."""
 
     name: ClassVar[str]
-    # The field whose value follows from other fields; the string form leaves it out.
+    # The field whose value follows from other fields, if any. It is left out of the string form.
     implied_option: ClassVar[str | None] = None
 
     def __post_init__(self):
-        """Check the values of all fields. Raises: SnapKVError: a value is not allowed."""
+        """Validate all fields. Raises: SnapKVError: a value is not allowed."""
         self._check_options()
 
     @classmethod
     def options(cls) -> list[str]:
-        """Return the names of all fields; fields that the class itself declares come first."""
+        """Return the names of all fields, starting with those declared by the class itself."""
         declared = list(inspect.get_annotations(cls))
         names = [field.name for field in dataclasses.fields(cls)]
         inherited = [name for name in names if name not in declared]
@@ -151,10 +157,10 @@ class Hyperparameters:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
-        """Make an object from a dict.
+        """Create an instance from a dict.
 
         Raises:
-            UnknownOptionError: a key is not a field; the sentence lists the fields.
+            UnknownOptionError: a key is not a field. The message lists the fields.
             SnapKVError: a value is not allowed.
         """
         known = cls.options()
@@ -167,7 +173,7 @@ class Hyperparameters:
 
     @classmethod
     def from_string(cls, text: str) -> Self:
-        """Make an object from a string such as `"budget=25%,n_sink=4"`. Raises: SnapKVError."""
+        """Create an instance from a string such as `"budget=25%,n_sink=4"`. Raises: SnapKVError."""
         options: dict[str, Any] = {}
         for part in map(str.strip, text.split(",")):
             if not part:
@@ -184,13 +190,13 @@ class Hyperparameters:
 
     @classmethod
     def from_keyword(cls, value: Self | dict[str, Any] | str | bool | None) -> Self | None:
-        """Make an object from a keyword argument, such as `snapkv` and `sparse` of `generate_step`.
+        """Create an instance from a keyword argument, such as `snapkv` or `sparse` of `generate_step`.
 
         Args:
-            value: an object of this class, a dict of its fields, a string such as `"top_k=2048"`, or True for the
-                defaults. None and False return None.
+            value: an instance, a dict of its fields, a string such as `"top_k=2048"`, or True for the defaults. For
+                None and False, the result is None.
 
-        Raises: SnapKVError: the value is of another type, or a field is not allowed.
+        Raises: SnapKVError: the value has the wrong type, or a field is not allowed.
         """
         if value is None or value is False:
             return None
@@ -207,7 +213,7 @@ class Hyperparameters:
         )
 
     def __str__(self) -> str:
-        """Return the command-line string: the name, and the fields that differ from their defaults."""
+        """Return the name and the fields that differ from their defaults, as on the command line."""
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.compare}
         changed = []
         for name in self.options():
@@ -217,7 +223,7 @@ class Hyperparameters:
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def _check_options(self) -> None:
-        """Check the values of all fields. Raises: SnapKVError: a value is not allowed."""
+        """Validate all fields. Raises: SnapKVError: a value is not allowed."""
         for name, check in self._checks().items():
             value = getattr(self, name)
             is_unset = value is None and getattr(type(self), name) is None  # None is the default
@@ -227,7 +233,7 @@ class Hyperparameters:
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:
-        """Return the metadata of `option` by field, from the class that declared the field's check."""
+        """Return each field's `option` metadata. Subclasses that override a default inherit it."""
         checks: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             fields = vars(base).get("__dataclass_fields__", {})
@@ -235,7 +241,7 @@ class Hyperparameters:
         return checks
 
     def _require(self, name: str, is_allowed: bool, allowed: str) -> None:
-        """Raise SnapKVError unless a field's value is allowed; `allowed` describes the allowed values."""
+        """Raise SnapKVError with a description of the `allowed` values, unless `is_allowed`."""
         if not is_allowed:
             got = getattr(self, name)
             raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")

@@ -1,4 +1,4 @@
-"""Files of results as JSON lines, which a later run can continue."""
+"""JSON Lines files for results, which a later run can continue."""
 
 import contextlib
 import fcntl
@@ -13,25 +13,25 @@ from .paths import naming, refusing, require_place
 
 
 class JsonLines:
-    """A file of JSON objects, one per line; each line is completely on the disk before the next one is begun.
+    """A file of JSON objects, one per line. Every line is flushed to disk before the next one.
 
     Nothing is written before `open`, which locks the file for this process until `close`.
 
     Args:
-        path: the file, which need not exist.
+        path: the file. It may not exist yet.
         start: the first bytes of every line that this package writes.
     """
 
     def __init__(self, path: Path, start: bytes):
-        """Note the file's path; the file is not opened."""
+        """Store the path. The file is not opened yet."""
         self.path, self._start = path, start
         self._file = -1
-        self._size = 0  # bytes of whole lines
+        self._size = 0  # total size of the complete lines in bytes
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield every line with its number, from 1; an incomplete last line of this package is left out.
+        """Yield every line with its number, counted from 1. Skip an incomplete last line written by this package.
 
-        The size of the complete lines is noted, so that `open` can cut off the rest.
+        The total size of the complete lines is stored, so that `open` can cut off the rest.
 
         Raises: SnapKVError: the file can't be written.
         """
@@ -44,17 +44,17 @@ class JsonLines:
                     yield number, line
                     self._size += len(line)
                     continue
-                # Only the last line can be incomplete. A power cut may leave zero bytes at its end.
+                # Only the last line can be incomplete. After a power failure, it may end in zero bytes.
                 written = line.rstrip(b"\0")
                 is_own = written.startswith(self._start) or self._start.startswith(written)
                 if not is_own:
                     yield number, written
 
     def open(self, read: Callable[[], None]) -> None:
-        """Lock the file, call `read`, and cut an incomplete last line off.
+        """Lock the file, call `read`, and cut off an incomplete last line.
 
         Args:
-            read: reads the file again, since another process may have written to it.
+            read: reads the file again, because another process may have written to it.
 
         Raises: SnapKVError: the file can't be written, or another process has locked it.
         """
@@ -72,19 +72,19 @@ class JsonLines:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the file had no complete line when it was last read or written."""
+        """Return whether the file had no complete lines when it was last read or written."""
         return self._size == 0
 
     def close(self) -> None:
-        """Close the file and release the lock."""
+        """Close and unlock the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write a line to the disk, completely or not at all.
+        """Append a line atomically, and flush it to disk.
 
-        Raises: OSError: the line can't be written, for example on a full disk.
+        Raises: OSError: the line can't be written, for example because the disk is full.
         """
         data = json.dumps(record).encode() + b"\n"
         try:
@@ -94,13 +94,13 @@ class JsonLines:
                 _sync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)  # drop what was written of the line
+                os.ftruncate(self._file, self._size)  # remove the partial line
             raise
         self._size += len(data)
 
 
 def _sync(file: int) -> None:
-    """Flush an open file to the disk itself; on a Mac `fsync` flushes to the disk's cache only."""
+    """Flush an open file to permanent storage. On macOS, `fsync` only flushes to the drive's cache."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         with contextlib.suppress(OSError):  # some file systems don't support it
             fcntl.fcntl(file, fcntl.F_FULLFSYNC)

@@ -1,4 +1,4 @@
-"""Check files that users name before the work begins, and write them completely or not at all."""
+"""Checks output paths before any work is done, and writes files atomically."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from .errors import SnapKVError
 
-UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # the name of a file that `replacing` has written
+UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # matches the temporary files of `replacing`
 
 
 def path_of(name: str | Path, option: str | None = None) -> Path:
-    """Return a name's path, with "~" replaced by the home folder.
+    """Convert a file name to a path, and expand "~" to the home folder.
 
     Args:
-        name: a path, absolute or relative to the current folder.
-        option: the option that the name was given for, for the error's sentence.
+        name: an absolute path, or a path relative to the current folder.
+        option: the option that was set to this name, to mention in the error message.
 
     Raises: SnapKVError: there is no such home folder.
     """
@@ -30,7 +30,7 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
 
 
 def require_place(path: Path) -> bool:
-    """Check that a file can be written at `path`, and return whether there is one already.
+    """Check that a file can be written to `path`, and return whether it already exists.
 
     Raises: SnapKVError: no file can be written there.
     """
@@ -55,29 +55,29 @@ def require_place(path: Path) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong with a file, without the file's name."""
+    """Return the message of an error without the file name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def put(path: Path, data: str | bytes) -> None:
-    """Write a file completely, or leave it as it was before. Raises: OSError."""
+    """Write a file atomically. Raises: OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename the file that the block writes there to `path`.
+    """Yield a temporary path, and move the file written there to `path` after the `with` block.
 
-    Raises: OSError: the file can't be written; `path` is unchanged.
+    Raises: OSError: the file can't be written. `path` is left unchanged.
     """
     target = Path(os.path.realpath(path))
-    # The name does not contain the target's name, which may have the maximum length.
+    # Do not derive the name from the target's, which may already have the maximum length.
     temporary = target.with_name(f".{secrets.token_hex(6)}.part")
     try:
         yield temporary
         with contextlib.suppress(OSError):
-            temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the mode of a replaced file
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the replaced file's mode
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
@@ -85,14 +85,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def put_result(path: Path, data: str | bytes) -> None:
-    """Write a file as `put` does. Raises: OSError: a sentence that names the file."""
+    """Write a file atomically. Raises: OSError: the message names the file."""
     with naming(path):
         put(path, data)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into an OSError whose sentence names the file."""
+    """Add the file name to the message of any OSError raised in the `with` block."""
     try:
         yield
     except OSError as error:
@@ -101,14 +101,14 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing(beginning: str) -> Iterator[None]:
-    """Turn an OSError or ValueError of the block into a SnapKVError.
+    """Convert any OSError or ValueError raised in the `with` block to a SnapKVError.
 
     Args:
-        beginning: the beginning of the error's sentence, such as "FILE can't be written".
+        beginning: start of the error message, such as "FILE can't be written".
     """
     try:
         yield
     except SnapKVError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
+    except (OSError, ValueError) as error:  # ValueError is raised if the name contains a null byte
         raise SnapKVError(f"{beginning}: {reason(error)}") from error

@@ -1,6 +1,6 @@
-"""Check what MLX needs of a machine, before it is imported; can be run as `python mlx_snapkv/prerequisites.py`.
+"""Checks MLX's requirements before MLX is imported. Can be run as `python mlx_snapkv/prerequisites.py`.
 
-The file must be valid for Python 3.9, the version that macOS brings.
+This file must run on Python 3.9, the version that comes with macOS.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def complaint(
     mlx_error: str | None = None,
     has_metal: bool = True,
 ) -> str | None:
-    """Return one sentence that says why the package can't run on a machine and what to do; None if it can run.
+    """Explain in one sentence why the package can't run on a machine, and what to do. Return None if it can.
 
     Args:
         system: the value of `platform.system()`.
         machine: the value of `platform.machine()`.
         version: the Python version.
-        macos: the macOS version; "" on other systems.
-        mlx_error: the error of importing MLX; None if it was imported or not tried.
-        has_metal: whether MLX found a GPU; used on a Mac only.
+        macos: the macOS version, or "" on other systems.
+        mlx_error: the error raised by importing MLX. None if the import succeeded or was not tried.
+        has_metal: whether MLX found a GPU. Only checked on a Mac.
     """
     if tuple(version[:2]) < PYTHON:
         needed = ".".join(str(part) for part in PYTHON)
@@ -60,10 +60,10 @@ def complaint(
 
 
 def complaint_here(**mlx_findings: object) -> str | None:
-    """Return the `complaint` about this machine and Python.
+    """Return the `complaint` about this machine.
 
     Args:
-        **mlx_findings: `mlx_error` and `has_metal` of `complaint`.
+        **mlx_findings: the `mlx_error` and `has_metal` arguments of `complaint`.
     """
     return complaint(
         system=platform.system(),
@@ -75,7 +75,7 @@ def complaint_here(**mlx_findings: object) -> str | None:
 
 
 def require() -> None:
-    """Print the sentence and exit with code 2 if the package can't run here."""
+    """Exit with code 2 and an error message if the package can't run on this machine."""
     sentence = complaint_here()
     if sentence is not None:
         print("mlx-snapkv: " + sentence, file=sys.stderr)
