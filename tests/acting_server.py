@@ -1,4 +1,4 @@
-"""A server for tests of thoughts and tool calls: the embedded model is made to say what the last message asks for."""
+"""A server for tests of reasoning and tool calls, whose embedded model says what the last message tells it to."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}[{{ t.function.name }}] {
 
 
 def obeying(tokens):
-    """Return a logits processor that allows only the next of `tokens` at each step."""
+    """Return a logits processor that forces the given tokens, one per step."""
     left = iter(tokens)
     return lambda _, logits: mx.where(mx.arange(logits.shape[-1]) == next(left), logits, -mx.inf)
 
@@ -43,9 +43,9 @@ def asked_for(prompt):
 
 @contextlib.contextmanager
 def acting(say=asked_for, **settings):
-    """Yield a server as `serving` does, whose model says `say(prompt)`; None leaves the answer to the model.
+    """Yield a server, as `serving` does, whose model answers with `say(prompt)`, or freely if that is None.
 
-    `prompts` of the yielded server lists (tokens of the prompt, tokens that were cached) for each request.
+    The yielded server's `prompts` lists (prompt tokens, cached tokens) for each request.
     """
     with serving(load_named("demo", _adapt), **settings) as served:
         served.prompts = _make_obey(served.engine, say)
@@ -71,7 +71,7 @@ def _make_obey(engine, say):
 
 
 class Agent:
-    """A server whose model gives the answer that a test sets, and which records each prompt."""
+    """A server whose model gives the answer that a test sets. It records each prompt."""
 
     def __init__(self, served, answers):
         self.served, self.answers, self.post = served, answers, served.post
@@ -87,7 +87,7 @@ class Agent:
             hf.chat_template = usual
 
     def ask(self, path, family="chatml", answer="Fine.", **body):
-        """Post a request; return the prompt that the model read, and the body of the answer."""
+        """Post a request. Return the prompt that the model read, and the response body."""
         self.answers["next"] = answer
         limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
         with self.family(family):

@@ -1,4 +1,4 @@
-"""Messages that tests of agents send to a server, and answers of its model."""
+"""Messages that agent tests send to a server, and model answers."""
 
 from acting_server import CHAT, MESSAGES, RESPONSES
 

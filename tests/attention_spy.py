@@ -1,4 +1,4 @@
-"""Records the calls that reach MLX's attention, and computes the votes of their softmax."""
+"""Record calls to MLX's attention, and compute the votes of their softmax."""
 
 import mlx.core as mx
 import numpy as np
@@ -13,9 +13,9 @@ from mlx_snapkv.planning.settings import resolve_setting
 
 
 def softmax_votes(call, n, kv_head_of):
-    """Return the votes `(n_kv_heads, T)` of the call's last `n` queries in float64.
+    """Return the votes `(n_kv_heads, T)` of a call's last `n` queries, in float64.
 
-    `kv_head_of` gives the KV head of each query head.
+    `kv_head_of` lists the KV head of each query head.
     """
     logits = logits_of(call, n)
     T = logits.shape[-1]
@@ -26,9 +26,9 @@ def softmax_votes(call, n, kv_head_of):
 
 
 def logits_of(call, n):
-    """Return the logits `(n_heads, n, T)` of the last `n` queries in float64.
+    """Return the logits `(n_heads, n, T)` of a call's last `n` queries, in float64.
 
-    A mask of numbers holds positional scores, which are added. Capped scores are returned as recorded.
+    A numeric mask contains positional scores, which are added. Capped scores are returned as recorded.
     """
     if "scores" in call:
         return np.array(call["scores"][0].flatten(0, 1), np.float64)[:, -n:]
@@ -41,7 +41,7 @@ def logits_of(call, n):
 
 
 def heads_read(layer, call, rows):
-    """Return the KV head of the cache that each query head reads: the head with equal `rows` in the cache."""
+    """Return the KV head that each query head reads: the head of the cache whose `rows` equal the call's keys."""
     n_heads, n_keys, heads = call["q"].shape[1], call["k"].shape[1], range(rows.shape[1])
     if layer.latent:
         return [0] * n_heads
@@ -50,9 +50,9 @@ def heads_read(layer, call, rows):
 
 
 def read_and_spy(model, tokens, policy, monkeypatch):
-    """Read a prompt in two chunks on recording caches; return the request and the last chunk's calls of attention.
+    """Read a prompt in two chunks on recording caches. Return the request and the last chunk's attention calls.
 
-    Models that compute their own scores call the softmax instead. For these models its inputs are recorded.
+    For models that compute their scores themselves, the inputs of the softmax are recorded instead.
     """
     calls = []
     attend, softmax = mx.fast.scaled_dot_product_attention, mx.softmax
@@ -82,9 +82,9 @@ def read_and_spy(model, tokens, policy, monkeypatch):
 
 
 def calls_of(layer, cache, calls):
-    """Return one call for each reader of a layer: the call with the queries that the cache recorded, bit for bit.
+    """Return one call for each reader of a layer: the call with the queries that the cache recorded.
 
-    Calls on latents and capped scores don't show the queries. They are taken in order of the layers.
+    Calls on latents and capped scores don't show the queries, so they are taken in layer order.
     """
     parts = mx.split(cache.queries, len(layer.readers), axis=1)
     if layer.latent:

@@ -1,4 +1,4 @@
-"""Requests that a server must refuse with a 4xx."""
+"""Requests that a server must reject with a 4xx status."""
 
 CHAT, TEXT, MESSAGES, RESPONSES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")

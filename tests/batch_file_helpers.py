@@ -1,4 +1,4 @@
-"""Helpers that write files of requests and read files of answers, for tests of the batch command."""
+"""Helpers for tests of the batch command, which write request files and read answer files."""
 
 import json
 
@@ -13,26 +13,26 @@ def line(custom_id, url=CHAT, /, **body):
 
 
 def chat(custom_id, n, /, **body):
-    """Return a chat request: a fact, `n` sentences, and a question about the fact."""
+    """Return a chat request with a fact, `n` sentences, and a question about the fact."""
     text = FACT + COLD * n + "What is the access code of the amber falcon?"
     return line(custom_id, messages=[{"role": "user", "content": text}], **body)
 
 
 def text(custom_id, n, /, **body):
-    """Return a completion request: a fact, `n` sentences, and the beginning of the fact's sentence."""
+    """Return a completion request with a fact, `n` sentences, and the beginning of the fact's sentence."""
     prompt = FACT + COLD * n + "The access code of the amber falcon is"
     return line(custom_id, COMPLETIONS, prompt=prompt, **body)
 
 
 def write(path, lines):
-    """Write objects, bytes and strings to a file, one a line; return its path."""
+    """Write objects, bytes and strings to a file, one per line. Return the file's path."""
     data = [item if isinstance(item, (str, bytes)) else json.dumps(item) for item in lines]
     path.write_bytes(b"".join((d if isinstance(d, bytes) else d.encode()) + b"\n" for d in data))
     return path
 
 
 def read(path):
-    """Return the records of a file of answers by their `custom_id`."""
+    """Return the records of an answer file by their `custom_id`."""
     records = [json.loads(raw) for raw in path.read_text().splitlines()]
     found = {record["custom_id"]: record for record in records}
     assert len(found) == len(records), "a custom_id twice"
@@ -40,7 +40,7 @@ def read(path):
 
 
 def said(record):
-    """Return the answer or the error of a record, without fields that differ from run to run."""
+    """Return a record's answer or error, without the fields that differ from run to run."""
     if record["error"]:
         return record["error"]
     body = record["response"]["body"]
@@ -48,6 +48,6 @@ def said(record):
 
 
 def answer(record):
-    """Return the text of an answer."""
+    """Return an answer's text."""
     choice = record["response"]["body"]["choices"][0]
     return choice["text"] if "text" in choice else choice["message"]["content"]

@@ -1,4 +1,4 @@
-"""Helpers that run requests in a batch and compare them with requests by themselves."""
+"""Helpers that run requests in a batch and compare them with the same requests run alone."""
 
 import functools
 import random
@@ -15,12 +15,12 @@ def prompts_of(*lengths, vocab_size=64, seed=0):
 
 
 def alone(model, prompt, n, **keywords):
-    """Return the tokens of a request by itself."""
+    """Run a request alone, and return its tokens."""
     return [int(token) for token, _ in steps(model, mx.array(prompt), n, **keywords)]
 
 
 class Run:
-    """A generator with its answers, reports, read caches and last responses, each by the number of the request."""
+    """A batch generator with its answers, reports, read caches and last responses, each keyed by request id."""
 
     def __init__(self, model, policy, **options):
         self.reports, self.read, self.answers, self.last = {}, {}, {}, {}
@@ -38,7 +38,7 @@ class Run:
         return self.generator.insert([list(p) for p in prompts], limits, **options)
 
     def staggered(self, prompts, limits):
-        """Answer two prompts, and add each other prompt four steps after the one before; return all numbers."""
+        """Start with two prompts, and add one more every four steps. Return all request ids."""
         uids = self.insert(prompts[:2], limits[:2])
         for prompt, limit in zip(prompts[2:], limits[2:]):
             for _ in range(4):
@@ -48,7 +48,7 @@ class Run:
         return uids
 
     def assert_alone(self, uids, prompts, limits):
-        """Assert that all requests have ended, with the answers and reports that they have by themselves."""
+        """Assert that all requests have ended with the same answers and reports as if run alone."""
         for uid, prompt, limit in zip(uids, prompts, limits):
             reports = []
             assert self.answers[uid] == self.alone(prompt, limit, on_report=reports.append)
@@ -57,7 +57,7 @@ class Run:
             assert self.last[uid].finish_reason == "length", self.last[uid].error
 
     def step(self):
-        """Take one step; return the prompt responses and the answers' responses, or None if nothing was left to do."""
+        """Take one step. Return the prompt and answer responses, or None if nothing was left to do."""
         prompts, responses = self.generator.next()
         for response in responses:
             if response.finish_reason != "error":

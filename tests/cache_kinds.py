@@ -1,4 +1,4 @@
-"""One cache of every kind, each after the first `START` tokens."""
+"""One cache of every kind, each filled with the first `START` tokens."""
 
 import mlx.core as mx
 import numpy as np
@@ -23,14 +23,14 @@ N_WINDOW = 8
 
 
 def rows(start, n):
-    """Return keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` of `n` tokens from position `start`."""
+    """Return keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` for `n` tokens from position `start`."""
     made = [np.random.default_rng(t).normal(size=(4 * H, 1, D)) for t in range(start, start + n)]
     made = mx.array(np.concatenate(made, axis=1).astype(np.float32))[None]
     return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
 
 
 def window(quantization=None, n_window=N_WINDOW, pinned=PINNED):
-    """Return the cache of a compressed prompt of `START` tokens."""
+    """Return the compressed cache of a prompt of `START` tokens."""
     keys, values, queries = rows(0, START)
     recent = N_WINDOW if n_window is None else min(n_window, N_WINDOW)
     kept = mx.array([*pinned, *range(START - recent, START)])
@@ -87,7 +87,7 @@ KINDS = HOLDING | STATES
 
 
 def feed(cache, n):
-    """Give a cache `n` new tokens and attend as a model does, mask first; return the outputs."""
+    """Add `n` tokens to a cache and attend to it as a model does, creating the mask first. Return the outputs."""
     if isinstance(cache, ArraysCache):
         new = rows(0, n)[0].sum(axis=2, keepdims=True)
         cache[0] = new if cache[0] is None else 0.5 * cache[0] + new

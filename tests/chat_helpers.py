@@ -1,4 +1,4 @@
-"""Helpers for tests of conversations."""
+"""Helpers for conversation tests."""
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import is_right
@@ -8,7 +8,7 @@ STORES = ["memory", "8bit", "4bit", "file"]
 
 
 def begun(model, haystack, n_turns=0, **options):
-    """Return a conversation about a document, after questions about its first `n_turns` facts."""
+    """Return a conversation about a document in which the first `n_turns` facts have been asked about."""
     document, facts = haystack
     conversation = Conversation(*model, **{"max_tokens": 12} | options)
     conversation.attach(document)

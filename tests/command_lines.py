@@ -1,4 +1,4 @@
-"""Command lines that several tests run, and helpers that run them."""
+"""Command lines that several tests use, and helpers that run them."""
 
 import io
 import re
@@ -13,7 +13,7 @@ PLAIN = [*RAW, "--prompt", LEAD]  # answered 482913
 
 
 def caller(main, monkeypatch, capsys):
-    """Return a function `(*args, stdin=)` that runs a command's `main` and returns (exit code, stdout, stderr).
+    """Return a function `(*args, stdin=)` that runs a command's `main`, and returns (exit code, stdout, stderr).
 
     The command runs in this process, because starting Python would take most of the time.
     """
@@ -29,9 +29,9 @@ def caller(main, monkeypatch, capsys):
 
 
 def refuser(call):
-    """Return a function of arguments that asserts a mistake and returns its one line on stderr.
+    """Return a function that runs a command, asserts that it fails with a mistake, and returns its one line on stderr.
 
-    A note about float32, printed when a model loads, is left out.
+    A note about float32, which is printed when a model loads, is ignored.
     """
 
     def refused(*args, **how):

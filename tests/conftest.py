@@ -1,4 +1,4 @@
-"""Models for the tests: the embedded ones through mlx-lm's loader, and small random ones of the real classes."""
+"""Models for the tests: the embedded ones, loaded by mlx-lm, and small random ones of the real classes."""
 
 import random
 
@@ -19,13 +19,13 @@ settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest tests first, so that the workers finish at about the same time."""
+    """Run the longest tests first, so that all workers finish at about the same time."""
     items.sort(key=lambda item: item.path.parent.name not in ("scripts", "several"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_settings(tmp_path_factory):
-    """Hide the tester's own config.toml, and keep no speed record unless a test sets a path for it."""
+    """Hide the user's config.toml, and record no speeds unless a test sets a path for the record."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PATH_VARIABLE, "")
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
@@ -34,7 +34,7 @@ def no_settings(tmp_path_factory):
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Return the path of a speed record; neither the file nor its folder exists yet."""
+    """Return a path for a speed record. Neither the file nor its folder exists yet."""
     path = tmp_path / "cache" / "speed.json"
     monkeypatch.setenv(PATH_VARIABLE, str(path))
     return path
@@ -42,7 +42,7 @@ def record(tmp_path, monkeypatch):
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    """Let LagKV compare blocks of 8 entries, so that small prompts have several."""
+    """Make LagKV compare blocks of 8 entries, so that small prompts have several."""
     monkeypatch.setattr(lagkv, "LAG", 8)
 
 
@@ -69,13 +69,13 @@ def demo_tasks():
 
 @pytest.fixture(scope="session", params=["demo_llama", "demo_qwen"])
 def demo_model(request):
-    """Return (model, tokenizer) of an embedded model, once for each architecture."""
+    """Return (model, tokenizer) of each embedded model, one per architecture."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=[make_llama, make_qwen])
 def tiny_model(request):
-    """Return a random LLaMA, then a Qwen3-Next, which has linear layers and experts."""
+    """Return a random LLaMA, and then a Qwen3-Next with linear layers and experts."""
     return request.param()
 
 
@@ -88,13 +88,13 @@ def tokens():
 
 @pytest.fixture
 def path(tmp_path):
-    """Return a path at which a prompt can be saved."""
+    """Return a path for a saved prompt."""
     return tmp_path / "book.safetensors"
 
 
 @pytest.fixture(scope="session")
 def ask():
-    """Return a function that makes a document of `n_tokens` with a question at its end: (prompt ids, fact)."""
+    """Return a function that creates a document of `n_tokens` ending with a question, as (prompt ids, fact)."""
 
     def make(tokenizer, n_tokens: int, seed: int, n_facts: int = 4):
         document, facts = make_haystack(tokenizer, random.Random(seed), n_facts, n_tokens)

@@ -1,4 +1,4 @@
-"""Context managers and functions that make files fail: a full disk, files cut short, files that can't be read."""
+"""Helpers that make files fail: a full disk, truncated files, unreadable files."""
 
 import os
 import resource
@@ -17,14 +17,14 @@ def full_disk(n_bytes):
 
 
 def cut_short(number):
-    """Cut a descriptor's file down to 100 bytes; return a function that restores its contents."""
+    """Truncate a descriptor's file to 100 bytes. Return a function that restores its contents."""
     whole = os.pread(number, os.fstat(number).st_size, 0)
     os.ftruncate(number, 100)
     return lambda: os.pwrite(number, whole, 0)
 
 
 def unreadable(number):
-    """Make a descriptor write-only; return a function that restores it."""
+    """Make a descriptor write-only. Return a function that restores it."""
     before, blind = os.dup(number), os.open(f"/proc/self/fd/{number}", os.O_WRONLY)
     os.dup2(blind, number)
     os.close(blind)

@@ -1,4 +1,4 @@
-"""Random entries of a layer, with the queries that vote for them and their votes in float64."""
+"""Random entries of a layer, the queries that vote for them, and their votes in float64."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, seed=0, 
 
 
 def asked(entries):
-    """Return the arguments that the functions of `reference.py` take: queries, keys, query positions, scale."""
+    """Return the arguments for the functions of `reference.py`: queries, keys, query positions, scale."""
     observed = entries.observed
     queries, keys = (x.astype(mx.float32) for x in (observed.vectors, entries.keys))
     return queries, keys, observed.indices, observed.scale
@@ -32,12 +32,12 @@ def votes_of(entries):
 
 
 def exact_up_to(monkeypatch, n):
-    """Let tokens rank more than `n` entries by an index."""
+    """Make tokens use an index if they rank more than `n` entries."""
     monkeypatch.setattr(index, "EXACT_ENTRIES", n)
 
 
 def count_indexes(monkeypatch):
-    """Return a list to which every index that a layer makes from now on is appended."""
+    """Return a list to which every index that a layer creates from now on is appended."""
     made = []
 
     class Counted(index.KeyIndex):
@@ -50,6 +50,6 @@ def count_indexes(monkeypatch):
 
 
 def in_blocks(monkeypatch, n_bytes, one_pass=attention.ONE_PASS_BYTES):
-    """Compute votes in blocks of `n_bytes`, unless they take `one_pass` bytes or less."""
+    """Compute votes in blocks of `n_bytes`, unless they need at most `one_pass` bytes."""
     monkeypatch.setattr(attention, "BLOCK_BYTES", n_bytes)
     monkeypatch.setattr(attention, "ONE_PASS_BYTES", one_pass)

@@ -1,8 +1,8 @@
-"""`subprocess.run` and `subprocess.Popen` for Python commands that need the package, without importing it again.
+"""`subprocess.run` and `subprocess.Popen` for Python commands, without importing the package again.
 
-Each command is forked by multiprocessing's fork server, which has imported the package and computed nothing: a fork
-must not copy MLX's threads. On a Mac the frameworks under MLX don't survive a fork, so there these names are
-subprocess's own.
+Each command is forked by multiprocessing's fork server, which has imported the package but computed nothing, because
+MLX's threads must not be copied by a fork. On a Mac, the frameworks under MLX don't survive a fork, so these names are
+subprocess's own there.
 """
 
 import atexit
@@ -38,7 +38,7 @@ class Program:
     leads_session: bool
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run the command and end as the interpreter would; return the exit code."""
+        """Run the command, and end as the interpreter would. Return the exit code."""
         code: object = None
         try:
             self._set_up()
@@ -105,7 +105,7 @@ def _server() -> forkserver.ForkServer:
 
 
 class ForkedPopen(subprocess.Popen):
-    """A process that the fork server forks. Only the server, its parent, can report its exit code."""
+    """A process forked by the fork server. Only the server, as its parent, can report the exit code."""
 
     def _execute_child(self, args, *more):
         assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
@@ -130,7 +130,7 @@ class ForkedPopen(subprocess.Popen):
         return self.returncode
 
     def _ended_within(self, timeout):
-        """Return the exit code, or None if the process has not ended after `timeout` seconds."""
+        """Return the exit code, or None if the process is still running after `timeout` seconds."""
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             self.returncode = forkserver.read_signed(self._status)
             os.close(self._status)

@@ -1,4 +1,4 @@
-"""The source that MLX generates for the GPU kernels on a Mac. Any build of MLX prints it when it exports a function."""
+"""The source that MLX generates for the GPU kernels on a Mac. Any build of MLX prints it when exporting a function."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from mlx_snapkv.sparse.kernels import launch
 
 
 def metal_source(name, head_dim, group, dtype, few=()):
-    """Return the source of a kernel that Metal's compiler gets after MLX's own header.
+    """Return a kernel's source as Metal's compiler gets it, after MLX's own header.
 
     `few` names inputs with fewer than 8 numbers, which small models have.
     """
@@ -32,7 +32,7 @@ def metal_source(name, head_dim, group, dtype, few=()):
 
 
 def printed_by(export):
-    """Return the source in the text that MLX prints while `export(folder)` runs."""
+    """Return the source that MLX prints while `export(folder)` runs."""
     with tempfile.TemporaryFile("w+") as file, tempfile.TemporaryDirectory() as folder:
         stdout = os.dup(1)
         os.dup2(file.fileno(), 1)

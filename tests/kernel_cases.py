@@ -1,4 +1,4 @@
-"""Inputs of the GPU kernels, and float64 references in NumPy that share no code with the package."""
+"""Inputs for the GPU kernels, and float64 NumPy references that share no code with the package."""
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,7 @@ def normal(rng, *shape, dtype=mx.float32):
 
 
 class Index:
-    """An index of `n` random keys of `H` KV heads, with projection, codes and powers of two."""
+    """An index of `n` random keys per KV head (`H` heads): projection, codes and powers of two."""
 
     def __init__(self, rng, H, n, D):
         K = -(-D // 64) * 32
@@ -52,10 +52,10 @@ class Index:
 
 
 def ranks(logits_of_blocks, maxima, group, block):
-    """Return the ranks that `select` compares: half-precision distances below the best score, at most 65504.
+    """Return the ranks that `select` compares: half-precision distances from the best score, at most 65504.
 
-    `logits_of_blocks` `(n_heads, n)` are half-precision distances below the maxima `(n_heads, n_blocks)` float32 of
-    their blocks.
+    `logits_of_blocks` `(n_heads, n)` are half-precision distances from each block's maximum. `maxima` `(n_heads,
+    n_blocks)` are float32.
     """
     heads, n = logits_of_blocks.shape
     largest = maxima.max(axis=1, keepdims=True)
@@ -68,7 +68,7 @@ def ranks(logits_of_blocks, maxima, group, block):
 
 
 def softmax_of_items(logits, values, sink):
-    """Return the attention to `values` `(n, D)` by `logits` `(n,)`; the sink takes a share of the softmax."""
+    """Return the attention to `values` `(n, D)` for `logits` `(n,)`. The sink takes a share of the softmax."""
     with np.errstate(invalid="ignore", over="ignore"):
         top = np.fmax(np.fmax.reduce(logits), sink)
         weights = np.exp(logits - top)
@@ -80,7 +80,7 @@ TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 class Token:
-    """The arguments of `attend` for a token, and the token's attention in float64."""
+    """The arguments of `attend` for one token, and the token's attention in float64."""
 
     def __init__(
         self, variant, H=2, n_means=5, n_chosen=130, first=4, window=33, n_own=7, with_sinks=True
@@ -112,7 +112,7 @@ class Token:
             self.sinks = normal(rng, H * group)
 
     def buffer(self, n, D):
-        """Return random rows of entries, followed by free rows of NaN."""
+        """Return random entry rows, followed by unused rows of NaN."""
         free = mx.full((1, self.H, SPARE, D), mx.nan, self.dtype)
         rows = normal(self.rng, 1, self.H, n, D, dtype=self.dtype)
         return mx.concatenate([rows, free], axis=2)
@@ -123,7 +123,7 @@ class Token:
         return attend(self.queries, self.prompt, self.answer, self.scale, **lengths, **more)
 
     def difference(self):
-        """Return the largest difference to float64, or infinity if only one of two values is NaN."""
+        """Return the largest difference from float64, or infinity if only one of two values is NaN."""
         found = float64(self.attention())[0, :, 0]
         wanted = np.stack([self.wanted(head) for head in range(self.H * self.group)])
         if (np.isnan(found) != np.isnan(wanted)).any():

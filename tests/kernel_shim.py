@@ -1,4 +1,4 @@
-"""Runs the GPU kernels on a CPU: their bodies are compiled as C++ with `kernel_shim.h`, and called through ctypes."""
+"""Run the GPU kernels on a CPU: compile them as C++ with `kernel_shim.h`, and call them through ctypes."""
 
 import ctypes
 import hashlib
@@ -33,14 +33,14 @@ INPUT_DTYPES = {
 
 
 class ShimError(Exception):
-    """The shim found an error in a kernel, such as a barrier that not all threads reach."""
+    """The shim has found an error in a kernel, such as a barrier that not all threads reach."""
 
 
 @dataclass
 class Launch:
-    """A launch of a kernel that can be repeated, with inputs and outputs as bytes.
+    """A repeatable kernel launch, with inputs and outputs as bytes.
 
-    `moved` are the bytes that the latest run read from and wrote to each buffer, if `counts_bytes`.
+    If `counts_bytes`, `moved` has the number of bytes that the last run read from and wrote to each buffer.
     """
 
     library: ctypes.CDLL
@@ -51,11 +51,11 @@ class Launch:
     counts_bytes: bool = False
 
     def run(self, seed, skipped_line=-1):
-        """Run the kernel; return its outputs, and note the bytes moved by buffer if they are counted.
+        """Run the kernel and return its outputs. If bytes are counted, record the bytes moved per buffer.
 
         Args:
-            seed: the seed of the random order in which threads run.
-            skipped_line: the line in the body of a barrier to leave out, or -1.
+            seed: seed for the random order in which threads run.
+            skipped_line: line of the barrier to leave out of the body, or -1.
         """
         # Bytes that a kernel does not write are NaN.
         outputs = [np.full(size, 0xFF, np.uint8) for size in self.output_sizes]
@@ -76,11 +76,11 @@ class Launch:
 
 
 class Shim:
-    """A replacement for a GPU: `kernel` returns a function like those of `launch.kernel`.
+    """A stand-in for a GPU, whose `kernel` returns functions like those of `launch.kernel`.
 
     Attributes:
-        libraries: the folder of compiled kernels.
-        bodies: the folder of the kernels' bodies.
+        libraries: folder of the compiled kernels.
+        bodies: folder of the kernel bodies.
         counts_bytes: whether launches count the bytes that they move.
         launches: all launches so far.
     """
@@ -114,28 +114,28 @@ class Shim:
 
 
 def fits(dtype, of_input):
-    """Return whether a kernel can read an array of `dtype` as its input: integers may differ in sign."""
+    """Return whether a kernel can read an array of `dtype` as its input. The signs of integer types may differ."""
     both = mx.issubdtype(dtype, mx.integer) and mx.issubdtype(of_input, mx.integer)
     return dtype == of_input or (both and dtype.size == of_input.size)
 
 
 def as_bytes(array):
-    """Return the bytes of an array."""
+    """Return an array's bytes."""
     flat = mx.contiguous(array).flatten()
     return np.array(mx.view(flat, mx.uint8))
 
 
 @cache
 def compiled(head_dim, group, dtype, folder, libraries, options=()):
-    """Return the four kernels for a head size, a group and a dtype, compiled to a shared library in `libraries`.
+    """Return the four kernels for a head size, group and dtype, compiled to a shared library in `libraries`.
 
     Args:
         head_dim: the head size.
-        group: query heads of a KV head.
-        dtype: the queries' dtype.
-        folder: the folder of the kernels' bodies.
-        libraries: the folder of compiled kernels.
-        options: more options of the compiler.
+        group: number of query heads per KV head.
+        dtype: dtype of the queries.
+        folder: folder of the kernel bodies.
+        libraries: folder of the compiled kernels.
+        options: additional compiler options.
     """
     code = source(head_dim, group, dtype)
     bodies = [path.read_text() for path in sorted(folder.glob("*.metal"))]
@@ -163,7 +163,7 @@ def compiled(head_dim, group, dtype, folder, libraries, options=()):
 
 
 def source(head_dim, group, dtype):
-    """Return C++ with one function for each kernel, with the parameters that MLX writes."""
+    """Return C++ with one function per kernel, with the parameters that MLX writes."""
     parts = ['#include "kernel_shim.h"', f"typedef {OF_MODEL[dtype]} T;"]
     parts.append(f"constexpr int D = {head_dim}, GROUP = {group};")
     for name in launch.INPUTS:

@@ -1,4 +1,4 @@
-"""Tiny random models of mlx-lm's model types. A configuration lists only its differences from the base."""
+"""Tiny random models of mlx-lm's model types. Each configuration lists only its differences from the base."""
 
 import copy
 import importlib
@@ -20,12 +20,12 @@ REFUSED_CONFIGS: dict[str, dict] = _DATA["refused"]
 
 
 def config(model_type: str) -> dict:
-    """Return the complete configuration of a type in CONFIGS."""
+    """Return the complete configuration for a type in CONFIGS."""
     return _complete(model_type, CONFIGS[model_type])
 
 
 def make_model(model_type: str, config: dict | None = None):
-    """Return a random float32 model of a type: its configuration in CONFIGS, or `config` added to BASE."""
+    """Return a random float32 model. Its configuration is `config`, or the type's entry in CONFIGS, added to BASE."""
     module = importlib.import_module(f"mlx_lm.models.{model_type}")
     args = _complete(model_type, CONFIGS[model_type] if config is None else config)
     mx.random.seed(0)
@@ -51,7 +51,7 @@ def _complete(model_type: str, changes: dict) -> dict:
 
 
 def _randomise(path: str, x: mx.array) -> mx.array:
-    """Return `x` in float32; sinks and arrays of zeros, which only wait to be loaded, become random."""
+    """Return `x` in float32. Sinks, and arrays that are zero until they are loaded, become random."""
     if "sink" in path:
         return mx.random.normal(x.shape)
     zeros = not mx.any(x).item()

@@ -1,6 +1,6 @@
-"""Sends requests through every entrance of a copy of the package whose sparse attention has one more option, `tint`.
+"""Send requests through every entry point of a copy of the package whose sparse attention has an extra option, `tint`.
 
-Each printed line has an entrance and the values of `tint` with which its requests were planned.
+Each printed line names an entry point and the values of `tint` with which its requests were planned.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ ASKED = ["--model", "demo", "--prompt", TEXT, "-m", 2]
 
 
 def tell(entrance):
-    """Print the values of `tint` that were seen since the last call."""
+    """Print the values of `tint` seen since the last call."""
     print(f"{entrance}: {' '.join(map(str, dict.fromkeys(SEEN))) or 'nothing'}", flush=True)
     SEEN.clear()
 
 
 def command(*words, lines=()):
-    """Run a command; return its exit code, stdout and stderr."""
+    """Run a command, and return its exit code, stdout and stderr."""
     sys.argv = ["mlx-snapkv", *map(str, words)]
     sys.stdin = io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode()))
     out, err = io.StringIO(), io.StringIO()
@@ -133,7 +133,7 @@ def settings(folder):
 
 
 def serve(folder):
-    """Ask servers that share a folder of prefixes. A server with another tint must not use what the first has read."""
+    """Query servers that share a prefix folder. A server with another tint must not use what the first one has read."""
     cached, real = [], server.serve
 
     def asked(engine, settings, place, on_start):
@@ -157,7 +157,7 @@ def serve(folder):
 
 
 def refusals():
-    """Give a wrong tint to every command that reads prompts; each must name it before it loads a model."""
+    """Pass a wrong tint to every command that reads prompts. Each must name it before loading a model."""
     words = {
         "generate": ["--prompt", "x"],
         "compare": ["--prompt", "x"],

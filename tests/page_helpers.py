@@ -1,4 +1,4 @@
-"""Starts the server as its command does, and opens its page in a real browser."""
+"""Start the server with its command, and open its page in a real browser."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ SERVE = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4"
 
 
 def serving(*options):
-    """Yield the url and the process of `mlx-snapkv serve` with these options."""
+    """Yield the url and the process of `mlx-snapkv serve` with the given options."""
     return served_process(*SERVE.split(), "--prefill-step-size", "512", *options)
 
 
@@ -41,7 +41,7 @@ def browsing():
 
 @dataclass
 class Page:
-    """The actions of a person on the page, and what the page shows."""
+    """What a person does on the page, and what the page shows."""
 
     driver: object
     url: str
@@ -67,18 +67,18 @@ class Page:
             time.sleep(0.02)
 
     def press(self, *keys):
-        """Press keys; they go to the focused element."""
+        """Press keys, which go to the focused element."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def clipboard(self, call, *arguments):
-        """Call a method of `navigator.clipboard`; return its result."""
+        """Call a method of `navigator.clipboard`, and return its result."""
         rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
         self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
         script = f"navigator.clipboard.{call}.then(arguments[arguments.length - 1])"
         return self.driver.execute_async_script(script, *arguments)
 
     def paste(self, text):
-        """Paste a text from the clipboard by the keyboard."""
+        """Paste text from the clipboard using the keyboard."""
         self.clipboard("writeText(arguments[0])", text)
         self.press("\ue009", "v", "\ue000")  # Control
 
@@ -90,7 +90,7 @@ class Page:
         self.wait(lambda: self.all("#documents li") or self("#problem").text)
 
     def ask(self, question):
-        """Ask by the keyboard; return the complete answer."""
+        """Ask a question using the keyboard, and return the complete answer."""
         self.press(question, "\ue007")  # Enter
         return self.answered()
 
@@ -109,13 +109,13 @@ class Page:
 
 
 def numbers(colour):
-    """Return red, green and blue, each 0 to 255, of a colour as browsers print it; mixed colours have another form."""
+    """Return red, green and blue, 0 to 255, of a colour as browsers print it. Mixed colours have another form."""
     found = [float(n) for n in re.findall(r"[\d.]+(?:e-\d+)?", colour)[:3]]
     return [255 * n for n in found] if colour.startswith("color(srgb") else found
 
 
 def contrast(page, selector):
-    """Return the contrast of a text and its background, as WCAG 2 defines it."""
+    """Return the contrast between a text and its background, as defined in WCAG 2."""
     text, ground = page.run(
         """let e = document.querySelector(arguments[0]);
         const text = getComputedStyle(e).color;

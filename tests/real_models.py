@@ -1,4 +1,4 @@
-"""Real language models for tests, which skip where scripts/make_real_models.py has not written the models."""
+"""Real language models for tests, which are skipped unless scripts/make_real_models.py has written the models."""
 
 import functools
 import os
@@ -13,19 +13,19 @@ LARGER = "qwen2.5-coder-1.5b-instruct"  # 7 GB: tests load its tokenizer only
 
 
 def real_folder(name: str) -> Path:
-    """Return the folder of a model, or of "essays"; skip the test if the folder is missing."""
+    """Return the folder of a model, or of "essays". Skip the test if it is missing."""
     if not (FOLDER / name).is_dir():
         pytest.skip(f"{FOLDER / name} is not there: scripts/make_real_models.py writes it")
     return FOLDER / name
 
 
 def real_model(name: str):
-    """Return a model and its tokenizer; skip the test if the model's folder is missing."""
+    """Return a model and its tokenizer. Skip the test if the model's folder is missing."""
     return _load(real_folder(name))
 
 
 def essay(name: str) -> str:
-    """Return the text of an essay; skip the test if the essays are missing."""
+    """Return the text of an essay. Skip the test if the essays are missing."""
     return (real_folder("essays") / f"{name}.txt").read_text(encoding="utf-8")
 
 

@@ -1,10 +1,10 @@
-"""Independent references in float64 NumPy, written from the papers' formulas and sharing no code with the package."""
+"""Independent float64 NumPy references, written from the papers' formulas without sharing code with the package."""
 
 import numpy as np
 
 
 def softmax(logits, sinks=None):
-    """Return the softmax over the last axis of logits `(..., n_heads, n, T)`; sinks `(n_heads,)` take a share of it."""
+    """Return the softmax over the last axis of logits `(..., n_heads, n, T)`. Sinks `(n_heads,)` take a share of it."""
     top = logits.max(axis=-1, keepdims=True)
     raw = np.exp(logits - top)
     sunk = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - top)
@@ -21,18 +21,18 @@ def weights(queries, keys, query_positions, scale, sinks=None):
 
 
 def of_groups(by_head, n_kv_heads):
-    """Return weights summed over the queries and averaged over the heads of a group, `(B, n_kv_heads, T)`."""
+    """Return weights summed over queries and averaged over the heads of a group, `(B, n_kv_heads, T)`."""
     B, _, n, T = by_head.shape
     return by_head.reshape(B, n_kv_heads, -1, n, T).sum(axis=3).mean(axis=2)
 
 
 def votes(queries, keys, query_positions, scale, sinks=None):
-    """Return softmax votes `(B, n_kv_heads, T)`: summed over queries, averaged over the heads of a group."""
+    """Return softmax votes `(B, n_kv_heads, T)`, summed over queries and averaged over the heads of a group."""
     return of_groups(weights(queries, keys, query_positions, scale, sinks), keys.shape[1])
 
 
 def above_average(queries, keys, query_positions, scale):
-    """Return ScissorHands' counts `(B, n_kv_heads, T)`: queries that give 1/t or more, averaged over a group."""
+    """Count the queries that give 1/t or more, averaged over a group: ScissorHands' scores, `(B, n_kv_heads, T)`."""
     seen = np.minimum(np.array(query_positions) + 1, keys.shape[2])[:, None]
     above = weights(queries, keys, query_positions, scale) >= 1 / seen
     return of_groups(above.astype(np.float64), keys.shape[1])
@@ -41,8 +41,8 @@ def above_average(queries, keys, query_positions, scale):
 def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel):
     """Return SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, computed entry by entry.
 
-    `n_ahead` is the number of last queries that belong to answer tokens. `ends` has the numbers of entries of sink and
-    window, which aren't pooled.
+    The last `n_ahead` queries belong to answer tokens. `ends` has the numbers of sink and window entries, which aren't
+    pooled.
     """
     n, (n_sink, n_window) = queries.shape[2], ends
 
@@ -64,7 +64,7 @@ def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel)
 
 
 def pool(row, kind, kernel):
-    """Return the average (zero-padded, full divisor) or maximum of each position's neighbourhood.
+    """Return the average (zero-padded, full divisor) or maximum over each position's neighbourhood.
 
     "forward" averages a position and the positions before it.
     """
@@ -78,7 +78,7 @@ def pool(row, kind, kernel):
 
 
 def select(scores, n_sink, top_k, n_window):
-    """Return the kept positions by a plain sort: the highest score first, the lower position on ties."""
+    """Return the kept positions by plain sorting: highest scores first, and lower positions first on ties."""
     T = len(scores)
     if n_sink + top_k + n_window >= T:
         return list(range(T))
@@ -87,7 +87,7 @@ def select(scores, n_sink, top_k, n_window):
 
 
 def attention(queries, keys, values, visible, scale):
-    """Return dense attention `(n_heads, L, D)` under a boolean `visible` `(L, R)`."""
+    """Return dense attention `(n_heads, L, D)` under a boolean mask `visible` `(L, R)`."""
     group = queries.shape[0] // keys.shape[0]
     out = np.zeros((*queries.shape[:2], values.shape[-1]))
     for head in range(queries.shape[0]):
@@ -99,7 +99,7 @@ def attention(queries, keys, values, visible, scale):
 def rotated(x, angles, neighbours=False):
     """Return `x` `(..., n, D)` with its first pairs of channels rotated by angles `(n, pairs)`.
 
-    A pair is (i, i + pairs), or two neighbours.
+    A pair is either (i, i + pairs) or two neighbouring channels.
     """
     n, x = angles.shape[1], x.astype(np.float64)
     first, second = (slice(n), slice(n, 2 * n))
@@ -112,7 +112,7 @@ def rotated(x, angles, neighbours=False):
 
 
 def keydiff(keys, anchor, similarity):
-    """Return KeyDiff's scores of one head's keys `(T, D)`: minus the similarity to the anchor, key by key."""
+    """Return KeyDiff's scores for one head's keys `(T, D)`: the negated similarity to the anchor, key by key."""
     keys = np.asarray(keys, np.float64)
 
     def alike(a, b):
@@ -132,7 +132,7 @@ def keydiff(keys, anchor, similarity):
 
 
 def lagkv(keys, values, n_sink, lag):
-    """Return LagKV's softmax scores of one head, `(blocks - 1, lag)`, computed entry by entry."""
+    """Return LagKV's softmax scores for one head, `(blocks - 1, lag)`, computed entry by entry."""
     n_blocks = (len(keys) - n_sink) // lag
     out = np.zeros((n_blocks - 1, lag))
     for states in (np.asarray(keys, np.float64), np.asarray(values, np.float64)):
@@ -149,10 +149,10 @@ def lagkv(keys, values, n_sink, lag):
 
 
 def expected_attention(keys, values, queries, rotations, n_sink, scale):
-    """Return Expected Attention's scores of one KV head's entries after the sink, `(T - n_sink,)`, key by key.
+    """Return Expected Attention's scores for one KV head's entries after the sink, `(T - n_sink,)`, key by key.
 
-    `keys` and `values` are `(T, D)`, `queries` `(group, T, D)` before RoPE. `rotations` `(n, D, D)` are the matrices of
-    the next positions.
+    `keys` and `values` are `(T, D)`, and `queries` are `(group, T, D)` before RoPE. `rotations` `(n, D, D)` are the
+    next positions' matrices.
     """
     keys, values, queries = (np.asarray(x, np.float64) for x in (keys, values, queries))
     turn = np.asarray(rotations, np.float64).mean(axis=0)

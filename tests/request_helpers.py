@@ -1,4 +1,4 @@
-"""Helpers for tests of generation: our requests and mlx-lm's own."""
+"""Helpers for generation tests: our requests and mlx-lm's own."""
 
 import gc
 import sys
@@ -29,7 +29,7 @@ def assert_unpatched():
 
 
 def fail_in(call, model, monkeypatch):
-    """Let call number `call` of models of this class fail."""
+    """Make call number `call` fail for models of this class."""
     count = [0]
     original = type(model).__call__
 
@@ -43,7 +43,7 @@ def fail_in(call, model, monkeypatch):
 
 
 def steps(model, prompt, n=12, **keywords):
-    """Return tokens and log-probabilities of our generate_step."""
+    """Return the tokens and log-probabilities of our generate_step."""
     return list(generate_step(prompt, model, max_tokens=n, **keywords))
 
 
@@ -57,7 +57,7 @@ def assert_same(a, b):
 
 
 def filled_cache(model, tokens, n_queries=None):
-    """Return the plain cache of a prompt, and the queries of its last tokens by layer."""
+    """Return a prompt's plain cache, and the queries of its last tokens per layer."""
     n = tokens.size
     caches = [
         RecordingKVCache(n - (n_queries or n), n, n) if type(c) is KVCache else c
@@ -75,6 +75,6 @@ def is_quantised(cache):
 
 
 def in_order(cache):
-    """Return stored keys, stored values and positions of all entries, in order of position."""
+    """Return the stored keys, stored values and positions of all entries, ordered by position."""
     held = cache.held()
     return held.stored_keys, held.stored_values, held.positions

@@ -1,4 +1,4 @@
-"""Helpers that read prompts and save them, for the tests of saved files."""
+"""Helpers that read and save prompts, for tests of saved files."""
 
 import random
 
@@ -23,7 +23,7 @@ def spec(name, schedule, budget=40, block=16):
 
 
 def read(model, tokens, policy):
-    """Return a prompt's cache, from `prefill`, or from mlx-lm if `policy` is None."""
+    """Return a prompt's cache, created by `prefill` or, if `policy` is None, by mlx-lm."""
     if policy is not None:
         return prefill(model, tokens, policy)[0]
     cache = make_prompt_cache(model)

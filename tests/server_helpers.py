@@ -1,4 +1,4 @@
-"""Helpers that run a server with a real model, in this process or another, on a free port."""
+"""Helpers that run a server with a real model on a free port, in this process or another."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class Served:
         return self.client.post(path, json=json, **options)
 
     def metric(self, name):
-        """Return the value of a metric in /metrics."""
+        """Return a metric's value from /metrics."""
         lines = self.client.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
@@ -52,7 +52,7 @@ def load_named(name, change=lambda model, tokenizer: None):
 
 @contextlib.contextmanager
 def serving(load=None, *, policy=POLICY, limits=None, generation=(), **settings):
-    """Yield a running server; `generation` are more options of its batches."""
+    """Yield a running server. `generation` contains more options for its batches."""
     settings = Settings(port=0, **settings)
     options = {"policy": resolve_setting(policy=policy), **dict(generation)}
     place = bind_socket(settings)
@@ -84,13 +84,13 @@ def connected(client, served, path=""):
 
 
 def talk(*said):
-    """Return messages of a user and an assistant in turn."""
+    """Return messages that alternate between user and assistant."""
     roles = itertools.cycle(("user", "assistant"))
     return [{"role": role, "content": text} for role, text in zip(roles, said)]
 
 
 def ask(client, messages, **fields):
-    """Return the answer's text, the number of cached tokens of the prompt, and the whole response."""
+    """Return the answer's text, the number of cached prompt tokens, and the whole response."""
     body = {"messages": messages, "max_tokens": 20} | fields
     found = client.post("/v1/chat/completions", json=body).json()
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -99,7 +99,7 @@ def ask(client, messages, **fields):
 
 @contextlib.contextmanager
 def served_process(*flags):
-    """Run `mlx-snapkv serve` as a process on a free port; yield its url and the process."""
+    """Run `mlx-snapkv serve` as a process on a free port. Yield its url and the process."""
     command = [
         *(sys.executable, "-m", "mlx_snapkv", "serve", "--model", "demo", "--port", "0"),
         *flags,

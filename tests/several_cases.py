@@ -1,6 +1,6 @@
-"""Records as JSON the entries that policies keep and the answers, on a model held by one or several processes.
+"""Write the entries that policies keep, and the answers, as JSON, for a model shared by one or several processes.
 
-Run as `python -m several_cases FOLDER MODEL tensor|pipeline`; every rank writes FOLDER/RANK.json.
+Run as `python -m several_cases FOLDER MODEL tensor|pipeline`. Every rank writes FOLDER/RANK.json.
 """
 
 import json
@@ -40,7 +40,7 @@ def prompt_of(tokenizer) -> mx.array:
 
 
 def kept(model, tokens: mx.array, policy: str) -> dict:
-    """Return the positions that each KV head of this process keeps, by layer, and the tokens answered from them."""
+    """Return the positions kept by each of this process's KV heads, per layer, and the tokens of the answer."""
     cache, report = prefill(model, tokens[:-1], policy)
     layers = attention_layers(model, cache)
     positions = [layer.entries_in(cache).held().positions[0].tolist() for layer in layers]

@@ -1,4 +1,4 @@
-"""Runs several processes on this machine that hold one model, under a time limit."""
+"""Run several processes that share one model on this machine, under a time limit."""
 
 import contextlib
 import json
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[int, str]]:
-    """Run `python -m command` as two ranks of a ring, as mlx.launch does; return (exit code, output) of each rank.
+    """Run `python -m command` as two ranks of a ring, as mlx.launch does. Return (exit code, output) of each rank.
 
-    `lines` are the standard input of both. A rank that still runs after `limit` seconds is killed, which is an error.
+    Both get `lines` as standard input. A rank that still runs after `limit` seconds is killed, which is an error.
     """
     with running(folder, *command, lines=lines) as ranks:
         end = time.monotonic() + limit
@@ -29,7 +29,7 @@ def started(folder: Path, *command: str, limit=LIMIT, lines="") -> list[tuple[in
 
 
 class Rank:
-    """A process, and the file with its whole output."""
+    """A process, and the file with all of its output."""
 
     def __init__(self, file: Path, command: list[str], **options):
         self._file = file
@@ -44,7 +44,7 @@ class Rank:
 
 @contextlib.contextmanager
 def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]]:
-    """Yield the ranks of `python -m command`; kill the remaining ranks at the end of the block."""
+    """Yield the ranks of `python -m command`, and kill those still running at the end of the block."""
     typed = folder / "typed.txt"
     typed.write_text(lines)
     hosts = folder / "hosts.json"

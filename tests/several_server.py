@@ -1,4 +1,4 @@
-"""`mlx-snapkv` with two changes: rank 1 fails on requests for 78 tokens, and steps for 79 last a second longer."""
+"""`mlx-snapkv` with two changes: rank 1 fails on requests for 78 tokens, and steps for 79 take a second longer."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Speeds of invented machines, and a speed record that holds them."""
+"""Speeds of fictitious machines, and a speed record for them."""
 
 from mlx_snapkv import Sparse
 from mlx_snapkv.planning import speed_record
@@ -32,7 +32,7 @@ WINS_LATER = LOSES | {
 
 
 def measured(lines):
-    """Return the measurements that a machine with these lines makes at `LENGTHS`."""
+    """Return the measurements of a machine with these lines, at `LENGTHS`."""
     return [Measurement(kind, n, a + b * n) for kind, (a, b) in lines.items() for n in LENGTHS]
 
 

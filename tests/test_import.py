@@ -1,4 +1,4 @@
-"""Importing the package and starting a command must not import MLX or mlx-lm before they are needed."""
+"""Importing the package or starting a command must not import MLX or mlx-lm before they are needed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A machine that can't run MLX gets one sentence, before anything is installed or imported."""
+"""A machine that can't run MLX gets a one-sentence error, before anything is installed or imported."""
 
 import ast
 import os
@@ -61,7 +61,7 @@ sys.path[:0] = [{root!r}]
 
 @pytest.fixture
 def old_pythons(tmp_path):
-    """Return interpreters that are too old: a fake that reports 3.9, and a real Python 3.9 if it is installed."""
+    """Return interpreters that are too old: a fake that reports 3.9, and a real Python 3.9 if installed."""
     made = tmp_path / "python3"
     made.write_text(FAKE_PYTHON.format(python=sys.executable, root=str(ROOT)))
     made.chmod(0o755)

@@ -311,7 +311,7 @@ def _require_few_optional(schema: Schema, what: str) -> None:
 
 
 def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the expression for reasoning before an answer, and the rules that it uses."""
+    """Return the grammar expression for reasoning before an answer, and the rules that it uses."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules

@@ -186,7 +186,7 @@ class Gate:
 
 
 def _normalize(scope: Scope) -> Scope:
-    """Return the scope with a path that starts with `/v1` exactly once and has no trailing slash.
+    """Return the scope with the path that the routes expect: one `/v1`, if any, and no trailing slash.
 
     This accepts any base URL that a client may be configured with. HEAD requests become GET requests.
     """

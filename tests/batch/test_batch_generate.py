@@ -74,7 +74,7 @@ def test_empty_prompts_and_conflicting_options_are_refused(demo_llama):
 
 
 def test_mlx_lm_has_the_hooks_that_batches_depend_on():
-    """An upgrade of mlx-lm that changes a hook must fail here and not in an answer."""
+    """If an mlx-lm upgrade changes a hook, this test should fail rather than an answer."""
     ours = inspect.signature(batch_generate).parameters
     theirs = inspect.signature(mlx_generate.batch_generate).parameters
     assert list(theirs)[:-1] == list(ours)[: len(theirs) - 1]

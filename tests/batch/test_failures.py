@@ -1,4 +1,4 @@
-"""A request of a batch fails alone. The other requests answer as if it had not been there."""
+"""One failing request does not affect the others in its batch."""
 
 import mlx.core as mx
 import pytest
@@ -23,7 +23,7 @@ def model():
 
 
 def say_bad(tokens, logits):
-    """Make the answer say a token that the model can't read, as a logits processor."""
+    """Act as a logits processor that makes the answer contain a token that the model can't read."""
     return mx.where(mx.arange(64) == BAD, 1e9, logits) if len(tokens) > 160 else logits
 
 
@@ -47,7 +47,7 @@ def of_another_shape(*args):
     ],
 )
 def test_one_of_three_requests_fails_alone(model, policy, failed, what, how, why):
-    """The cause is a token of its prompt or its answer, or its own sampler or processor."""
+    """The failure comes from a token of the prompt or answer, or from the request's sampler or logits processor."""
     prompts, options = prompts_of(*LENGTHS, vocab_size=BAD), {}
     if what == "prompt":
         prompts[failed][how] = BAD

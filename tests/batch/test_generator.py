@@ -1,4 +1,4 @@
-"""Requests in a batch answer as they do by themselves, whatever requests join or leave."""
+"""Requests in a batch get the same answers as alone, whichever other requests join or leave."""
 
 import mlx.core as mx
 import pytest
@@ -61,7 +61,7 @@ def test_requests_with_and_without_compression_run_in_one_batch(tiny_model):
 
 
 def test_a_slow_chunk_calls_on_pause(monkeypatch):
-    """Ctrl-C must be noticed within a second."""
+    """Ctrl-C must take effect within a second."""
     monkeypatch.setattr(loop_model, "FAST", 0)
     monkeypatch.setattr(loop_model, "PROGRESS_INTERVAL", 0)
     paused = []
@@ -113,7 +113,7 @@ def test_later_turns_continue_from_compressed_caches(tiny_model, policy):
 
 @pytest.mark.parametrize("policy", [SMALL, Sparse(budget=40, n_window=16)])
 def test_keys_may_depend_on_the_tensors_that_a_pipeline_sends(policy, monkeypatch):
-    """mlx-lm's pipeline models add a dependency to the last cache's keys after every call."""
+    """After every call, mlx-lm's pipeline models add a dependency to the last cache's keys."""
     model, prompts = make_llama(), prompts_of(200, 150)
     wanted = [alone(model, prompt, 9, policy=policy) for prompt in prompts]
     call = type(model).__call__
@@ -205,7 +205,7 @@ def test_answers_equal_answers_by_themselves_after_any_events(policy, events, re
 @pytest.mark.parametrize("when", ["faster", "always"])
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
 def test_requests_follow_the_speed_record(make, when, record):
-    """Requests in a batch measure nothing. A request that is known to be slower keeps all entries."""
+    """Batched requests don't measure speed. A request that the record predicts to be slower keeps all entries."""
     model, (prompt,) = make(), prompts_of(190)
     sparse = Sparse(budget=60, n_sink=4, n_window=16, when=when)
     for lines, is_compressed in ((None, True), (WINS_LATER, when == "always"), (LOSES, when == "always")):  # fmt: skip
@@ -226,7 +226,7 @@ def test_requests_follow_the_speed_record(make, when, record):
 
 
 def test_a_record_of_longer_texts_lets_requests_choose(record):
-    """Sparse attention wins from some length on, and another request of the batch is that long."""
+    """Sparse attention is faster only above some length, which just one of the two requests reaches."""
     model = make_llama()
     sparse = Sparse(budget=60, n_sink=4, n_window=16)
     lines = {kind: (a, 100 * b) for kind, (a, b) in WINS_LATER.items()}

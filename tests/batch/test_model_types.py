@@ -1,4 +1,4 @@
-"""Model types with every kind of cache and attention decode in a batch as by themselves, or are refused by name."""
+"""Model types with every kind of cache and attention answer in a batch as they do alone, or are rejected by name."""
 
 import pytest
 from batch_helpers import Run, prompts_of

@@ -1,4 +1,4 @@
-"""Runs over files of requests: failing requests, damaged answers, and planned memory compared with the arrays."""
+"""Runs over batch files: failing requests, damaged answer files, and planned memory compared with actual arrays."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ EVIL = 1000  # the token id at which the model fails
 
 
 class Failing(type(make_llama())):
-    """A model that raises when it reads the token EVIL."""
+    """A model that raises an error when it reads the token EVIL."""
 
     __module__ = "mlx_lm.models.llama"  # the package finds the model type by this name
 
@@ -45,7 +45,7 @@ def ids(custom_id, *more):
 
 
 def answered(loaded, lines, folder, options, **limits):
-    """Return the records, and the most bytes and the most requests at once, measured after every step."""
+    """Run a batch file. Return the records, and the maximum bytes and requests seen after any step."""
     path, seen, policy = folder / "a.jsonl", [], options["policy"]
     path.unlink(missing_ok=True)
     answers = AnswersFile(path, {})
@@ -58,7 +58,7 @@ def answered(loaded, lines, folder, options, **limits):
 
 @pytest.mark.parametrize("policy, ended", [(POLICY, {"bad"}), (None, {"a", "bad"})])
 def test_a_request_fails_alone_or_without_a_policy_with_its_step(failing, tmp_path, policy, ended):
-    """Without a policy mlx-lm decodes all requests in one step, so all of them fail, and the run continues."""
+    """Without a policy, mlx-lm decodes all requests in one step. They all fail then, but the run continues."""
     lines, options = [ids("a"), ids("bad", EVIL), ids("b", 5), ids("c", 7)], {"policy": policy}
     found, *_ = answered(failing, lines, tmp_path, options, concurrency=2)
     assert {name for name, record in found.items() if record["error"]} == ended
@@ -136,7 +136,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
 
 @pytest.mark.parametrize("store", ["memory", "4bit", "file"])
 def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama, store):
-    """The tolerance covers a step's other arrays, about 2 MB, and entries that are packed within a step."""
+    """The tolerance covers a step's temporary arrays, about 2 MB, and entries that are packed within a step."""
     options = options_of(Sparse(budget=256, store=store)) | {"prefill_step_size": 64}
     need = needed(demo_llama, options, 2000, 40)
     gc.collect()
@@ -159,7 +159,7 @@ def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama,
 
 @pytest.mark.parametrize("read_top_k", [None, 64])
 def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeypatch, read_top_k):
-    """Caches hold means of pages only if chunks choose pages."""
+    """Caches store page means only if chunks choose pages."""
     exact_up_to(monkeypatch, 1000)
     sparse = Sparse(budget=256, read_top_k=read_top_k, store="file")
     options = options_of(sparse) | {"prefill_step_size": 64}
@@ -179,7 +179,7 @@ def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeyp
 
 
 def test_lines_may_have_fields_of_other_servers(demo_llama, tmp_path):
-    """Unknown fields are ignored with a warning, and max_tokens=-1 means no limit."""
+    """Unknown fields are ignored with a warning. max_tokens=-1 means no limit."""
     odd = [{"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}]
     messages = [{"role": "user", "content": "The key"}, {"role": "tool", "content": odd}]
     lines = [

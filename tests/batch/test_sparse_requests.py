@@ -1,4 +1,4 @@
-"""Batch requests with sparse attention answer as by themselves, and their caches serve follow-up requests."""
+"""Batched requests with sparse attention get the same answers as alone, and their caches serve follow-up requests."""
 
 import copy
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_staggered_requests_answer_as_by_themselves(model, policy):
 
 @pytest.mark.parametrize("policy", WAYS, ids=str)
 def test_several_requests_continue_from_copies_of_one_requests_caches(model, policy):
-    """No request sees the question of another."""
+    """No request sees another's question."""
     (document,) = prompts_of(200)
     run = Run(model, policy, turns=True)
     (first,) = run.insert([document], 8)
@@ -63,7 +63,7 @@ def test_several_requests_continue_from_copies_of_one_requests_caches(model, pol
 
 @pytest.mark.parametrize("store", ["memory", "8bit", "file"])
 def test_several_requests_share_the_index_of_one_requests_caches(model, store, monkeypatch):
-    """Each request continues from caches that are trimmed to the prefix it shares with the first."""
+    """Each request continues from the first one's caches, trimmed to the prefix that the two share."""
     exact_up_to(monkeypatch, 100)
     made = count_indexes(monkeypatch)
     (document,) = prompts_of(200)

@@ -19,7 +19,7 @@ from mlx_snapkv.entries.quantization import arrays
 
 
 def feed_split(cache, n):
-    """Feed any number of tokens, in pieces that the cache can take; return the lengths of the pieces."""
+    """Feed `n` tokens in pieces that the cache can take. Return the lengths of the pieces."""
     pieces = []
 
     def model(inputs, cache):
@@ -32,9 +32,9 @@ def feed_split(cache, n):
 
 
 def assert_same(cache, other):
-    """Assert that two caches give equal outputs for more tokens, and hold equal entries afterwards.
+    """Assert that two caches give equal outputs for further tokens, and contain equal entries afterwards.
 
-    A window evicts entries when more tokens come, so differences in hidden entries show here, too.
+    Windows evict entries as tokens are added, so differences in hidden entries show up as well.
     """
     for n in (1, 3, 1, 1, 2, 1, 1, 1):
         for c in map(layer_cache, (cache, other)):
@@ -96,7 +96,7 @@ def test_n_after_next_is_the_number_of_entries_after_one_more_token(kind):
 
 @pytest.mark.parametrize("kind", [*FULL, *STATES])
 def test_trimmed_and_restored_updates_leave_no_trace(kind):
-    """Caches that evict are in `test_a_cache_after_any_steps_equals_one_that_was_only_fed`."""
+    """For caches that evict, see `test_a_cache_after_any_steps_equals_one_that_was_only_fed`."""
     for n in range(1, 7) if kind in FULL else (6,):
         cache, other = KINDS[kind](), KINDS[kind]()
         for c in (cache, other):
@@ -126,7 +126,7 @@ def test_a_cache_can_be_restored_any_number_of_times(kind):
 
 
 def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
-    """Other problems are in `tests/saved/test_files.py`."""
+    """For other problems, see `tests/saved/test_files.py`."""
     keys, values, _ = rows(0, 1)
     like = full_cache(Entries(keys, values))
     cache = EVICTING["block of 8 bits"]()
@@ -146,7 +146,7 @@ def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems()
 
 
 def saved(cache):
-    """Return the cache after mlx-lm has saved and loaded it."""
+    """Save the cache with mlx-lm, and return it as loaded again."""
     with tempfile.TemporaryDirectory() as folder:
         save_prompt_cache(f"{folder}/cache.safetensors", [cache])
         (loaded,) = load_prompt_cache(f"{folder}/cache.safetensors")

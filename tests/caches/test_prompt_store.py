@@ -1,4 +1,4 @@
-"""mlx-lm's LRUPromptCache with our caches: a fetch is exact or a miss, and never gives wrong entries."""
+"""mlx-lm's LRUPromptCache with our caches: a fetch is exact or a miss, but never returns wrong entries."""
 
 import copy
 
@@ -31,7 +31,7 @@ def model():
 
 
 def read(model, tokens, kind):
-    """Return the tokens of a prompt and the caches that have read them."""
+    """Return a prompt's tokens, and the caches that have read them."""
     how, cls = KINDS[kind]
     said = tokens.tolist()
     bits = {"kv_bits": 8, "kv_group_size": 32} if kind == "quantised" else {}
@@ -41,7 +41,7 @@ def read(model, tokens, kind):
 
 
 def answer(model, rest, cache, kind):
-    """Answer from a cache with mlx-lm, or with our request if the cache holds all entries."""
+    """Answer from a cache, with mlx-lm or, if the cache has all entries, with our own request."""
     rest = mx.array(rest)
     if kind not in HOLDING:
         return plain(model, rest, 12, prompt_cache=cache)
@@ -64,7 +64,7 @@ def test_an_equal_prompt_and_a_longer_one_are_answered_exactly(model, tokens, ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 150])
 def test_a_branch_or_a_shorter_prompt_is_a_miss_or_exact(model, tokens, kind, n):
-    """Caches that have evicted entries are a miss; caches with all entries are trimmed."""
+    """Caches that have evicted entries are a miss. Caches with all entries are trimmed."""
     store = LRUPromptCache()
     said, cache = read(model, tokens, kind)
     store.insert_cache("m", said, cache)

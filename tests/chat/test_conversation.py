@@ -31,7 +31,7 @@ BITS = {"kv_bits": 8, "kv_group_size": 32}
 
 @contextlib.contextmanager
 def interrupted(model, monkeypatch, after=0):
-    """Raise KeyboardInterrupt in the model's call after `after` calls, and expect it."""
+    """Raise KeyboardInterrupt in the model's call number `after`, and expect it to propagate."""
     calls, original = [], type(model).__call__
 
     def call(self, *args, **kwargs):
@@ -47,7 +47,7 @@ def interrupted(model, monkeypatch, after=0):
 
 @contextlib.contextmanager
 def interrupted_between_layers(model, monkeypatch):
-    """Raise KeyboardInterrupt in a step before the last layer, when all others have read its token, and expect it."""
+    """Raise KeyboardInterrupt before the last layer, after all others have read a token, and expect it to propagate."""
     original = type(model.layers[-1]).__call__
 
     def call(self, *args, **kwargs):
@@ -114,7 +114,7 @@ def test_every_store_answers_all_questions_and_holds_its_stated_memory(demo_llam
 
 @pytest.mark.parametrize("store", STORES)
 def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, store, monkeypatch):
-    """The index holds the keys of all tokens read, even after a turn was undone."""
+    """The index contains the keys of all tokens read, even after a turn was undone."""
     exact_up_to(monkeypatch, 200)
     made = count_indexes(monkeypatch)
     sparse = f"budget=64,n_window=32,when=always,store={store}"
@@ -152,7 +152,7 @@ def test_a_policy_forgets_and_holds_exactly_the_budget_after_every_turn(demo_mod
 
 
 def test_a_turn_votes_over_held_and_new_entries(demo_llama, haystack):
-    """The budget keeps nearly all entries, so a compressed second turn must answer as a plain one."""
+    """The budget keeps nearly all entries, so a compressed second turn must answer like an uncompressed one."""
     policies = None, "snapkv:budget=95%,n_sink=4,n_window=32"
     one, other = (begun(demo_llama, haystack, 1, policy=policy) for policy in policies)
     for fact in haystack[1][1:]:
@@ -211,7 +211,7 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
 def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
     demo_model, haystack, monkeypatch
 ):
-    """Some layers have read a token that the answer lacks. Linear layers then return to their state before the turn."""
+    """Some layers have read a token that is not in the answer. Linear layers go back to their state before the turn."""
     model, facts = demo_model[0], haystack[1]
     mine, plain = (begun(demo_model, haystack, 1) for _ in range(2))
     before = list(mine.read)
@@ -229,7 +229,7 @@ def test_a_step_that_is_interrupted_between_two_layers_leaves_no_trace(
 
 
 def test_a_sliding_window_interrupted_in_a_step_is_restored(demo_llama, haystack, monkeypatch):
-    """The window returns to its state before the turn. The next turn reads this turn again, with its answer."""
+    """The window goes back to its state before the turn. The next turn reads this turn again, with its answer."""
     mine, plain = (begun(demo_llama, haystack, 1, policy=SMALL) for _ in range(2))
     before = list(mine.read)
     answer = mine.send(haystack[1][1].question)
@@ -291,7 +291,7 @@ def test_turns_that_evict_quantise_every_entry_once(demo_model, haystack, policy
 
 
 def packed_keys(conversation):
-    """Return the packed keys of a head's entries, by position."""
+    """Return one head's packed keys by position."""
     model, caches = conversation.model, conversation.prompt_cache
     held = layer_cache(attention_layers(model, caches)[0].cache_in(caches)).held()
     return dict(zip(held.positions[0, 0].tolist(), held.stored_keys[0][0, 0].tolist()))

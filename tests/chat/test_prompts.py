@@ -1,4 +1,4 @@
-"""Token ids of prompts: a conversation tokenises only new text, and several prompts may share their beginning."""
+"""Prompt tokens: a conversation tokenises only new text, and several prompts may share a prefix."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def tokenizer(request):
 
 
 def require_equal(tokenizer, chats):
-    """Assert that at every turn a chat's tokens equal the tokens of its whole text."""
+    """Assert that after every turn, a chat's tokens equal those of its whole text tokenised at once."""
     render, roles = Rendering(tokenizer), ("user", "assistant")
     for chat in chats:
         for n in range(1, len(chat) + 1):
@@ -117,7 +117,7 @@ def test_without_a_template_no_second_bos_is_inserted(demo_llama):
 
 
 def test_transformers_does_not_warn_of_a_text_beyond_the_tokenizers_limit(demo_llama, caplog):
-    """A command's loader silences transformers; mlx-lm's loader, which scripts use, does not."""
+    """The commands' loader silences transformers. mlx-lm's loader, which scripts use, does not."""
     model, loaded = demo_llama
     said = logging.getLogger("transformers.tokenization_utils_base")
     caplog.set_level(logging.WARNING, said.name)

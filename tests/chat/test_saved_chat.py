@@ -91,13 +91,13 @@ def test_a_policy_applies_only_to_a_saved_conversation_without_one(
 
 @pytest.fixture(scope="module")
 def loaded_llama():
-    """Return the embedded LLaMA as mlx-lm loads it, in float16."""
+    """Return the embedded LLaMA in float16, as loaded by mlx-lm."""
     return load(str(MODELS["demo"]))
 
 
 @pytest.fixture(scope="module")
 def read_by_mlx_lm(tmp_path_factory, loaded_llama, haystack):
-    """Return a file with the document's quantised cache, saved by mlx-lm."""
+    """Return a file with the document's quantised cache, as saved by mlx-lm."""
     path = tmp_path_factory.mktemp("mlx_lm") / "prompt.safetensors"
     options = ["--model", str(MODELS["demo"]), "--prompt-cache-file", str(path)]
     options += ["--prompt", haystack[0] + "\n\n", "--kv-bits", "8", "--kv-group-size", "32"]

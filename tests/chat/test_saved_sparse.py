@@ -1,4 +1,4 @@
-"""A conversation with sparse attention is saved and continued, and damage to its files is found."""
+"""Conversations with sparse attention are saved and continued, and damaged files are detected."""
 
 import random
 from dataclasses import replace

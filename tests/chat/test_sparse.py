@@ -21,7 +21,7 @@ IN_FILES = f"{SPARSE},store=file"
 
 
 def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
-    """Return a conversation with a document attached, and the facts in it."""
+    """Return a conversation with an attached document, and the document's facts."""
     document, facts = make_haystack(tokenizer, random.Random(7), n_facts, n_tokens)
     options = {"sparse": SPARSE, "max_tokens": 12} | options
     conversation = Conversation(model, tokenizer, **options)
@@ -30,14 +30,14 @@ def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
 
 
 def read(last=False):
-    """Return the range of entries that a chunk may read; `last` is for a question when entries are in files."""
+    """Return how many entries a chunk may read, as a range. `last` is for questions with entries in files."""
     reach = Sparse.from_string(SPARSE).reach(2048)
     reach = reach.of_last(in_files=True) if last else reach
     return range(reach.most + 1 - PAGE_SIZE, reach.most + 1)
 
 
 def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
-    """Chunks choose what they read, and chunks of the questions choose four times as many entries."""
+    """All chunks choose what they read. Those of the questions choose four times as many entries."""
     conversation, facts = about_a_text(*demo_llama, 2048, 6, sparse=IN_FILES)
     for fact in facts:
         assert is_answered(conversation, fact)
@@ -54,7 +54,7 @@ def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
 
 
 def test_a_turn_with_a_document_chooses_what_its_chunks_read(demo_llama):
-    """With entries in memory, questions and a short document read all entries."""
+    """With entries in memory, questions and short documents read all entries."""
     conversation, (first, other) = about_a_text(*demo_llama, 700, 2)
     assert is_answered(conversation, first) and conversation.report.read_per_chunk is None
     document, (second,) = make_haystack(demo_llama[1], random.Random(8), 1, 700)
@@ -81,7 +81,7 @@ def full():
 
 @contextlib.contextmanager
 def interrupted():
-    """Raise KeyboardInterrupt after the prompt is read, while the residual's factors are computed, and expect it."""
+    """Raise KeyboardInterrupt after the prompt, while the residual's factors are computed, and expect it."""
     weighing = mock.patch.object(token_ranking, "best_factors", side_effect=KeyboardInterrupt)
     with weighing, pytest.raises(KeyboardInterrupt):
         yield
@@ -114,7 +114,7 @@ def test_a_conversation_is_read_in_full_while_it_fits_the_budget(demo_llama):
 
 
 def test_a_turn_with_its_own_document_can_be_undone(demo_model):
-    """This holds even if a later message was cancelled while it was read."""
+    """Undoing works even if a later message was cancelled while it was being read."""
     sparse = f"{SPARSE},store=8bit"
     plain, (first, second) = about_a_text(*demo_model, 1024, 2, sparse=sparse)
     conversation, _ = about_a_text(*demo_model, 1024, 2, sparse=sparse)

@@ -44,7 +44,7 @@ def test_an_undone_turn_leaves_no_trace(demo_model, haystack, policy):
 
 @pytest.mark.parametrize("policy", [SMALL, Sparse(budget=64, when="always")], ids=str)
 def test_all_turns_can_be_undone(demo_model, haystack, policy):
-    """Entries of earlier turns stay if none were evicted; otherwise the messages are read again."""
+    """If nothing was evicted, the entries of earlier turns are kept. Otherwise the messages are read again."""
     document, facts = haystack
     ways = {"policy": policy, "system": "Be brief."}
     conversation = begun(demo_model, haystack, 3, **ways)

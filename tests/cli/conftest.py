@@ -25,7 +25,7 @@ def refused(call):
 
 @pytest.fixture(scope="session")
 def text_file(demo_llama):
-    """Return a function that writes a text of `n_tokens` with facts in it; it returns the path and the facts."""
+    """Return a function that writes a text of `n_tokens` with facts, and returns the path and the facts."""
 
     def make(path, n_tokens, seed=0, n_facts=3):
         text, facts = make_haystack(demo_llama[1], random.Random(seed), n_facts, n_tokens)
@@ -47,7 +47,7 @@ def document(text_file, tmp_path_factory):
 
 @pytest.fixture
 def save(call):
-    """Return a function that saves a text with cache-prompt and returns the command's stderr."""
+    """Return a function that saves a text with cache-prompt, and returns stderr."""
 
     def run(text, file, *options, model="demo"):
         given = ["--model", model, "--prompt-file", str(text), "-o", str(file), *options]
@@ -60,7 +60,7 @@ def save(call):
 
 @pytest.fixture
 def ask_saved(call):
-    """Return a function that asks a question about a saved prompt: (exit code, stdout, stderr)."""
+    """Return a function that asks a question about a saved prompt, and returns (exit code, stdout, stderr)."""
 
     def run(file, question, *options, model="demo"):
         asked = ["--prompt-cache-file", str(file), "--prompt", question, "-m", "12", *options]
@@ -70,7 +70,7 @@ def ask_saved(call):
 
 
 class Terminal:
-    """A command that runs in a pseudo-terminal."""
+    """A command running in a pseudo-terminal."""
 
     def __init__(self, *args, start=fork_helpers.Popen, cwd=None, **variables):
         self.fd, its = pty.openpty()
@@ -97,13 +97,13 @@ class Terminal:
         self.seen = self.seen.partition(text)[2]
 
     def drive(self, *steps):
-        """Type each text in turn, and wait for the output that belongs to it."""
+        """Type each text in turn, and wait for the corresponding output."""
         for typed, wanted in steps:
             os.write(self.fd, typed.encode())
             self.wait_for(wanted)
 
     def leave(self, typed="/quit\r"):
-        """Type a text and wait for the command to end; return its whole output."""
+        """Type a text, wait for the command to end, and return its whole output."""
         os.write(self.fd, typed.encode())
         with contextlib.suppress(OSError):  # the other end is closed
             while self._read():
@@ -118,7 +118,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    """Yield a function that starts a command in a `Terminal`, closed at the end of the test."""
+    """Yield a function that starts a command in a `Terminal`, which is closed at the end of the test."""
     with contextlib.ExitStack() as ended:
 
         def start(*args, **how):
@@ -131,7 +131,7 @@ def terminal():
 
 @pytest.fixture
 def batch(call, tmp_path):
-    """Return a function that runs requests from `r.jsonl` into `a.jsonl`: (exit code, records by custom_id, stderr)."""
+    """Return a function that runs the requests in `r.jsonl`, and returns (exit code, records by custom_id, stderr)."""
 
     def run(lines, *options, stdin=b""):
         if lines is not None:

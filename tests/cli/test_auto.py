@@ -16,7 +16,7 @@ AUTO = ["--model", "demo", "--policy", "auto"]
 
 @pytest.fixture
 def few(monkeypatch):
-    """Let auto compress from 300 tokens on, and recommend 64 entries."""
+    """Make auto compress prompts of 300 tokens or more, and recommend 64 entries."""
     monkeypatch.setattr(auto, "MIN_TOKENS_TO_EVICT", 300)
     monkeypatch.setattr(auto, "SPARSE", SPARSE)
     for task in auto.CANDIDATES:

@@ -4,7 +4,7 @@ SMALL = ["--model", "demo", "--context", "1024", "-p", "1024,3000", "-n", "1", "
 
 
 def test_bench_prints_tables_and_writes_files(call, tmp_path):
-    """Only the given policies are measured."""
+    """Only the requested policies are measured."""
     base, given = tmp_path / "result", ["--policy", "snapkv:top_k=40,n_window=20"]
     given += ["--policy", "keydiff:budget=2000", "--output", str(base)]
     code, out, err = call("bench", *SMALL, *given)

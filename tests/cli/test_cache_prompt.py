@@ -19,7 +19,7 @@ SPARSE = ["--sparse", "budget=25%"]
 
 @pytest.fixture(scope="module")
 def book(text_file, tmp_path_factory):
-    """Return a folder with a text of 600 tokens, one question about it, and the answer."""
+    """Return a folder with a text of 600 tokens, a question about it, and the answer."""
     folder = tmp_path_factory.mktemp("book")
     path, facts = text_file(folder / "book.txt", 600, seed=1, n_facts=4)
     path.write_text(path.read_text() + "\n")
@@ -28,7 +28,7 @@ def book(text_file, tmp_path_factory):
 
 @pytest.fixture
 def cache(book, save):
-    """Return a function that saves the text under a name; it returns the file and the command's stderr."""
+    """Return a function that saves the text under a name, and returns the file and stderr."""
 
     def make(name, *options, model="demo"):
         file = str(book[0] / name)
@@ -39,13 +39,13 @@ def cache(book, save):
 
 @pytest.fixture(scope="module")
 def files():
-    """Return a dict for the saved files, by the options of cache-prompt."""
+    """Return an empty dict for saved files, keyed by the options of cache-prompt."""
     return {}
 
 
 @pytest.fixture
 def saved_once(cache, files):
-    """Return a function of options that returns a saved file. Tests share it, so they must only read it."""
+    """Return a function from options to a saved file. Tests share the files, so they must only read them."""
 
     def make(*options):
         if options not in files:
@@ -61,7 +61,7 @@ def ask(ask_saved, book):
 
 
 def kv_memory(told):
-    """Return the kilobytes of KV memory in a closing line."""
+    """Return the kilobytes of KV memory reported in a command's last line."""
     number, unit = re.search(r"KV memory ([\d.]+) (kB|MB)", told).groups()
     return float(number) * {"kB": 1, "MB": 1000}[unit]
 
@@ -96,7 +96,7 @@ def test_a_prompt_is_compressed_and_quantised_when_saved_or_when_loaded(cache, a
 
 
 def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, monkeypatch):
-    """With a policy, the report is about the policy."""
+    """If a policy is used, the report is about the policy."""
     full, plain = cache("full.safetensors")
     result = json.loads(ask(full, *HALF, "--json")[1])
     assert result["compression"]["entries_kept"] == [300, 300, 300]
@@ -114,7 +114,7 @@ def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(book, cache, ask, mon
 
 
 def test_a_prompt_saved_by_mlx_lm_is_continued(ask, book, monkeypatch, capsys, tmp_path):
-    """mlx-lm saves it in the dtype in which the command computes."""
+    """mlx-lm saves the prompt in the dtype that the command computes in."""
     model, file = str(wide_demo(tmp_path / "wide")), str(book[0] / "theirs.safetensors")
     text = (book[0] / "book.txt").read_text() + " "
     options = ["--model", model, "--prompt-cache-file", file, "--prompt", text]
@@ -127,7 +127,7 @@ def test_a_prompt_saved_by_mlx_lm_is_continued(ask, book, monkeypatch, capsys, t
 
 
 def test_a_template_with_a_date_keeps_the_time_of_saving(cache, ask, tmp_path):
-    """A template that has changed since then is refused."""
+    """If the template has changed since then, the file is rejected."""
     model = demo_with(tmp_path / "model")
     config = model / "tokenizer_config.json"
     original = config.read_text()
@@ -195,7 +195,7 @@ def test_options_that_a_saved_prompt_can_not_have_are_refused(
 
 
 def test_other_files_are_refused_as_saved_prompts(refused, demo_llama, tmp_path):
-    """A conversation belongs to chat, mlx-lm's file names another model, and the others are no saved prompts."""
+    """One is chat's conversation, one was saved by mlx-lm for another model, and the others are not saved prompts."""
     model, tokenizer = demo_llama
     talk, theirs, notes = (tmp_path / f"{name}.safetensors" for name in ("talk", "theirs", "notes"))
     chat = Conversation(model, tokenizer, max_tokens=1)

@@ -8,7 +8,7 @@ SPARSE = ["--sparse", "budget=100,n_window=32,when=always"]
 
 @pytest.fixture
 def script(call):
-    """Return a function that runs a chat with these lines as stdin: (exit code, lines of stdout, stderr)."""
+    """Return a function that runs a chat with the given stdin lines, and returns (exit code, stdout lines, stderr)."""
 
     def run(lines, *options):
         stdin = "\n".join(lines).encode()
@@ -56,7 +56,7 @@ def test_a_policy_that_gains_nothing_is_reported_once(script, document, monkeypa
 
 
 def test_reset_policy_and_system_start_a_new_conversation(script, document):
-    """An attached document stays for the next message, except after /reset."""
+    """An attached document is kept for the next message, except after /reset."""
     path, facts = document
     file = f"/file {path}"
     lines = [file, facts[0].question, "/reset", "/stats", file, "/policy none", "/policy"]
@@ -81,7 +81,7 @@ def test_stats_name_the_block_and_policy_auto_selects_for_a_conversation(script,
 
 
 def test_the_settings_of_a_loaded_file_end_with_its_conversation(script, document, tmp_path):
-    """The next full cache, and a new conversation, get the options of the command line."""
+    """The next full cache or new conversation uses the options of the command line again."""
     path, facts = document
     own, full = tmp_path / "own of today.safetensors", tmp_path / "full.safetensors"
     asked = [f"/file {path}", facts[0].question]

@@ -24,9 +24,9 @@ setting = ["text", "later"]
 
 @pytest.fixture
 def run(call, tmp_path, monkeypatch):
-    """Return a function that writes the config file and runs a command: (exit code, stdout, stderr).
+    """Return a function that writes the config file and runs a command, and returns (exit code, stdout, stderr).
 
-    In stderr the path of the file is replaced by FILE.
+    The config file's path appears as FILE in stderr.
     """
     path = tmp_path / "mlx-snapkv" / "config.toml"
 

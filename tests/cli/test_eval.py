@@ -5,7 +5,7 @@ from mlx_snapkv.cli.progress import StepBars
 
 
 def test_progress_says_how_long_the_rest_will_take(capsys, monkeypatch):
-    """Without a terminal, a line comes now and then. Documents of earlier runs print nothing."""
+    """Without a terminal, a line is printed now and then. Documents from earlier runs print nothing."""
     now = 0.0
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     with StepBars() as bars:
@@ -23,7 +23,7 @@ def test_progress_says_how_long_the_rest_will_take(capsys, monkeypatch):
 def test_fidelity_prints_a_table_for_each_setting_and_more_pieces_continue_a_run(
     call, refused, text_file, tmp_path
 ):
-    """Two texts have two pieces each; a picture in their folder is skipped."""
+    """There are two texts with two pieces each. A picture in their folder is skipped."""
     base, folder = tmp_path / "r", tmp_path / "texts"
     folder.mkdir()
     for name in "ab":

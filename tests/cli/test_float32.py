@@ -1,4 +1,4 @@
-"""Without a GPU, half-precision models are computed in float32 if the machine's memory allows it."""
+"""Without a GPU, half-precision models are computed in float32 if there is enough memory."""
 
 import mlx.core as mx
 import pytest

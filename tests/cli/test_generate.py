@@ -29,7 +29,7 @@ ONE_PROMPT = {
 
 
 def test_the_answer_goes_to_stdout_and_the_figures_to_stderr():
-    """The installed command runs here; test_streams.py starts `python -m mlx_snapkv`."""
+    """This runs the installed command. `python -m mlx_snapkv` is tested in test_streams.py."""
     command = INSTALLED if Path(INSTALLED[0]).exists() else MODULE
     done = subprocess.run([*command, *PLAIN], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "482913\n")
@@ -91,7 +91,7 @@ def test_a_prompt_is_taken_as_typed(call, tmp_path):
 
 
 def test_max_kv_size_makes_a_rotating_cache(call, tmp_path):
-    """Only model types that leave their caches to mlx-lm accept --max-kv-size."""
+    """Only model types that leave cache creation to mlx-lm accept --max-kv-size."""
     model = demo_with(tmp_path / "model", model_type="seed_oss", attention_out_bias=False)
     file = tmp_path / "document.txt"
     file.write_text(("It was cold at the market. " * 200) + LEAD)

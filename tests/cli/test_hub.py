@@ -1,4 +1,4 @@
-"""Repositories on the Hugging Face hub are planned from few bytes, or refused with the reason."""
+"""Repositories on the Hugging Face Hub are planned from a few bytes, or rejected with the reason."""
 
 import json
 import os
@@ -15,7 +15,7 @@ UNSAFE = "somebody/unsafe"  # this repository has no safetensors
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub that sends the server's `files` as the real hub does, or refuses repositories in its `refusals`."""
+    """A hub that serves `files` as the real one does, and rejects the repositories in `refusals`."""
 
     def do_GET(self):
         hub, name = self.server, self.path.rpartition("/resolve/main/")[2]
@@ -46,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    """Yield a hub with the embedded model's configuration and headers, and weights of zeros, under any name."""
+    """Yield a hub that serves the embedded model's configuration and headers, with zeros as weights, under any name."""
     folder = MODELS["demo"]
     weights = (folder / "model.safetensors").read_bytes()
     header = weights[: 8 + int.from_bytes(weights[:8], "little")]
@@ -78,7 +78,7 @@ print(json.dumps(found))
 
 
 def run(commands, cache, endpoint=None, offline="0"):
-    """Run commands in a process with its own environment variables; return (exit code, stdout, stderr) of each."""
+    """Run commands in a process with its own environment variables. Return (exit code, stdout, stderr) of each."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{endpoint.server_port if endpoint else 9}",
@@ -94,14 +94,14 @@ def run(commands, cache, endpoint=None, offline="0"):
 
 
 def refused(cache, *names, **how):
-    """Assert that every model is refused in one line; return the lines."""
+    """Assert that every model is rejected in one line, and return the lines."""
     found = run([f"generate -p x --model {name}" for name in names], cache, **how)
     assert [(code, out, err.count("\n")) for code, out, err in found] == [(2, "", 1)] * len(names)
     return [err for _, _, err in found]
 
 
 def cached(cache, name, config):
-    """Write a repository with only a configuration into the local cache."""
+    """Write a repository to the local cache with nothing but its configuration."""
     snapshot = cache / f"models--somebody--{name}" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(config))

@@ -12,14 +12,14 @@ SNAPKV = "budget=6%,n_sink=4,n_window=32"
 
 @pytest.fixture
 def fact(story):
-    """Return the first fact in the story."""
+    """Return the story's first fact."""
     path, facts = story
     return min(facts, key=lambda fact: path.read_text().index(fact.value))
 
 
 @pytest.fixture
 def ask(call, story, fact):
-    """Return a function that runs a command with a question about the first fact: (exit code, stdout, stderr)."""
+    """Return a function that asks a command about the first fact, and returns (exit code, stdout, stderr)."""
 
     def run(command, *options, model="demo"):
         question = ("--prompt-file", str(story[0]), "--prompt", fact.question)

@@ -1,4 +1,4 @@
-"""The lists of `policies` and `models`; every command of `policies --choose` is run."""
+"""The lists printed by `policies` and `models`. Every command that `policies --choose` suggests is run."""
 
 import json
 import re
@@ -46,7 +46,7 @@ ASKED = [choice for choice in CHOICES if choice.command.split()[1] in ("generate
 
 
 def words(choice, model, text, question="What?"):
-    """Return the words to type for a choice, after `mlx-snapkv`."""
+    """Return the words to type after `mlx-snapkv` for a choice."""
     filled = choice.command.replace("MODEL", model).replace("TEXT", str(text))
     return [question if word == "QUESTION" else word for word in shlex.split(filled)[1:]]
 

@@ -1,4 +1,4 @@
-"""Calls to MLX's memory functions around a model, observed by wrapping MLX and mlx-lm; only Metal acts on them."""
+"""Calls to MLX's memory functions around a model. MLX and mlx-lm are wrapped, because only Metal acts on the calls."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ SMALL = ["--length", "150", "--continuation", "4", "--documents", "1"]
 
 @pytest.fixture
 def wired(monkeypatch):
-    """Return a list that tells for each call of a LLaMA whether mlx-lm's wired limit was set."""
+    """Return a list that records, for each call of a LLaMA, whether mlx-lm's wired limit was set."""
     held, seen = [], []
     limit, call = mlx_generate.wired_limit, llama.Model.__call__
 
@@ -86,7 +86,7 @@ def test_freed_buffers_are_bounded_by_the_machines_memory(call, monkeypatch):
 
 @pytest.fixture
 def happened(monkeypatch):
-    """Return a list of events: "cleared" when MLX's buffers are cleared, and events that a test adds."""
+    """Return a list of events: "cleared" whenever MLX's buffers are cleared, and events that a test adds."""
     events, clear = [], mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", lambda: events.append("cleared") or clear())
     return events

@@ -1,4 +1,4 @@
-"""A mistake is one line on stderr and exit code 2, before anything is read or written."""
+"""A mistake causes one line on stderr and exit code 2, before anything is read or written."""
 
 import json
 import re
@@ -133,7 +133,7 @@ MODELS = [
 
 @pytest.mark.parametrize("name, how, message", MODELS)
 def test_models_that_cannot_be_loaded(refused, tmp_path, name, how, message):
-    """A file of the model is missing, cut short, changed or replaced."""
+    """A file of the model is missing, truncated, changed or replaced."""
     folder = demo_with(tmp_path / "model")
     file = folder / name
     if isinstance(how, dict):

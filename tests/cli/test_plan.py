@@ -57,7 +57,7 @@ def test_a_named_policy_is_recommended_if_it_fits(call):
 @pytest.mark.parametrize("usable", [10**9, 100 * 10**6, 30 * 10**6])
 @pytest.mark.parametrize("n", [9000, 16_000, 20_000])
 def test_auto_selects_the_recommended_setting(call, demo_llama, monkeypatch, n, usable):
-    """Plan and auto see one machine and plan for a question, with much memory and with little."""
+    """Plan and auto see the same machine and plan for a question, both with much and with little memory."""
     monkeypatch.setattr(auto, "this_machine", lambda: Machine(usable, usable))
     _, _, taken = auto.resolve(demo_llama[0], n, auto.QUESTION, {}, policy="auto")
     of_mac = f"{usable * 3 // 2 // 1000}kB"  # a Mac's GPU may use two thirds
@@ -71,7 +71,7 @@ def test_auto_selects_the_recommended_setting(call, demo_llama, monkeypatch, n, 
 
 
 def test_plan_lists_contexts_up_to_the_trained_length(call):
-    """A policy is listed only for contexts in which it evicts something."""
+    """A policy is listed only for contexts in which it evicts entries."""
     code, out, _ = call(*PLAN)
     rows = [line.split() for line in out.splitlines()]
     contexts = [row[0] for row in rows if row[1:3] == ["full", "cache"]]
@@ -105,7 +105,7 @@ def loaded():
 
 
 def test_plan_says_from_which_length_sparse_attention_pays(call, loaded, record):
-    """Plan also recommends it from there, but not for another machine."""
+    """From that length, plan also recommends sparse attention, but not for another machine."""
     asked = [*PLAN, "--context", "16k"]
     assert "no request has measured yet whether sparse attention pays" in call(*asked)[1]
     found = json.loads(call(*asked, "--json")[1])

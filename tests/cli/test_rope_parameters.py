@@ -1,4 +1,4 @@
-"""Model folders with a config.json in the format of transformers 5."""
+"""Model folders whose config.json has the format of transformers 5."""
 
 import json
 
@@ -16,7 +16,7 @@ NOTICE = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that makes the embedded model's folder with these rope_parameters and no rope_theta."""
+    """Return a function that creates the embedded model's folder with the given rope_parameters and no rope_theta."""
 
     def make(values):
         made = demo_with(tmp_path / "model", rope_parameters=values)

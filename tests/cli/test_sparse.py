@@ -1,4 +1,4 @@
-"""Sparse attention in commands: where all entries are stored, what is printed, saved prompts and chats."""
+"""Sparse attention on the command line: stores, printed output, saved prompts and chats."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def test_the_first_line_says_what_will_be_read_and_the_last_line_what_was(
 
 
 def test_empty_options_are_the_defaults(call, story):
-    """A short answer reads the full cache; with when=always it reads 1/16 or 1,024 entries from the start."""
+    """A short answer reads the full cache. With when=always, it reads 1/16 or 1,024 entries from the start."""
     code, out, _ = asked(call, story, "--sparse", "", "--json")
     report = json.loads(out)["compression"]
     assert code == 0 and report["policy"] == "sparse" and report["read_all"] == [[1, None]]
@@ -104,7 +104,7 @@ def test_a_short_text_is_saved_as_a_full_cache_and_continued(ask_saved, save, st
 
 
 def test_policy_in_a_chat_starts_a_conversation_with_sparse_attention(call, document):
-    """The conversation has its own store, which ends with the conversation."""
+    """The conversation has its own store, which is deleted with it."""
     path, facts = document
     lines = [
         "/policy sparse:top_k=60,when=always",

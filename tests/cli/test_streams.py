@@ -1,4 +1,4 @@
-"""The command when its standard streams are closed, full or not read, and when Ctrl-C is pressed."""
+"""Commands whose standard streams are closed, full or not read, and commands interrupted with Ctrl-C."""
 
 import json
 import os
@@ -16,7 +16,7 @@ STOPPED = 130, "", "\nmlx-snapkv: stopped\n"
 
 
 def shell(redirected, *args):
-    """Run the command with streams redirected by the shell; return (exit code, stdout, stderr)."""
+    """Run the command with streams redirected by the shell. Return (exit code, stdout, stderr)."""
     command = ["sh", "-c", f'exec "$@" {redirected}', "sh", *MODULE, *args]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
@@ -30,7 +30,7 @@ def test_an_answer_needs_neither_stderr_nor_stdin(redirected):
 
 @pytest.fixture(scope="module")
 def snowy(tmp_path_factory):
-    """Return the folder of the embedded model with a tokenizer that decodes every 4 as a snowman."""
+    """Return the embedded model's folder with a tokenizer that decodes every 4 as a snowman."""
     folder = demo_with(tmp_path_factory.mktemp("snowy") / "model")
     file = folder / "tokenizer.json"
     decoder = json.loads(file.read_text())["decoder"]
@@ -91,7 +91,7 @@ def test_tokenising_a_long_text_is_announced_and_stops_at_ctrl_c(tmp_path):
 
 
 def interrupted(ready, *args):
-    """Send the command Ctrl-C as soon as `ready(process)`; return (exit code, stdout, stderr)."""
+    """Send Ctrl-C to the command as soon as `ready(process)` is true. Return (exit code, stdout, stderr)."""
     process = subprocess.Popen(
         [*MODULE, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

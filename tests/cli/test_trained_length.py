@@ -1,4 +1,4 @@
-"""A prompt longer than the model's trained length causes one line."""
+"""A prompt longer than the model's trained length causes exactly one line of output."""
 
 import json
 

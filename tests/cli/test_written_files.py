@@ -1,4 +1,4 @@
-"""Commands never replace a file that this package did not write, and say when they replace one that it did."""
+"""Commands never overwrite files that this package did not write, and say so when they replace one that it did."""
 
 import shutil
 

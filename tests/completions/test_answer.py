@@ -1,4 +1,4 @@
-"""Answers assembled token by token: stop texts, thoughts, tool calls."""
+"""Answers assembled token by token: stop strings, reasoning, tool calls."""
 
 import json
 
@@ -21,7 +21,7 @@ TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for
 
 @pytest.fixture(scope="module")
 def thinking():
-    """Return the embedded tokenizer, extended as for a model that thinks and calls tools."""
+    """Return the embedded tokenizer, extended for a model that reasons and calls tools."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = TEMPLATE
@@ -34,7 +34,7 @@ def thinking():
 
 
 def said(tokenizer, text, ends="stop", url=CHAT, **body):
-    """Return the choice made of an answer's text, and the number of tokens that were used minus the number given."""
+    """Return the choice for an answer's text, and how many tokens were used minus how many there are."""
     asked = {"messages": [{"role": "user", "content": "open the door"}]}
     body = parse(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
     answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)

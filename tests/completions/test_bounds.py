@@ -1,4 +1,4 @@
-"""A tokenizer may have more tokens than its model. Tokens beyond the model's vocabulary are refused before any use."""
+"""A tokenizer may have more tokens than its model. Tokens outside the model's vocabulary are rejected before use."""
 
 import mlx.core as mx
 import pytest
@@ -31,7 +31,7 @@ def test_token_ids_of_a_body_must_be_in_the_models_vocabulary(demo_llama, url, b
 
 
 def test_samplers_use_no_token_beyond_the_vocabulary(demo_llama):
-    """mlx-lm would write to the logits of tokens that have none."""
+    """Otherwise mlx-lm would write to logits that don't exist."""
     tokenizer = TokenizerWrapper(demo_llama[1]._tokenizer, eos_token_ids=[1, 1700])
     few = Bounds(vocabulary_size=1536)
     body = parse(COMPLETIONS, TEXT | {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 0})

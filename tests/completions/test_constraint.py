@@ -1,4 +1,4 @@
-"""Constrained answers: they obey a JSON schema or make a forced call, whatever the model prefers."""
+"""Constrained answers follow a JSON schema or are a forced call, whatever the model prefers."""
 
 import json
 
@@ -75,7 +75,7 @@ SCHEMAS = {
 
 
 def answer(loaded, schema, max_tokens, prompt="The key of", **options):
-    """Return the text of an answer, its number of tokens, and its constraint."""
+    """Return an answer's text, its number of tokens, and its constraint."""
     model, tokenizer = loaded
     constraint = Constraint(
         tokenizer, json_format(schema, tokenizer, None, "the schema"), max_tokens
@@ -108,7 +108,7 @@ def test_json_that_reaches_the_limit_is_closed(demo_llama, schema, max_tokens):
 
 
 def record(**properties):
-    """Return the schema of an object that must have these properties, and no others."""
+    """Return the schema of an object that must have exactly these properties."""
     names = list(properties)
     closed = {"required": names, "additionalProperties": False}
     return {"type": "object", "properties": properties, **closed}
@@ -192,7 +192,7 @@ CALLS = {
 
 
 def calling(parser, template=TEMPLATE):
-    """Return the embedded tokenizer, set up for a model whose calls `parser` reads."""
+    """Return the embedded tokenizer, set up for a model whose calls `parser` can read."""
     tokenizer = load(EMBEDDED["demo"])
     tokenizer.chat_template = template
     tokenizer._tool_parser = parser.parse_tool_call
@@ -297,7 +297,7 @@ def test_a_forced_call_can_be_parsed_in_every_format(demo_llama, name):
 @pytest.mark.parametrize("begun", ["", "<think>"])
 @pytest.mark.parametrize("max_tokens", [60, 200])
 def test_thoughts_are_not_constrained(begun, is_special, max_tokens):
-    """The template or the model begins them; their marks are single tokens, as in real models, or plain text."""
+    """The template or the model starts the reasoning. Its markers are single tokens, as in real models, or text."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["demo"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=is_special)
     tokenizer.chat_template = TEMPLATE + begun
@@ -354,7 +354,7 @@ def test_an_answer_from_compressed_entries_obeys_the_schema(demo_llama):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_real_tokenizers_are_constrained(name):
-    """An obeying text is allowed token by token, as the tokenizer splits it; then only the end is allowed."""
+    """Valid text is allowed token by token, as the tokenizer splits it. After it, only the end is allowed."""
     tokenizer = load(real_folder(name))
     schema = {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]}
     answer_format = json_format(
@@ -408,7 +408,7 @@ def test_impossible_forced_calls_are_refused(demo_llama):
 
 
 def obj(n, name="p", **more):
-    """Return the schema of an object with `n` properties, optional unless `more` makes them required."""
+    """Return the schema of an object with `n` properties, which are optional unless `more` makes them required."""
     properties = {f"{name}{i}": {"type": "boolean"} for i in range(n)}
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 

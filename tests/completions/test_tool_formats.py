@@ -1,4 +1,4 @@
-"""Every tool parser of mlx-lm against what models write: arguments arrive as they were meant, or as text."""
+"""Every tool parser of mlx-lm with real model output: arguments arrive as the model meant them, or as text."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ def as_text(value):
 
 
 def tagged(before, argument, after):
-    """Return a writer of calls with tags."""
+    """Return a function that writes calls with tags."""
 
     def write(name, arguments):
         inner = "".join(argument.format(k=key, v=as_text(arguments[key])) for key in arguments)
@@ -54,7 +54,7 @@ def tagged(before, argument, after):
 
 
 def as_gemma(quote):
-    """Return a writer of Gemma's calls, whose strings are between `quote`s."""
+    """Return a function that writes Gemma's calls, with strings between `quote`s."""
 
     def literal(value):
         if isinstance(value, str):
@@ -161,7 +161,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def answering():
-    """Return a function that returns the text and the calls of an answer in a format."""
+    """Return a function that parses an answer in a format, and returns its text and its calls."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
     tokenizer.chat_template = TEMPLATE
 

@@ -9,7 +9,7 @@ from mlx_snapkv.entries.quota import Quota
 
 
 def update(cache, n):
-    """Feed `n` tokens without recording queries; return the keys and values that the attention reads."""
+    """Feed `n` tokens without recording queries. Return the keys and values that the attention reads."""
     return cache.update_and_fetch(*rows(cache.offset, n)[:2])
 
 

@@ -1,4 +1,4 @@
-"""Every policy in every way that a request may use it: alone or as one of two stages."""
+"""Every policy in every way that requests can use it: alone, or as one of two stages."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def text_of(name, way):
 @pytest.mark.parametrize("way", ["once", "block", "first stage", "last stage"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_serves_a_request(name, way, tokens):
-    """Policies that evict while the prompt is read run on a hybrid model."""
+    """Policies that evict during prefill run on a hybrid model."""
     text = text_of(name, way)
     model = make_qwen() if way == "block" else make_llama()
     compress, reports = resolve_compress(policy=text), []

@@ -1,4 +1,4 @@
-"""The kept positions equal those of kvpress's presses, recorded by `scripts/record_kvpress.py`."""
+"""The kept positions equal those of kvpress's presses, as recorded by `scripts/record_kvpress.py`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ T = len(TOKENS)
 
 
 def policy_of(case):
-    """Return the policy that keeps what the press keeps, with the whole prompt as one block."""
+    """Return the policy that keeps what a press keeps, with the whole prompt as one block."""
     *options, kept = RECORDED[f"{case}/settings"].tolist()
     name = case.partition("/")[0]
     own = {"budget": kept, "block": T}

@@ -1,4 +1,4 @@
-"""Everything a policy may ask a layer for, and Expected Attention, against float64 NumPy from a model's weights."""
+"""Everything that a policy may ask of a layer, and Expected Attention, against float64 NumPy from a model's weights."""
 
 from dataclasses import dataclass, replace
 
@@ -41,7 +41,7 @@ class Asking(ExpectedAttention):
 
 
 def read(model, statistics_from=None, chunks=(17, 1, 42)):
-    """Read `T` tokens; return the entries of each layer, the layers' inputs `(T, hidden)`, and the caches."""
+    """Read `T` tokens. Return each layer's entries, the inputs of the layers `(T, hidden)`, and the caches."""
     caches = [RecordingKVCache(T - N, T, T) for _ in model.layers]
     inputs = [[] for _ in caches]
     for layer, cache, given in zip(attention_layers(model, caches), caches, inputs):
@@ -64,17 +64,17 @@ def watched(norm, given):
 
 
 def heads(x, weight):
-    """Return a projection's output by head, `(heads, T, D)`."""
+    """Return a projection's output per head, `(heads, T, D)`."""
     return (x @ np.asarray(weight, np.float64).T).reshape(len(x), -1, D).transpose(1, 0, 2)
 
 
 def rotated(x, positions):
-    """Return `x` `(heads, n, D)` rotated by LLaMA's RoPE."""
+    """Return `x` `(heads, n, D)` after LLaMA's RoPE."""
     return reference.rotated(x, np.asarray(positions)[:, None] * 1e4 ** (-np.arange(0, D, 2) / D))
 
 
 def expected_of(attention, x):
-    """Return raw queries, weights, mean and covariance, computed from a layer's inputs and weights alone."""
+    """Compute raw queries, weights, mean and covariance from nothing but a layer's inputs and weights."""
     queries = heads(x, attention.q_proj.weight)
     keys = rotated(heads(x, attention.k_proj.weight), range(T))
     raw, asked = queries[:, T - N :], range(T - N, T)
@@ -139,7 +139,7 @@ def test_a_policys_name_must_be_unique():
 
 @pytest.mark.parametrize("schedule", ["once", "block"])
 def test_a_policy_that_asks_for_everything_serves_a_whole_request(tokens, schedule):
-    """The prompt is read in chunks, with evictions in prompt and answer under schedule=block."""
+    """The prompt is read in chunks. With schedule=block, entries are evicted during prompt and answer."""
     model, reports = make_llama(), []
     policy = Asking(budget=20, schedule=schedule, block=8, n_window=6)
     cache = make_prompt_cache(model)
@@ -175,7 +175,7 @@ def test_weights_too_small_for_float32_still_differ():
 
 
 def test_a_later_turn_reads_tokens_before_an_eviction_that_needs_statistics(tokens):
-    """Statistics of the turn's queries don't exist before its first tokens are read."""
+    """The statistics of a turn's queries don't exist before its first tokens have been read."""
     model = make_llama()
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)

@@ -31,7 +31,7 @@ HEADS = list(np.ndindex(2, 2))
 @pytest.mark.parametrize("anchor", ["mean", "median", "pairwise"])
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
 def test_keydiff_equals_the_reference(anchor, similarity, dtype, monkeypatch):
-    """Scores are float32, whatever the keys' dtype."""
+    """Scores are float32, whatever the dtype of the keys."""
     in_blocks(monkeypatch, 1)  # blocks of 64 keys
     entries = make_entries(B=2, dtype=dtype)
     scores = np.asarray(KeyDiff(anchor=anchor, similarity=similarity).score(entries))
@@ -56,7 +56,7 @@ def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
 
 @pytest.mark.parametrize("T, first", [(70, 60), (70, 68), (9000, 8990)])
 def test_scissorhands_counts_queries_that_give_above_average_attention(T, first):
-    """Tokens after the last entry count, too, and there may be more entries than a block has."""
+    """Tokens after the last entry count as well, and there may be more entries than fit into a block."""
     entries = make_entries(T=T, n=8)
     entries.observed = Queries(entries.queries, range(first, first + 8), 8**-0.5)
     scores = np.asarray(ScissorHands().score(entries))

@@ -1,4 +1,4 @@
-"""SnapKV's votes, pooling and options, and the ways in which requests name a policy."""
+"""SnapKV's votes, pooling and options, and the ways to name a policy in a request."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, 
 
 
 def test_the_unpooled_window_is_a_share_of_the_budget():
-    """Without a quota a policy uses the window of its own budget."""
+    """Without a quota, the policy uses the window of its own budget."""
     entries = make_entries(T=200, n=6)
     policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
     for budget, given_window, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):

@@ -46,7 +46,7 @@ def test_a_growing_window_is_written_in_place_and_rarely_reallocated():
     updates=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=6),
 )
 def test_any_updates_and_trims_equal_dense_attention(n_window, n_pin, updates):
-    """Each token sees the pinned entries and the last `n_window` tokens, itself included."""
+    """Each token sees the pinned entries and the last `n_window` tokens, including itself."""
     cache = window(n_window=n_window, pinned=[*range(n_pin)])
     first = START - (cache.size() - n_pin)  # the window's first token
     for L, back in updates:

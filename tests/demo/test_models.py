@@ -19,7 +19,7 @@ def test_the_embedded_models_take_less_than_8_mb_and_each_has_a_model_card():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
-    """At least three of four questions must be right, each at the end of its own document."""
+    """At least three of four questions, each at the end of its own document, must be answered correctly."""
     model, tokenizer = demo_tasks
     right = 0
     for seed in range(4):

@@ -1,4 +1,4 @@
-"""Requests with block policies, which evict while they read."""
+"""Requests with block policies, which evict entries during prefill."""
 
 import mlx.core as mx
 import pytest

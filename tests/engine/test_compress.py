@@ -13,7 +13,7 @@ POLICY = SnapKV(**SIZES, pool_kernel=5, pool="avg", on_full="slide")
 
 
 def test_kept_entries_and_their_share_equal_the_float64_reference(tiny_model, tokens):
-    """The reference votes, pools and selects for every layer and head, from the model's own queries and keys."""
+    """The reference votes, pools and selects per layer and head, using the model's own queries and keys."""
     caches, queries = filled_cache(tiny_model, tokens, 16)
     full = list(caches)
     report = compress_prompt_cache(tiny_model, caches, POLICY, queries=queries)

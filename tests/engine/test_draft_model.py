@@ -1,4 +1,4 @@
-"""Draft models with a compressed main cache: the answer equals the greedy answer without a draft model."""
+"""Draft models with a compressed main cache: answers equal the greedy answers without a draft model."""
 
 import random
 
@@ -20,7 +20,7 @@ PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
 
 
 def wild(vocab_size: int, noise: float = 0.0):
-    """Return a random model with large weights: its answers don't repeat, and every entry it reads matters."""
+    """Return a random model with large weights. Its answers don't repeat, and every entry it reads matters."""
     model = make_llama(vocab_size=vocab_size, tie_word_embeddings=False)
 
     def scaled(w):
@@ -33,7 +33,7 @@ def wild(vocab_size: int, noise: float = 0.0):
 
 @pytest.fixture(scope="module")
 def tokenizer(demo_llama):
-    """Yield the embedded tokenizer without an end-of-sequence token, so that answers have their full length."""
+    """Yield the embedded tokenizer without an end-of-sequence token, so that answers reach their full length."""
     _, tokenizer = demo_llama
     eos, tokenizer.eos_token_ids = tokenizer.eos_token_ids, []
     yield tokenizer
@@ -47,7 +47,7 @@ def main(tokenizer):
 
 @pytest.fixture(scope="module")
 def draft(tokenizer):
-    """Return a draft model that is sometimes right."""
+    """Return a draft model that is right some of the time."""
     return wild(len(tokenizer), noise=0.01)
 
 

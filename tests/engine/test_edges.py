@@ -38,7 +38,7 @@ SHORT = [
 
 
 def assert_told(report):
-    """Assert that entries were evicted, or that the report gives a reason."""
+    """Assert that entries were evicted, or that the report gives a reason why not."""
     assert report.compressed or report.reason
     if report.compressed:
         assert 0 < report.entries <= report.prompt_tokens
@@ -184,7 +184,7 @@ def test_there_is_one_report_however_many_tokens_are_taken(tokens, n_read, given
 def test_turns_after_an_uncompressed_one_hold_the_budget_and_a_block(
     demo_llama, policy, monkeypatch
 ):
-    """The first turn's entries have no votes when the second comes; later, queries of the last answer vote."""
+    """In the second turn, the first turn's entries have no votes yet. From then on, queries of the last answer vote."""
     chosen, compressed, held = resolve_compress(policy=policy), [], []
     append = BlockKVCache.append
 

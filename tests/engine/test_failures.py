@@ -1,4 +1,4 @@
-"""After any failure, classes are restored, and the caller's cache is unchanged or fully compressed."""
+"""After any failure, classes are restored, and the caller's cache is either unchanged or fully compressed."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""Files of entries that can't be read cause one sentence, and the caches continue once the files are readable."""
+"""Unreadable entry files cause a one-line error, and the caches continue once the files are readable again."""
 
 import copy
 
@@ -21,7 +21,7 @@ SENTENCE = r"^entries kept in a file can't be read: [^\n]+$"
 
 
 def descriptors(model, caches):
-    """Return the file descriptors of keys and values, layer by layer."""
+    """Return the file descriptors of all keys and values, layer by layer."""
     stores = [layer.cache_in(caches).store for layer in attention_layers(model, caches)]
     parts = [part for store in stores for part in store._parts]
     return [file._file.fileno() for part in parts for file in part.files]
@@ -48,7 +48,7 @@ def test_a_failed_request_leaves_its_caches_unchanged(tokens, sparse, which):
 
 @pytest.mark.parametrize("sparse", WAYS)
 def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, sparse, monkeypatch):
-    """Each token reads the files. When they are readable again, the caches continue as after a stopped answer."""
+    """Every token reads the files. Once they are readable again, the caches continue as after a stopped answer."""
     exact_up_to(monkeypatch, 0)
     model, made = make_llama(head_dim=32), []
     for damaged in (False, True):
@@ -70,7 +70,7 @@ def test_a_failed_answer_leaves_the_caches_of_its_prompt(tokens, sparse, monkeyp
 
 @pytest.mark.parametrize("sparse", WAYS)
 def test_a_turn_that_fails_can_be_asked_again(demo_llama, sparse):
-    """Files are cut short between two turns; the conversation forgets only the failed turn."""
+    """The files are truncated between two turns. The conversation forgets only the turn that fails."""
     model, tokenizer = demo_llama
     conversation, other = (
         Conversation(model, tokenizer, sparse=sparse, max_tokens=4) for _ in range(2)
@@ -91,7 +91,7 @@ def test_a_turn_that_fails_can_be_asked_again(demo_llama, sparse):
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
 def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeypatch):
-    """The chunk is in the middle of a long prompt, whose first chunks are in files already."""
+    """The chunk is in the middle of a long prompt, whose first chunks are already in files."""
     model = make_llama(head_dim=32)
     tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
     sparse = f"budget=50%,read_top_k={PAGE_SIZE},store=file"

@@ -1,4 +1,4 @@
-"""generate_step, stream_generate and generate: gates, compression, reports and figures."""
+"""generate_step, stream_generate and generate: when they compress, what they return and report."""
 
 import dataclasses
 import time
@@ -37,7 +37,7 @@ def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, reason):
 
 
 def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens):
-    """In the hybrid model, layer 0 is linear and its cache has no offset."""
+    """In the hybrid model, layer 0 is linear, and its cache has no offset."""
     mine, theirs = (make_prompt_cache(tiny_model) for _ in range(2))
     for cache in (mine, theirs):
         plain(tiny_model, tokens[:100], n=3, prompt_cache=cache)
@@ -52,7 +52,7 @@ def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens):
 
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_tokens_before_the_compression_are_the_full_caches_own(tiny_model, tokens, lookahead):
-    """From the compression on, every cache holds the budget."""
+    """After the compression, every cache contains the budget."""
     reports, cache = [], make_prompt_cache(tiny_model)
     options = {"prompt_cache": cache, "on_report": reports.append}
     policy = SMALL | {"on_full": "slide", "lookahead": lookahead}
@@ -69,7 +69,7 @@ def test_tokens_before_the_compression_are_the_full_caches_own(tiny_model, token
 
 
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
-    """Only one array as wide as the vocabulary is evaluated: the last position's log-probabilities."""
+    """The only evaluated array as wide as the vocabulary is the last position's log-probabilities."""
     model = make_llama(vocab_size=97)
     shapes, evaluate = [], mx.eval
 
@@ -117,7 +117,7 @@ def test_two_requests_at_a_time_equal_requests_alone(tiny_model, tokens, threads
 
 
 def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch):
-    """A selection that takes a second more must not lower the reported speed after it."""
+    """A selection that takes one second longer must not lower the reported generation speed."""
     now = [100.0]
 
     def clock(seconds=1e-6):

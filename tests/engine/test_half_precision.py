@@ -1,6 +1,6 @@
-"""Models in half precision, on a GPU's branches: no NaN, and answers as near to the full cache's as in float32.
+"""Half-precision models, using a GPU's code paths: no NaN, and answers as close to the full cache's as in float32.
 
-The cases vary weights, entries, dtype, method, model and size of keys, and combine most pairs of values.
+The cases vary weights, entries, dtype, method, model and key magnitude. They cover most pairs of values.
 """
 
 import itertools
@@ -44,13 +44,13 @@ def model_of(name, larger, weights):
 
 
 def forced():
-    """Return a sampler that gives the tokens of ANSWER."""
+    """Return a sampler that returns the tokens of ANSWER."""
     answer = itertools.chain(ANSWER, itertools.repeat(0))
     return lambda _: mx.array([next(answer)])
 
 
 def divergence(model, how, n):
-    """Return the mean KL of predictions after `n` tokens to the model's own predictions with the full cache."""
+    """Return the mean KL divergence from the model's own full-cache predictions, after `n` tokens."""
     full = plain(model, TOKENS[:n], len(ANSWER), sampler=forced())
     ours = steps(model, TOKENS[:n], len(ANSWER), sampler=forced(), **how)
     wanted, found = (
@@ -73,7 +73,7 @@ def divergence(model, how, n):
 def test_half_precision_is_as_near_to_the_full_cache_as_float32(
     name, larger, weights, entries, dtype, method, n
 ):
-    """In prompts of 900 tokens, some chunks choose what they read, too."""
+    """In prompts of 900 tokens, some of the chunks choose what they read as well."""
     model, how = model_of(name, larger, weights), dict(METHODS[method])
     if method == "sparse":
         how["sparse"] += "" if entries is None else f",store={entries}bit"

@@ -37,7 +37,7 @@ TURN = mx.array(np.random.default_rng(1).integers(1, 64, 48))
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_generate_step_reads_a_turn_as_token_by_token(make, tokens, policy, before):
-    """The caches have evicted just now or some tokens ago; linear layers read every token once."""
+    """The caches have evicted either just before or some tokens ago. Linear layers read every token once."""
     tiny_model = make()
     caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
     with recording(attention_classes(tiny_model)):

@@ -1,4 +1,4 @@
-"""The model's calls: one for each chunk of the prompt, and one for each token of the answer."""
+"""The number of model calls: one per prompt chunk and one per answer token."""
 
 import mlx.core as mx
 import pytest
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return a function of a model that returns a list; each call of the model adds its number of tokens."""
+    """Return a function that makes a model record the number of tokens of each call in a list."""
 
     def make(model):
         calls, call = [], type(model).__call__
@@ -64,7 +64,7 @@ def test_the_model_is_called_once_per_chunk_and_once_per_token(
 
 @pytest.mark.parametrize("store", ["memory", "file"])
 def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(watch, store):
-    """prefill_step_size does not matter: CHUNK_SIZE tokens choose together, and only a chunk that chooses is split."""
+    """prefill_step_size has no effect. CHUNK_SIZE tokens choose together, and only chunks that choose are split."""
     model = make_llama()
     calls, n = watch(model), 2 * CHUNK_SIZE + LAST_TOKENS + 9
     tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))

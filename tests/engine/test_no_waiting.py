@@ -1,4 +1,4 @@
-"""Nothing waits for the device within a model's call, even if every layer evicts in the middle of it."""
+"""A model call never waits for the device, even if every layer evicts in the middle of it."""
 
 import itertools
 
@@ -28,7 +28,7 @@ POLICIES = [
 def traced(model, inputs, caches):
     """Call the model under `mx.compile`, which fails if the call waits for the device.
 
-    While MLX traces a function, it refuses to evaluate arrays that depend on the inputs or on the caches' arrays.
+    While tracing a function, MLX refuses to evaluate arrays that depend on the inputs or on the caches' arrays.
     """
 
     def call(inputs, held):
@@ -40,7 +40,7 @@ def traced(model, inputs, caches):
 
 
 def arrays_of(cache):
-    """Return the attributes of a cache that are arrays or consist of arrays."""
+    """Return a cache's attributes that are arrays or contain arrays."""
     leaves = {name: [x for _, x in tree_flatten(value)] for name, value in vars(cache).items()}
     made = [n for n, xs in leaves.items() if xs and all(isinstance(x, mx.array) for x in xs)]
     return {name: vars(cache)[name] for name in made}
@@ -48,7 +48,7 @@ def arrays_of(cache):
 
 @pytest.fixture
 def evictions(monkeypatch):
-    """Return a list that gets a cache at each of its evictions."""
+    """Return a list to which a cache is appended whenever it evicts entries."""
     made, original = [], BlockKVCache.evict
 
     def watched(self):
@@ -60,7 +60,7 @@ def evictions(monkeypatch):
 
 
 def about_to_evict(model, tokens, policy, n):
-    """Return caches of a compressed prompt, and of its attention layers, that will evict within the next `n` tokens."""
+    """Return the caches of a compressed prompt, and of its attention layers, which evict within the next `n` tokens."""
     cache, _ = prefill(model, tokens, policy)
     layers = [layer.cache_in(cache) for layer in attention_layers(model, cache)]
     with recording(attention_classes(model)):

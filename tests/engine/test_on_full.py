@@ -1,4 +1,4 @@
-"""The entries of an answer that is longer than the recent window, with on_full=grow and on_full=slide."""
+"""The entries of answers longer than the recent window, with on_full=grow and on_full=slide."""
 
 import mlx.core as mx
 import pytest

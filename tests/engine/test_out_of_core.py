@@ -1,4 +1,4 @@
-"""Prompts with entries in files: sparse reading, memory that does not grow with the prompt, and continued prompts."""
+"""Prompts with entries in files: sparse reading, flat memory, and continued prompts."""
 
 import gc
 
@@ -27,7 +27,7 @@ def random_tokens(n, seed=0):
 
 @pytest.fixture(params=[make_llama, make_qwen])
 def wide(request):
-    """Return a random model of each family, with heads that can be quantised."""
+    """Return a random model of each family, with heads wide enough to be quantised."""
     return request.param(head_dim=32)
 
 
@@ -35,9 +35,9 @@ def wide(request):
     "make, residual", [(make_llama, "means"), (make_llama, "none"), (make_qwen, "means")]
 )
 def test_entries_in_files_and_in_memory_give_equal_answers(make, residual, monkeypatch):
-    """Answers are equal bit for bit over several turns, because files hold entries as they were computed.
+    """Over several turns, answers are equal bit for bit, because files store entries exactly as computed.
 
-    The test has no last tokens, because last tokens read everything only if entries are in memory.
+    The prompt's last tokens, which read everything only if entries are in memory, are disabled.
     """
     monkeypatch.setattr(request_plan, "LAST_TOKENS", -CHUNK_SIZE)  # no token is among the last
     model, made = make(head_dim=32), []
@@ -60,7 +60,7 @@ def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(
 @pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("store", ["file", "8bit"])
 def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, store):
-    """The prompt was left to mlx-lm, and no entry of the answer is evicted."""
+    """The prompt was left to mlx-lm, so no entry of the answer is evicted."""
     model = make_llama(head_dim=32)
     sparse = f"budget=20,n_window=8,when=always,store={store}"
     found = steps(model, tokens[:n], 90, sparse=sparse)
@@ -68,12 +68,12 @@ def test_a_short_prompt_s_answer_may_be_longer_than_the_budget(tokens, n, store)
 
 
 def test_memory_stays_flat_while_a_prompt_is_read():
-    """Memory grows only by the mean key of every page. The last tokens choose more pages, but not all."""
+    """Memory grows only by each page's mean key. The last tokens choose more pages, but not all of them."""
     model = make_llama(head_dim=64, num_hidden_layers=4)
     layer, made = 2 * 2 * 64 * 4, []  # bytes of a token in a layer
 
     def peaks(n):
-        """Return the memory taken: the peak while chunks choose, the peak of all, and the bytes in use afterwards."""
+        """Return the peak memory while chunks choose, the overall peak, and the memory in use afterwards."""
         tokens, seen = random_tokens(n), []
         gc.collect()
         mx.clear_cache()
@@ -97,7 +97,7 @@ def test_memory_stays_flat_while_a_prompt_is_read():
 
 
 def test_index_and_means_outside_memory_give_the_same_answer(monkeypatch):
-    """There are several turns; before the last, the caches are trimmed."""
+    """There are several turns. Before the last one, the caches are trimmed."""
     exact_up_to(monkeypatch, 64)
     model, made, held = make_llama(head_dim=32), [], []
     for resident, block in ((1 << 16, 1 << 15), (128, 64)):
@@ -140,7 +140,7 @@ def test_an_index_lasts_over_turns_and_is_rebuilt_if_it_is_missing(wide, monkeyp
     [("file", "float32"), ("8bit", "8 bits")],
 )
 def test_the_report_of_a_text_reads_none_of_its_entries(store, dtype, monkeypatch):
-    """The entries of one layer of a book may exceed the memory."""
+    """A single layer of a book may have more entries than fit into memory."""
 
     def held(*_):
         raise AssertionError("all entries are read")

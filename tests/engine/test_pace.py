@@ -1,4 +1,4 @@
-"""Which tokens of a sparse answer read all entries, given the times of tokens: by simulation and in real requests."""
+"""Which tokens of a sparse answer read all entries, depending on token times: simulated and in real requests."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ TRIAL = N_SKIPPED + N_MEASURED
 
 
 def switches(seconds, n_tokens, n_prompt=10_000, setup_in_tokens=0):
-    """Return the tokens after which a pace switches, if a token takes `seconds(n, reads_all)`."""
+    """Return the tokens after which a pace switches, if each token takes `seconds(n, reads_all)`."""
     measured, found = Pace(n_prompt, setup_in_tokens), []
     for n in range(1, n_tokens + 1):
         if measured.switches(seconds(n, measured.reads_all)):
@@ -43,7 +43,7 @@ def test_the_faster_way_continues():
 def test_few_entries_are_tried_once_the_answer_is_as_long_as_repays_the_index(
     setup_in_tokens, first
 ):
-    """If the record knows no gain, the other way is tried only when the text has grown by half."""
+    """If the record predicts no gain, the other way is tried only after the text has grown by half."""
     found = switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 6000, 10_000, setup_in_tokens)
     assert found[0] == first
 
@@ -55,7 +55,7 @@ def test_a_sparse_token_must_be_a_little_faster(few, wins):
 
 
 def test_the_first_tokens_after_a_switch_do_not_count():
-    """They allocate buffers. One slow token among the measured ones does not count either."""
+    """They allocate buffers. A single slow token among the measured ones does not count either."""
     since = itertools.count()
 
     def seconds(n, reads_all):
@@ -78,7 +78,7 @@ def test_a_way_that_is_not_much_slower_is_tried_again_less_and_less_often():
 
 
 def test_the_winner_may_change_as_the_text_grows():
-    """A much slower way is also tried again, once the text has grown by half."""
+    """Even a much slower way is tried again once the text has grown by half."""
     n_prompt = 1000
 
     def seconds(n, reads_all):
@@ -100,7 +100,7 @@ N = 200
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a function that sets a clock by which a token takes `seconds(reads_all)`."""
+    """Return a function that sets a clock by which each token takes `seconds(reads_all)`."""
 
     def make(seconds):
         paces = []
@@ -126,14 +126,14 @@ def dense(reads_all):
 
 
 def assert_equal(found, wanted):
-    """Assert equal tokens and nearly equal log-probabilities: other chunks round sums differently."""
+    """Assert that tokens are equal and log-probabilities nearly so, as other chunks round sums differently."""
     assert [token for token, _ in found] == [token for token, _ in wanted]
     assert all(mx.allclose(a, b, atol=1e-4) for (_, a), (_, b) in zip(found, wanted))
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
 def test_a_short_answer_equals_the_full_caches(make, tokens):
-    """A short answer needs no index, and the cache holds the answer, too."""
+    """A short answer needs no index. The cache contains the answer as well."""
     model, reports, cache = make(), [], make_prompt_cache(make())
     options = {"sparse": BUDGET, "on_report": reports.append, "prompt_cache": cache}
     found = steps(model, tokens, FIRST_TOKENS - 1, **options)
@@ -163,7 +163,7 @@ def test_an_answer_continues_sparsely_if_that_is_faster(make, tokens, clock):
 def test_an_answer_continues_with_all_entries_if_that_is_faster(
     make, tries, tokens, clock, monkeypatch
 ):
-    """Tokens that read all entries are near the full cache's tokens, although earlier tokens chose."""
+    """Tokens that read all entries are close to the full cache's, even though earlier tokens chose their entries."""
     clock(dense)
     if tries > 1:  # older tokens of the answer can be chosen, too
         monkeypatch.setattr(cache_module, "MAX_RECENT", 8)
@@ -187,7 +187,7 @@ def test_an_answer_continues_with_all_entries_if_that_is_faster(
 
 @pytest.mark.parametrize("times", [sparse, dense])
 def test_turns_continue_from_the_tokens_that_were_read(times, demo_model, clock):
-    """The cache holds the tokens up to the last switch, and a hybrid's linear states belong to these tokens."""
+    """The cache contains the tokens up to the last switch, and a hybrid's linear states match these tokens."""
     clock(times)
     model, tokenizer = demo_model
     text, facts = make_haystack(tokenizer, random.Random(4), 2, 600)

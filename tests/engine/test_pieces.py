@@ -1,4 +1,4 @@
-"""Chunks of a prompt are read in pieces if their scores would take too much memory."""
+"""Prompt chunks are read in pieces if their scores would take too much memory."""
 
 import gc
 
@@ -30,7 +30,7 @@ WAYS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list of the model's calls: the number of tokens, and the number of held entries before them."""
+    """Return a list of the model's calls, each as (number of tokens, number of entries in the cache before them)."""
     found, call = [], llama.Model.__call__
 
     def counted(self, inputs, cache=None, **kwargs):
@@ -44,7 +44,7 @@ def calls(monkeypatch):
 
 
 def peak(run):
-    """Return the most bytes that `run` takes, beyond the memory in use before."""
+    """Return the peak memory of `run`, in addition to the memory in use before."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -55,7 +55,7 @@ def peak(run):
 
 @pytest.mark.parametrize("way, most", WAYS.values(), ids=WAYS)
 def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch):
-    """Pieces must not change the predictions."""
+    """Reading in pieces must not change the predictions."""
     model = make_model("llama", WIDE)
     wanted = steps(model, TOKENS[:N], 3, **way)
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit := 1 << 20)
@@ -68,7 +68,7 @@ def test_no_call_stores_more_scores_than_the_limit(way, most, calls, monkeypatch
 
 
 def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
-    """mlx-lm's chunk stores all scores. Ours stores at most the limit, entries, and the arrays of one piece."""
+    """A chunk in mlx-lm stores all scores. Ours stores at most the limit, the entries, and one piece's arrays."""
     model, limit, n = make_model("llama", WIDE | {"num_attention_heads": 8}), 2 << 20, 1000
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", limit)
     theirs = peak(lambda: plain(model, TOKENS[:n], 2))
@@ -80,7 +80,7 @@ def test_the_peak_is_a_fraction_of_mlx_lm_s(monkeypatch):
 
 
 def test_chunks_are_not_split_without_need(calls, monkeypatch):
-    """This concerns fused heads, blocks between evictions, and prompts that are left to mlx-lm."""
+    """Three cases: fused heads, blocks between evictions, and prompts left to mlx-lm."""
     monkeypatch.setattr(scores, "MAX_SCORE_BYTES", 1 << 20)
     plain(model := make_model("llama", WIDE), TOKENS[:N], 1)
     steps(model, TOKENS[:N], 1, policy="snapkv:top_k=4096")

@@ -17,7 +17,7 @@ POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
 
 def test_the_cache_is_compressed_and_the_lookahead_leaves_only_its_votes(tiny_model, tokens):
-    """The lookahead's tokens are undone, also in the states of linear layers."""
+    """The lookahead's tokens are undone, in the states of linear layers as well."""
     full = make_prompt_cache(tiny_model)
     plain(tiny_model, tokens, 0, prompt_cache=full)
     cache, report = prefill(tiny_model, tokens, POLICY)
@@ -83,7 +83,7 @@ def test_impossible_prompts_and_policies_are_refused(tiny_model, tokens, policy,
 def test_a_text_read_sparsely_is_complete_in_the_requested_store(
     tokens, store, sparse, given, tmp_path
 ):
-    """The caches are in the caller's list, if there is one, and can be saved."""
+    """The caches are in the caller's list, if it passed one, and can be saved."""
     model = make_llama(head_dim=32)
     own = make_prompt_cache(model) if given else None
     setting = f"{sparse},store={store}"

@@ -21,7 +21,7 @@ CASES = [*SPECS[::3], f"{SNAPKV},on_full=slide", f"{SNAPKV},on_full=grow"]
 
 
 def answered(model, tokens, policy, bits, n=40):
-    """Return the caches after an answer of fixed tokens, the log-probabilities of each token, and the report."""
+    """Return the caches after an answer of fixed tokens, each token's log-probabilities, and the report."""
     cache, reports, answer = make_prompt_cache(model), [], iter(range(n + 1))
     options = {"kv_bits": bits, "kv_group_size": 32, "on_report": reports.append}
     options["sampler"] = lambda logprobs: mx.array([next(answer) % 64])
@@ -33,7 +33,7 @@ def answered(model, tokens, policy, bits, n=40):
 def test_quantised_attention_is_near_plain_attention_on_rounded_entries(
     tokens, policy, bits, monkeypatch
 ):
-    """mlx-lm's quantised attention reads packed entries, its plain attention the unpacked ones."""
+    """mlx-lm's quantised attention reads packed entries, and its plain attention reads the same entries unpacked."""
     model = make_llama(head_dim=32)
     cache, near, report = answered(model, tokens, policy, bits)
     plain, _, unquantised = answered(model, tokens, policy, None)

@@ -1,4 +1,4 @@
-"""Which chunks of a prompt read all entries, given the times of tokens: by simulation and in real requests."""
+"""Which prompt chunks read all entries, depending on token times: simulated and in real requests."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*trained length")
 
 @pytest.fixture(autouse=True)
 def warm(monkeypatch):
-    """Let this process have read both ways before."""
+    """Pretend that this process has already read both ways."""
     monkeypatch.setattr(reading_pace, "compiled", {True, False})
 
 
@@ -45,7 +45,7 @@ def planned(n_prompt, when="faster", n_held=0):
 
 
 def read(seconds, n_prompt, n_held=0, speed=Speed(), when="faster"):  # noqa: B008
-    """Return the chunks `(start, n)` that choose if a token takes `seconds(start, chooses)`, and the pace."""
+    """Return the chunks `(start, n)` that choose, and the pace, if each token takes `seconds(start, chooses)`."""
     now, chose, start = 0.0, [], n_held
     pace = ReadingPace(planned(n_prompt, when, n_held), speed, lambda: now)
     last_from = n_prompt - request_plan.LAST_TOKENS
@@ -96,7 +96,7 @@ def test_the_winner_may_change_with_the_length():
 
 
 def test_the_first_chunks_of_a_process_do_not_count_because_they_compile(monkeypatch):
-    """The first chunk that reads everything does not count, nor does the first that chooses."""
+    """Neither the first chunk that reads everything nor the first that chooses is counted."""
     monkeypatch.setattr(reading_pace, "compiled", set())
     slow = []
 
@@ -161,7 +161,7 @@ PROMPT = mx.array(np.random.default_rng(0).integers(1, 64, N))
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a function that lets a token take `seconds(start, chooses)`, and returns the chunks as they are read."""
+    """Return a function that makes a token take `seconds(start, chooses)`, and returns a list of the chunks read."""
 
     def make(seconds):
         chunks = []
@@ -204,7 +204,7 @@ def test_a_prompt_whose_chunks_all_read_everything_counts_as_dense(make, clock, 
 
 @pytest.mark.parametrize("times, n_chosen", [(slower, 2), (faster, 3)])
 def test_a_prompt_is_read_the_faster_way(times, n_chosen, clock):
-    """The last tokens read everything, because the prompt has few."""
+    """The prompt is so short that its last tokens read everything."""
     chunks, model = clock(times), make_llama()
     cache, report = prefill(model, PROMPT, sparse=BUDGET)
     assert first_sparse(cache) == SHORT_STEP and report.read_per_chunk is not None

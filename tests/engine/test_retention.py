@@ -1,4 +1,4 @@
-"""Requests that keep all entries: refused options, kept entries, and counted memory."""
+"""Requests that keep all entries: rejected options, kept entries, and counted memory."""
 
 import functools
 import tempfile
@@ -24,7 +24,7 @@ STORES = ["memory", "8bit", "file"]
 
 @pytest.fixture
 def wide():
-    """Return a random model with heads that can be quantised."""
+    """Return a random model with heads wide enough to be quantised."""
     return make_llama(head_dim=32)
 
 
@@ -48,7 +48,7 @@ KEEPING = [SPARSE, f"{SPARSE},store=file"]
 
 @pytest.mark.parametrize("sparse", KEEPING)
 def test_a_prompt_cache_holds_the_whole_prompt_and_can_be_continued(wide, tokens, sparse):
-    """The next request votes over all entries, so it answers as one request for the whole prompt."""
+    """The next request votes over all entries, so it gives the same answer as one request for the whole prompt."""
     reports, cache = [], make_prompt_cache(wide)
     steps(wide, tokens[:150], 6, prompt_cache=cache, sparse=sparse)
     # The first token of the answer was read before the compression.
@@ -87,7 +87,7 @@ WAYS = [
 @pytest.mark.parametrize("few", [50, 8192])
 @pytest.mark.parametrize("sparse", WAYS)
 def test_the_kv_memory_counts_every_array_in_memory(wide, tokens, sparse, few, monkeypatch):
-    """Each array counts once: arrays that a token reads, the index among them, and arrays that stay besides."""
+    """Each array counts once, whether a token reads it (the index included) or it just stays in memory."""
     exact_up_to(monkeypatch, few)
     config = CompressionConfig(Sparse.from_string(sparse), turns=True)
     caches, found = make_caches(wide, config.sparse), []

@@ -1,4 +1,4 @@
-"""A prompt and a policy keep the same entries through every entrance."""
+"""A prompt and a policy keep the same entries, whichever function or command is used."""
 
 import random
 
@@ -26,7 +26,7 @@ BLOCK = [
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Return a function that runs a request and returns the kept positions `(B, H, n)` and keys, by layer."""
+    """Return a function that runs a request, and returns the kept positions `(B, H, n)` and keys per layer."""
     layers = []
     original = compress.decode_cache
 
@@ -54,7 +54,7 @@ def assert_same_entries(found, wanted, atol=1e-5):
 
 @pytest.fixture
 def stepped(kept, tiny_model, tokens):
-    """Return a function of a policy that returns the entries that generate_step keeps."""
+    """Return a function that takes a policy, and returns the entries that generate_step keeps."""
     return lambda policy: kept(
         lambda: list(generate_step(tokens, tiny_model, max_tokens=8, policy=policy))
     )
@@ -89,7 +89,7 @@ def haystack(demo_llama):
 def test_a_turn_keeps_the_entries_of_a_request_for_the_whole_chat(
     kept, demo_model, haystack, policy, turns
 ):
-    """Messages are longer than the observation window, so only queries of the turn itself vote."""
+    """Messages are longer than the observation window, so only the turn's own queries vote."""
     document, facts = haystack
     talk = Conversation(*demo_model, policy=policy, max_tokens=8)
     talk.attach(document)

@@ -1,4 +1,4 @@
-"""Sparse attention as a request: what tokens read, when they begin to choose, and prompts left to mlx-lm."""
+"""Sparse attention in requests: what tokens read, when they start to choose, and prompts left to mlx-lm."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(
 
 
 def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
-    """NumPy computes the votes: the softmax over all entries, averaged over a group's heads."""
+    """NumPy computes the votes as the softmax over all entries, averaged over the heads of a group."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
     caches = make_caches(model, Sparse())
@@ -91,7 +91,7 @@ CHOOSES = "budget=40,n_sink=4,n_window=16,when=always"
     "method", [{"sparse": CHOOSES}, {"sparse": f"{CHOOSES},store=file"}, {"policy": SNAPKV}]
 )
 def test_sparse_tokens_choose_from_the_second_token_on(method):
-    """The first token is computed with the end of the prompt. A policy with lookahead waits longer."""
+    """The first token is computed with the end of the prompt. With lookahead, a policy waits longer."""
     model, reports = make_llama(), []
     prompt = random_tokens(100)
     answer = generate_step(prompt, model, max_tokens=40, on_report=reports.append, **method)
@@ -143,7 +143,7 @@ def test_an_impossible_option_is_one_sentence(tokens, options, sentence):
 
 @pytest.mark.parametrize("few, layer", [(0, 0), (8192, 0), (0, -1)])
 def test_attention_that_gives_nan_is_one_sentence(tokens, few, layer, monkeypatch):
-    """NaN scores must not lead to writes outside the entries either."""
+    """NaN scores must also not lead to writes outside the entries."""
     exact_up_to(monkeypatch, few)
     model = make_llama()
     projection = model.layers[layer].self_attn.k_proj
@@ -161,9 +161,9 @@ def test_a_draft_model_is_refused(tokens):
 @pytest.mark.parametrize("make, store", [(make_llama, "memory"), (make_qwen, "file")])
 @pytest.mark.parametrize("at", ["first", "sparse", "dense", "token", "later"])
 def test_a_request_that_fails_leaves_the_callers_caches_as_they_were(make, store, at, monkeypatch):
-    """The failure is in the first chunk, a chunk that chooses, the last chunk, or the first token.
+    """The failure occurs in the first chunk, in a chunk that chooses, in the last chunk, or at the first token.
 
-    After the first token, the caches hold the prompt.
+    After the first token, the caches contain the prompt.
     """
     sparse, earlier, n = (
         f"budget=50%,read_top_k={PAGE_SIZE},when=always,store={store}",

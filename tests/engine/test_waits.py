@@ -1,4 +1,4 @@
-"""Python waits for the device once at the end of a prompt, however many layers the model has."""
+"""Python waits for the device only once at the end of a prompt, however many layers the model has."""
 
 import itertools
 
@@ -19,12 +19,12 @@ BLOCK = 32
 
 @pytest.fixture
 def wide():
-    """Return a random model with several layers, and heads that can be quantised."""
+    """Return a random model with several layers, and with heads wide enough to be quantised."""
     return make_llama(head_dim=32, num_hidden_layers=N_LAYERS)
 
 
 def waits(items):
-    """Return how often Python waits until eight items have come."""
+    """Return how often Python waits for the device while eight items are taken."""
     with counted() as counts:
         assert len(list(itertools.islice(items, 8))) == 8
     return counts.waits
@@ -36,7 +36,7 @@ def waits(items):
     {"policy": "tova:budget=40,schedule=once"}, {"policy": f"h2o:budget=40,block={BLOCK}"},
 ], ids=["snapkv", "quantised", "lookahead", "slide", "keydiff", "tova", "h2o in blocks"])  # fmt: skip
 def test_a_prompts_end_waits_once_beyond_mlx_lms_loop(wide, tokens, options):
-    """Waits are counted until some tokens were decoded from the compressed cache."""
+    """Waits are counted until a few tokens have been decoded from the compressed cache."""
     in_blocks = "block=" in options.get("policy", "")
     mlx_lms = {"max_tokens": 9} | ({"prefill_step_size": BLOCK} if in_blocks else {})
     expected = waits(mlx_generate.generate_step(tokens, wide, **mlx_lms))
@@ -45,7 +45,7 @@ def test_a_prompts_end_waits_once_beyond_mlx_lms_loop(wide, tokens, options):
 
 
 def test_nan_in_the_last_layer_leaves_the_callers_cache_alone(wide, tokens, monkeypatch):
-    """All earlier layers have been compressed by then."""
+    """By then, all earlier layers have already been compressed."""
     compressed, put = [], AttentionLayer.put
 
     def watched(self, prompt_cache, cache):

@@ -37,7 +37,7 @@ def test_votes_and_weights_equal_the_float64_reference(shape, sinks, blocks, mon
     {}, {"sinks": SINKS}, {"cap": 0.7}, {"indices": range(290, 310)},
 ], ids=["plain", "sinks", "capped", "past the last entry"])  # fmt: skip
 def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monkeypatch):
-    """One pass over the keys also gives the votes of all queries."""
+    """A single pass over the keys also returns the votes of all queries."""
     entries = make_entries(T=300, n=20)
     every = entries.observed = dataclasses.replace(entries.observed, **way)
     alone = every.latest(7)

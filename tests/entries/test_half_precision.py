@@ -1,4 +1,4 @@
-"""Entries in half precision are ranked like their float32 copies, however large they are, also on a GPU."""
+"""Half-precision entries are ranked like their float32 copies, however large they are, on a GPU as well."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ LEAST = {mx.float16: 0.99, mx.bfloat16: 0.97}
 
 
 def made(spread, bias):
-    """Return keys and queries in float32; the keys of a head share a bias, as in Qwen2.5."""
+    """Return keys and queries in float32. The keys of each head share a bias, as in Qwen2.5."""
     keys = spread * normal(1, H, T, D, seed=1) + bias * normal(1, H, 1, D, seed=2)
     return keys, spread * normal(1, 2 * H, N, D, seed=3)
 
@@ -43,14 +43,14 @@ def in_float32(entries):
 
 
 def by_index(entries):
-    """Return the relevance by which a sparse token's index ranks the entries."""
+    """Return the relevance that a sparse token's index computes for the entries."""
     index = KeyIndex(entries.keys, entries.queries)
     index.append(entries.keys)
     return index.relevance(dataclasses.replace(entries.observed, indices=range(T, T + N)), T)
 
 
 def overlap(scores, others):
-    """Return the share of best entries that both scores have in common, for the KV head with the smallest share."""
+    """Return the share of best entries that two scores have in common, for the KV head where it is smallest."""
     assert not mx.any(mx.isnan(scores)).item()
     pairs = zip(*(np.array(top_positions(x, KEPT))[0] for x in (scores, others)))
     return min(len(set(a) & set(b)) / KEPT for a, b in pairs)
@@ -67,7 +67,7 @@ RANKED = [SnapKV(top_k=KEPT).score, KeyDiff(budget=KEPT).score, by_index]
     (HUGE, mx.float16, 4),
 ])  # fmt: skip
 def test_entries_are_ranked_as_in_float32(sizes, dtype, bits, score, monkeypatch):
-    """This holds in one pass over the keys and block by block."""
+    """This applies both to one pass over the keys and to blocks."""
     entries = entries_of(*(x.astype(dtype) for x in made(*sizes)), bits)
     wanted = score(in_float32(entries))
     assert overlap(score(entries), wanted) >= LEAST[dtype]
@@ -80,7 +80,7 @@ def test_entries_are_ranked_as_in_float32(sizes, dtype, bits, score, monkeypatch
     (PLAIN, mx.float16), (PLAIN, mx.bfloat16), ((3, 0), mx.bfloat16), (LARGE, mx.float16),
 ])  # fmt: skip
 def test_rounding_entries_changes_few_ranks(sizes, dtype, score):
-    """Compared with unrounded entries. Logits of thousands are exact only with float16; bfloat16 rounds too much."""
+    """The reference is unrounded entries. bfloat16 has no case with large logits, which it rounds too much."""
     keys, queries = made(*sizes)
     rounded = entries_of(keys.astype(dtype), queries.astype(dtype))
     assert overlap(score(rounded), score(entries_of(keys, queries))) >= LEAST[dtype]
@@ -95,7 +95,7 @@ def test_the_sum_of_a_page_may_exceed_float16():
 
 
 def test_the_bias_of_a_mean_may_exceed_float16():
-    """A head at half the temperature adds 100,000 to a logit of -200,000."""
+    """At half the temperature, a head adds 100,000 to a logit of -200,000."""
     keys, heads = mx.full((1, 1, 2, 8), -250.0), mx.full((1, 1, 1, 8), 100.0)
     one = mx.ones((1, 1, 1, 1, 1))
     places = mx.arange(84, dtype=mx.uint32)[None, None]  # 44 in the first cluster, 40 in the second

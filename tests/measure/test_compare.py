@@ -1,4 +1,4 @@
-"""Several methods on one reading: answers equal `generate`'s answers, and KL equals the KL of `eval fidelity`."""
+"""Several methods sharing one prefill: answers equal those of `generate`, and KL equals `eval fidelity`'s."""
 
 import random
 
@@ -27,7 +27,7 @@ SPARSE = Sparse(budget=60, n_window=16, read_top_k=64, when="always")
 
 @pytest.fixture(scope="module")
 def compared(demo_llama, ask):
-    """Return the prompt, and each method with its answer; the first is the full cache."""
+    """Return the prompt, and each method with its answer. The first method is the full cache."""
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
     policies = [resolve_compress(policy=text) for text in POLICIES]
@@ -91,7 +91,7 @@ def test_a_prompt_that_fits_the_budget_has_the_full_caches_answer(demo_llama, as
 
 
 def test_sparse_attentions_kl_is_measured_on_tokens_that_choose(demo_llama):
-    """The cache after the prompt has all entries, and would predict as the full cache does."""
+    """After the prompt, the cache has all entries, and would predict the same as the full cache."""
     model, tokenizer = demo_llama
     text, _ = make_haystack(tokenizer, random.Random(0), 3, 500)
     prompt = tokenizer.encode(text)[:400]

@@ -1,4 +1,4 @@
-"""Fidelity against an independent float64 computation, from mlx-lm's own logits and our own loops."""
+"""Fidelity against an independent float64 computation from mlx-lm's own logits and our own loops."""
 
 import random
 from types import SimpleNamespace
@@ -76,13 +76,13 @@ def softmax64(logits):
 
 
 def full_logprobs(model, prompt, known):
-    """Return log-probabilities after the prompt and after each known token but the last, from one call of the model."""
+    """Return log-probabilities after the prompt and after all known tokens but the last, from one model call."""
     logits = model(mx.array([*prompt, *known[:-1]])[None], cache=make_prompt_cache(model))[0]
     return softmax64(logits[len(prompt) - 1 :])
 
 
 def fed_one_by_one(model, document, policy, tokens):
-    """Return log-probabilities after each of the tokens that follow a compressed document."""
+    """Return log-probabilities after each token that follows a compressed document."""
     cache, _ = prefill(model, document, without_lookahead(policy))
     with recording(attention_classes(model)):
         return softmax64(mx.concatenate([model(mx.array([[t]]), cache=cache)[0] for t in tokens]))
@@ -133,7 +133,7 @@ def test_figures_equal_the_float64_computation(demo_llama, pieces, records, sett
 
 
 def test_figures_begin_after_the_compression(records, pieces):
-    """Tokens count from the first one that the compressed cache predicts: after the lookahead and one more token."""
+    """Tokens count from the first that the compressed cache predicts: after the lookahead and one more token."""
     for piece in pieces:
         known = [record_of(records, name, KNOWN, piece) for name in NAMES[1:]]
         n = known[0]["tokens"]
@@ -144,7 +144,7 @@ def test_figures_begin_after_the_compression(records, pieces):
 
 @pytest.mark.parametrize("before", ["", "keydiff:budget=60%,block=32 then "])
 def test_an_answer_that_ends_before_the_compression_is_not_judged(demo_llama, pieces, before):
-    """This holds whether or not the policy shares the reading, and changes no other policy's figures."""
+    """This applies whether or not the policy shares the prefill. The figures of other policies are unchanged."""
     names = [f"{before}{BASE},lookahead={n}" for n in (0, 200)]
     methods = [Method(policy and resolve_compress(policy=policy)) for policy in (None, *names)]
     records = run(*demo_llama, pieces[:2], methods, [KNOWN], QUESTIONS, N, Results({}))
@@ -197,7 +197,7 @@ def test_tokens_of_zero_probability_add_nothing_to_the_divergence():
 
 
 def test_the_frame_around_a_text_is_the_chat_templates(demo_llama):
-    """Without a template the question has only line breaks around it."""
+    """Without a template, the question is surrounded only by line breaks."""
     tokenizer = demo_llama[1]
     frame = frame_of(tokenizer, "Who?")
     text = tokenizer.encode("It was cold.", add_special_tokens=False)

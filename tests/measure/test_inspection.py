@@ -1,4 +1,4 @@
-"""`inspect_prompt` reports the entries that were kept and the weights that the attention gave."""
+"""`inspect_prompt` reports which entries were kept, and the attention weights of all entries."""
 
 import mlx.core as mx
 import numpy as np
@@ -59,7 +59,7 @@ def test_the_positions_are_the_ones_that_prefill_keeps(demo_llama, asked, policy
 
 
 def test_the_weights_are_the_attentions_own(demo_qwen, ask):
-    """NumPy computes them for the prompt's last token from the attention's own queries. The prompt is below min_ctx."""
+    """NumPy computes them from the attention's own queries, for the last token of a prompt below min_ctx."""
     model, tokenizer = demo_qwen
     tokens, _ = ask(tokenizer, 300, 7)
     found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10,min_ctx=1000")

@@ -1,4 +1,4 @@
-"""The page of an inspection in a real browser, opened from a file without a network."""
+"""The inspection page in a real browser, opened from a file without network access."""
 
 import dataclasses
 import random
@@ -28,7 +28,7 @@ def driver():
 
 @pytest.fixture(scope="module")
 def asked(demo_llama):
-    """Return a prompt about a document that begins and ends with tags, and its fact."""
+    """Return a prompt about a document that starts and ends with tags, and its fact."""
     _, tokenizer = demo_llama
     document, facts = make_haystack(tokenizer, random.Random(4), 4, 800)
     return question_prompt(tokenizer, HOSTILE + document + HOSTILE, facts[0].question), facts[0]
@@ -137,7 +137,7 @@ def test_the_page_fits_its_window_and_is_readable(page, width, dark):
 
 @NO_BROWSER
 def test_a_long_document_stays_usable(driver, tmp_path, found):
-    """The document has 30,000 tokens, each with its own span."""
+    """The document has 30,000 tokens, each in its own span."""
     n = 30_000
     positions = np.tile(np.arange(0, n, 16, dtype=np.int32), (*found[0].positions.shape[:2], 1))
     large = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""One layer's attention is timed instead of whole answers, for machines without measurements."""
+"""For machines without measurements, the attention of one layer is timed instead of whole answers."""
 
 import pytest
 from model_configs import make_model

@@ -1,4 +1,4 @@
-"""A decoded token launches few operations and at most one sort per layer, and never waits, however long the text."""
+"""A decoded token launches few operations, at most one sort per layer, and never waits, however long the text."""
 
 import pytest
 from count_operations import contenders, count_token

@@ -1,4 +1,4 @@
-"""One reading for many policies gives each policy the entries of a reading of its own."""
+"""A prefill shared by many policies gives each policy the same entries as its own prefill."""
 
 import copy
 
@@ -57,7 +57,7 @@ def log_softmax(logits):
 
 @pytest.fixture(scope="module")
 def read():
-    """Return a function of (model, tokens) that reads for all policies: the document, and the document with TAIL."""
+    """Return a function of (model, tokens) that reads the document for all policies, without TAIL and then with it."""
     made = {}
 
     def get(model, tokens):
@@ -102,7 +102,7 @@ def test_a_shared_reading_equals_one_for_a_single_policy_bit_for_bit(
 
 
 def assert_continues_as_generate_step(model, reading, policy, n=24):
-    """Assert that tokens after the compression have generate_step's answer and log-probabilities."""
+    """Assert that tokens after the compression have the same answer and log-probabilities as generate_step's."""
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
     cache, _ = reading.compress(policy, answering=True)
@@ -119,7 +119,7 @@ def assert_continues_as_generate_step(model, reading, policy, n=24):
     ["gemma3_text", "gemma3n", "gemma2", "deepseek_v3", "falcon_h1", "gpt_oss", "plamo"],
 )
 def test_a_shared_reading_works_with_every_kind_of_layer(tokens, model_type):
-    """Sliding windows, shared entries, capped logits, latents, linear states, sinks, tiled heads."""
+    """Sliding windows, shared entries, capped logits, latents, linear states, sinks and tiled heads."""
     model = make_model(model_type)
     policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "lookahead=0")]
     reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
@@ -140,7 +140,7 @@ JUDGED = [
 
 @pytest.mark.parametrize("model_type, policy", JUDGED)
 def test_logits_of_one_call_equal_logits_token_by_token(tokens, model_type, policy):
-    """There are more tokens than any window holds."""
+    """There are more tokens than fit into any window."""
     model = make_model(model_type) if model_type else make_llama(num_hidden_layers=3)
     known = [*TAIL, *tokens.tolist()[: 45 if model_type else 80]]
     cache, _ = prefill(model, tokens, policy_of(policy))

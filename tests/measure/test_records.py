@@ -1,4 +1,4 @@
-"""Results are recorded in a file and not measured again."""
+"""Results are recorded in a file, and not measured again."""
 
 import json
 
@@ -30,7 +30,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("kept", [-1, -40, 7])
 def test_an_unfinished_line_is_dropped(path, kept):
-    """The first line is the setting of the run; without it the file starts over."""
+    """The first line is the run's setting. Without it, the file starts over."""
     whole = path.read_bytes()
     path.write_bytes(whole[:kept])
     with Results(SETTING, path) as results:

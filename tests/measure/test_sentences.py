@@ -1,4 +1,4 @@
-"""Tokens with their places in the text, and the sentences of a text."""
+"""Tokens and their positions in the text, and splitting a text into sentences."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def test_spans_cover_the_text_piece_by_piece(demo_llama, text):
 
 
 def test_incomplete_characters_take_no_other_characters_place(demo_llama):
-    """Bytes of a cut character are at the end and in the middle."""
+    """Bytes of incomplete characters are at the end and in the middle."""
     _, tokenizer = demo_llama
     first = tokenizer.encode("語", add_special_tokens=False)[0]
     so, it = (tokenizer.encode(word, add_special_tokens=False) for word in ("so", "it"))
@@ -36,7 +36,7 @@ def test_incomplete_characters_take_no_other_characters_place(demo_llama):
 
 
 def _ranked(tokens, kept):
-    """Return the ranked sentences of a text with words as tokens, where one head chooses the tokens in `kept`."""
+    """Return a text's ranked sentences. Its words are the tokens, and one head chooses the tokens in `kept`."""
     ends = list(itertools.accumulate(map(len, tokens)))
     spans = list(zip([0, *ends], ends))
     row = np.array([t in kept for t in tokens], float)

@@ -1,4 +1,4 @@
-"""The benchmark's measurements on small models: their counts and bytes, not the speed."""
+"""The benchmark on small models: counts and bytes, but not speed."""
 
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
@@ -62,7 +62,7 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_not_measured():
 
 @pytest.fixture(scope="module")
 def speed(model):
-    """Return the rows of a small benchmark, after checks of its progress reports."""
+    """Run a small benchmark, check its progress reports, and return its rows."""
     started, saved = {}, []
     plan = BenchPlan([1024, 1100], [1024, 1200], [SIXTEENTH, SPARSE, BLOCKS], trials=1, steps=2)
     rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))

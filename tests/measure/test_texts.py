@@ -1,4 +1,4 @@
-"""Files are divided into pieces of text."""
+"""Files are split into pieces of text."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mlx_snapkv.measure.texts import Texts
 
 
 class Letters:
-    """A tokenizer with one token for each character."""
+    """A tokenizer with one token per character."""
 
     def encode(self, text, add_special_tokens=True):
         assert not add_special_tokens

@@ -59,7 +59,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def theirs(model):
-    """Return tokens and log-probabilities of mlx-lm's own request."""
+    """Return the tokens and log-probabilities of mlx-lm's own generation."""
     return plain(model, TOKENS, n=3)
 
 
@@ -68,7 +68,7 @@ def layers_of(model):
 
 
 def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
-    """Queries equal those of the real call bit for bit; votes use its heads, scale, mask and sinks."""
+    """Queries equal those of the real call bit for bit. Votes use the call's heads, scale, mask and sinks."""
     request, calls = read_and_spy(model, TOKENS, POLICY, monkeypatch)
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
@@ -98,7 +98,7 @@ def test_decoding_with_all_entries_equals_mlx_lm(model):
 
 
 def test_a_long_turn_equals_its_tokens_one_by_one(model):
-    """The turn is longer than the window, so every layer needs the mask of the compressed cache."""
+    """The turn is longer than the window, so every layer needs the compressed cache's mask."""
     cache, _ = prefill(model, TOKENS, SHORT_WINDOW)
     caches = [cache, copy.deepcopy(cache)]
     turn = TOKENS[:6]
@@ -132,7 +132,7 @@ def test_a_request_with_a_block_policy_stays_within_its_budget(model):
 
 
 def test_a_block_cache_below_its_budget_equals_mlx_lm(model, theirs):
-    """The answer might exceed the budget, so a block cache serves the request, but it never evicts."""
+    """The answer could exceed the budget, so the request gets a block cache, but nothing is ever evicted."""
     cache = make_prompt_cache(model)
     policy = KeyDiff(budget=50, block=64)
     ours = steps(model, TOKENS, n=3, policy=policy, prompt_cache=cache)
@@ -173,7 +173,7 @@ def test_a_refused_type_in_a_wrapper_and_a_model_of_another_package_are_refused(
 
 
 def test_wrappers_may_give_sliding_layers_plain_caches_and_hold_latents():
-    """The wrapper pixtral gives every layer of its language model a plain cache, even layers with a sliding window."""
+    """The pixtral wrapper gives all layers of its language model plain caches, even those with a sliding window."""
     text = config("llama") | {"layer_types": LAYERS}
     cache, report = prefill(make_model("pixtral", {"text_config": text}), TOKENS, POLICY)
     assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2

@@ -36,7 +36,7 @@ def test_queries_before_a_gap_are_forgotten(tokens):
 
 
 def test_threads_do_not_mix(tokens):
-    """Each thread is in the middle of a call while the other is, too."""
+    """Each thread is in the middle of a call while the other one is as well."""
     model, prompts, barrier = make_llama(), (tokens, tokens[::-1]), threading.Barrier(2)
     attention = model.layers[0].self_attn
     project = attention.q_proj
@@ -71,7 +71,7 @@ def test_contexts_nest_and_survive_exceptions():
 
 
 def test_patch_for_snapkv_is_idempotent_and_undone():
-    """With a model, its attention class is patched; without one, every family's."""
+    """If a model is passed, only its attention class is patched, otherwise those of all families."""
     model, cls, original = make_llama(), llama.Attention, llama.Attention.__call__
     for _ in range(2):
         patch_for_snapkv(model)

@@ -1,4 +1,4 @@
-"""Every RoPE object of mlx-lm is undone and averaged, and so are every family's queries."""
+"""The rotations of every RoPE object in mlx-lm, and of every family's queries, are undone and averaged."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,7 +37,7 @@ ROPES = {
 @pytest.mark.parametrize("offset", [17, 100_000])
 @pytest.mark.parametrize("name", ROPES)
 def test_a_rotation_is_undone_and_averaged(name, offset):
-    """The mean of the object's rotations is found by rotating one vector at all positions."""
+    """The mean rotation is checked by rotating one vector at all positions."""
     rope = ROPES[name]
     x = mx.random.normal((2, 3, 20, D))
     found = rope(x, offset=offset)
@@ -60,10 +60,9 @@ WITHOUT_ROPE = set(
 
 @pytest.mark.parametrize("name", models.SUPPORTED)
 def test_undone_queries_are_the_inputs_of_the_familys_rope(name, monkeypatch):
-    """Dimensions without rotation stay as they are.
+    """Dimensions that are not rotated stay unchanged.
 
-    The inputs are recorded in a second chunk. Rotating undone queries by the matrix of their position gives the
-    queries.
+    The inputs are recorded in a second chunk. Rotating undone queries by their position's matrix restores the queries.
     """
     model, given = make_model(name), []
     caches = make_prompt_cache(model)
@@ -100,7 +99,7 @@ def remembering(call, given):
 
 
 def is_part(raw, x):
-    """Return whether `x` equals the first or the last dimensions of queries."""
+    """Return whether `x` equals the first or the last dimensions of the queries."""
     if x.ndim != 4 or x.shape[:3] != raw.shape[:3] or x.shape[3] > raw.shape[3]:
         return False
     n = x.shape[3]

@@ -1,4 +1,4 @@
-"""Configurations of transformers 5 are read like configurations with `rope_theta`, or refused by name."""
+"""Configurations of transformers 5 are read like those with `rope_theta`, or rejected by name."""
 
 import importlib
 
@@ -30,7 +30,7 @@ UNBUILT = set("deepseek_v2 hunyuan hunyuan_v1_dense minicpm3 phi3 phimoe".split(
 
 
 def changed(name, removed=(), **values):
-    """Return the configuration of a tiny model with fields removed and set, in its text model if it has one."""
+    """Return a tiny model's configuration with fields removed and set, in its text model if it has one."""
     whole = config(name)
     text = whole.get("text_config", whole)
     for key in ("rope_theta", "rope_scaling", "rotary_emb_base", *removed):
@@ -40,7 +40,7 @@ def changed(name, removed=(), **values):
 
 
 def ropes(config):
-    """Return the unit vectors as the RoPE of each layer of mlx-lm's model rotates them."""
+    """Return the unit vectors as rotated by the RoPE of each layer of mlx-lm's model."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     found = models.attentions(module.Model(module.ModelArgs.from_dict(config)))
     rope = [x.family.rope_of(x.attention) for x in found if x.attention is not None]

@@ -1,4 +1,4 @@
-"""The trained length that a model's configuration gives, and the warning for a longer prompt."""
+"""The trained length in a model's configuration, and the warning for longer prompts."""
 
 import warnings
 
@@ -50,7 +50,7 @@ LENGTH = 100
 
 @pytest.fixture
 def short():
-    """Return a model that was trained to `LENGTH` tokens."""
+    """Return a model that was trained on up to `LENGTH` tokens."""
     model = make_llama()
     model.args.max_position_embeddings = LENGTH
     return model

@@ -1,4 +1,4 @@
-"""Models whose attention function does not get all inputs, or whose layers read other layers' entries."""
+"""Models whose attention function does not get all inputs, or whose layers read entries of other layers."""
 
 import mlx.core as mx
 import numpy as np
@@ -40,7 +40,7 @@ def layers_of(model, cache=None):
 
 
 def test_queries_do_not_depend_on_the_chunks(model):
-    """Some models read single tokens by other code than chunks."""
+    """Some models use different code for single tokens than for chunks."""
     found = []
     for chunks in ([64], [57, 1, 3, 1, 1, 1]):
         caches = make_prompt_cache(model)
@@ -66,7 +66,7 @@ def test_every_policy_keeps_its_budget_or_is_refused(model):
 
 @pytest.mark.parametrize("name", LATENT)
 def test_keys_are_latents_with_positional_keys_and_values_are_latents(name):
-    """This holds for a block cache that has evicted twice."""
+    """This is also true of a block cache that has evicted twice."""
     model = make_model(name)
     full = make_prompt_cache(model)
     plain(model, TOKENS, n=1, prompt_cache=full)
@@ -125,7 +125,7 @@ def test_layers_that_read_through_a_cache_may_read_quantised_entries(name):
 
 
 def test_a_loaded_file_continues_as_the_saved_caches(model, tmp_path):
-    """mlx-lm may load the file, too; its caches then don't know their layers."""
+    """mlx-lm may load the file as well. Its caches then don't know their layers."""
     policy = "h2o:budget=20,block=8"
     cache, _ = prefill(model, TOKENS, policy)
     own, theirs = (str(tmp_path / name) for name in ("own.safetensors", "theirs.safetensors"))
@@ -137,7 +137,7 @@ def test_a_loaded_file_continues_as_the_saved_caches(model, tmp_path):
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next():
-    """The call fails after a layer has lent its entries and before the last borrower reads them."""
+    """The call fails after a layer has lent its entries, but before the last borrower has read them."""
     model = make_model("gemma4_text")
     wanted = steps(model, TOKENS, policy=SNAPKV)
     layer = model.layers[4]

@@ -1,4 +1,4 @@
-"""`policy="auto"`: the setting that is selected for each prompt, task and machine, and the reason."""
+"""`policy="auto"`: which setting is selected for each prompt, task and machine, and the reason given."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def planner(demo_llama):
 
 
 def cost(planner, n, setting):
-    """Return the most bytes in use, and the bytes of entries."""
+    """Return the peak memory, and the size of the entries, in bytes."""
     plan, kv = planner.planned(n, AutoRequest(n).completed(setting))
     return plan.peak, kv
 
@@ -105,7 +105,7 @@ def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
 
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
 def test_with_less_memory_the_next_setting_that_fits_is_selected(planner, task):
-    """A question evicts entries before they go to files, a conversation after."""
+    """For a question, eviction is tried before files. For a conversation, files come first."""
     peaks = {
         setting: cost(planner, MIN_TOKENS_TO_EVICT, setting)[0] for setting in CANDIDATES[task]
     }
@@ -127,7 +127,7 @@ def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkey
 @pytest.mark.parametrize("n", [MIN_TOKENS_TO_EVICT - 8000, MIN_TOKENS_TO_EVICT])
 @pytest.mark.parametrize("store", ["file", "4bit"])
 def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
-    """The last candidate is no good choice, because it may leave the prompt uncompressed."""
+    """The last candidate would be a bad choice, because it may leave the prompt uncompressed."""
     request = AutoRequest(n, store=store, kv_memory=10**6)
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
@@ -146,7 +146,7 @@ def test_every_candidate_is_a_valid_setting(demo_llama, planner):
 
 
 def test_every_byte_of_the_peak_counts(demo_llama, planner, monkeypatch):
-    """The peak includes the arrays of a chunk while it is read, and not only entries."""
+    """The peak includes the arrays of a chunk that is being read, not just entries."""
     peak, kv = cost(planner, MIN_TOKENS_TO_EVICT, SNAPKV)
     assert kv + planner.plan(1).weights < 0.9 * peak
     for usable, fits in ((peak, True), (peak - 1, False)):
@@ -270,7 +270,7 @@ def test_sparse_attention_is_selected_if_it_was_clearly_faster(planner, lines, s
 
 
 def test_a_faster_setting_that_does_not_fit_is_not_selected(planner):
-    """Sparse attention holds more bytes than the full cache."""
+    """Sparse attention needs more memory than the full cache."""
     request = AutoRequest(LONG, speed=speed(WINS_LATER))
     peaks = {setting: cost(planner, LONG, setting)[0] for setting in (SPARSE, SNAPKV)}
     enough = math.ceil(peaks[SPARSE] / COMFORTABLE)

@@ -1,4 +1,4 @@
-"""mlx-lm's options that exclude a setting are refused in one sentence, when the setting is chosen or is to compress."""
+"""mlx-lm options that conflict with a setting are rejected in one sentence, when it is chosen or about to compress."""
 
 import re
 

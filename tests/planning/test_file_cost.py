@@ -1,4 +1,4 @@
-"""The predicted disk space of entries in files equals the space that they take."""
+"""The predicted disk space for entries in files equals the space they actually take."""
 
 from functools import partial
 

@@ -77,7 +77,7 @@ def test_a_longer_prompt_takes_no_less_and_fewer_bits_no_more(planners, n, more,
 
 
 def test_a_gpus_fused_kernel_stores_no_scores(demo_llama, monkeypatch):
-    """Only heads of 64, 80 or 128 channels have a fused kernel; other heads are planned as on a CPU."""
+    """Only head sizes 64, 80 and 128 have a fused kernel. Other heads are planned as on a CPU."""
     n, cpu = 65_537, plan_memory(demo_llama[0], 65_537)
     monkeypatch.setattr(scores, "on_gpu", lambda: True)
     stored = 4 * 2048 * n * 4
@@ -115,7 +115,7 @@ def test_impossible_plans_are_refused(name, n, options, words):
 
 
 def test_prompts_that_are_not_compressed_are_planned_in_full(demo_llama):
-    """One is a single token; for the other the policy would keep no entry."""
+    """One prompt is a single token. For the other, the policy would keep no entry."""
     plan = plan_memory(demo_llama[0], 1, SNAPKV)
     assert plan.reason and plan.kv == 3 * 2 * 2 * 64 * 4
     short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")

@@ -21,7 +21,7 @@ SNAPKV = SnapKV(budget=200, n_sink=4, n_window=32, obs_window=32, lookahead=0)
 
 @pytest.fixture
 def of_8b():
-    """Return a model with the cache of an 8B model, 131,072 bytes per token in half precision, and few weights."""
+    """Return a model with few weights and the cache of an 8B model: 131,072 bytes per token in half precision."""
     model = make_llama(
         num_hidden_layers=32,
         num_key_value_heads=8,

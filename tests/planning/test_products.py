@@ -1,4 +1,4 @@
-"""The number of entries that a chunk reads at little cost, compared with the model's other multiplications."""
+"""How many entries a chunk can read at little cost, compared with the model's other matrix products."""
 
 import mlx.nn as nn
 import pytest

@@ -1,4 +1,4 @@
-"""A request's plan: requests follow it, commands print it, and making it changes nothing."""
+"""A request's plan: requests follow it, commands print it, and computing it changes nothing."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def test_a_request_follows_its_plan(llama, method):
 
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
-    """A share below one page counts as one page; no page would mean that the chunk reads everything."""
+    """A share of less than a page counts as one page, because zero pages would mean that the chunk reads everything."""
     how = config("sparse:budget=400,read_top_k=0.1%")
     reading = plan_request(llama, how, 2 * N).sparse_reading
     assert reading.reach.n_chosen == 16 and reading.n_before < N

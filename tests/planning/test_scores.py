@@ -1,4 +1,4 @@
-"""The number of tokens that are read at once if MLX stores their attention scores."""
+"""How many tokens are read at once if MLX stores their attention scores."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,13 +37,13 @@ def test_a_smaller_machine_allows_less(monkeypatch):
     (64, "GPU", 0), (80, "GPU", 0), (128, "GPU", 0), (192, "GPU", 32), (256, "GPU", 32), (64, "CPU", 32),
 ])  # fmt: skip
 def test_scores_are_stored_without_a_fused_kernel(size, kind, stored, monkeypatch):
-    """The layer has 16 heads, in half precision."""
+    """The layer has 16 heads in half precision."""
     monkeypatch.setattr(scores, "on_gpu", lambda: kind == "GPU")
     assert score_bytes(SimpleNamespace(n_heads=16), None, size, 2) == stored
 
 
 def test_a_layer_is_planned_to_store_at_most_the_limit():
-    """Very long contexts are an exception: even 32 tokens exceed the limit."""
+    """Very long contexts are an exception, because even 32 tokens exceed the limit."""
     shape, limit = LayerShape(100, scores=32, window=UNLIMITED), 48 << 20
     others = replace(shape, scores=0)
     for seen, stored in ((512, 32 * 512 * 512), (4000, limit), (1 << 20, 32 * 32 << 20)):

@@ -1,4 +1,4 @@
-"""The speed record: lines through measurements, their file, and predictions from them."""
+"""The speed record: lines fitted to measurements, the file, and predictions."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_lengths_that_differ_give_a_line():
 
 @pytest.mark.parametrize("points", [[(1000, 2.0)], [(1000, 2.0), (1010, 2.0)], [(0, 2.0)]])
 def test_one_length_gives_bounds(points):
-    """Time does not fall with the length, and does not grow faster than the length."""
+    """Time does not decrease with length, and does not grow faster than length."""
     found = line(*points)
     assert found.least(4000) == pytest.approx(2, rel=0.01) and found.most(500) >= 1.99
     if points[0][0]:

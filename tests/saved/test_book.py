@@ -1,4 +1,4 @@
-"""Saved prompts with entries in files: a folder beside the saved file. A failed save loses nothing."""
+"""Saved prompts with entries in files, in a folder next to the saved file. A failed save loses nothing."""
 
 import shutil
 from dataclasses import replace
@@ -33,12 +33,12 @@ def save(path, model, tokens, store="file"):
 
 
 def beside(path, pattern="*.entries"):
-    """Return the folder of a book, or the files in it, as a list."""
+    """Return a book's folder, or the files in it, as a list."""
     return sorted(path.parent.glob(pattern))
 
 
 def asked(model, cache, store="file"):
-    """Return the tokens that follow a question, with their log-probabilities."""
+    """Return the tokens that follow a question, and their log-probabilities."""
     return steps(model, question(), n=6, prompt_cache=cache, sparse=replace(SPARSE, store=store))
 
 

@@ -1,4 +1,4 @@
-"""Prompt caches in files: a saved prompt is continued, and an unusable file is refused in one sentence."""
+"""Prompt caches in files: saved prompts are continued, and unusable files are rejected in one sentence."""
 
 import random
 
@@ -87,7 +87,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
 
 
 def damaged(data):
-    """Yield the data with every kind of damage, and data of other formats."""
+    """Yield the data with every kind of damage, and data in other formats."""
     head = 8 + int.from_bytes(data[:8], "little")
     for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
         yield data[:length]
@@ -99,7 +99,7 @@ def damaged(data):
 
 
 def foreign_caches(model, tokens):
-    """Yield caches that mlx-lm would save and that do not fit this model."""
+    """Yield caches that mlx-lm would save but that do not fit this model."""
     good = read(model, tokens, None)
     yield good[:1]
     yield [*good, good[0]]

@@ -17,7 +17,7 @@ MIXTURE = {
 
 @pytest.fixture
 def small(monkeypatch):
-    """Replace the two shapes by small ones."""
+    """Replace the two shapes with small ones."""
     small = {
         "8b": lambda: make_llama(vocab_size=128),
         "30b-a3b": lambda: make_model("qwen3_moe", MIXTURE),
@@ -49,7 +49,7 @@ def test_every_method_answers_every_prompt_twice(small, monkeypatch, capsys):
 
 @pytest.mark.parametrize("shape, least, most", [("8b", 8.0e9, 8.1e9), ("30b-a3b", 30.4e9, 30.7e9)])
 def test_the_shapes_have_as_many_parameters_as_their_names_say(shape, least, most):
-    """Nothing is evaluated."""
+    """No array is evaluated."""
     model = bench_shapes.SHAPES[shape]()
     assert least < sum(x.size for _, x in tree_flatten(model.parameters())) < most
 

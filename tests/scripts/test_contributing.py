@@ -16,7 +16,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def make_copy(source, target, edits):
-    """Link the contents of `source` into `target`, except files that are edited: `edits` are functions of their text.
+    """Link the contents of `source` into `target`, except for edited files. `edits` maps paths to text functions.
 
     A path that `source` lacks becomes a new file.
     """
@@ -37,7 +37,7 @@ def make_copy(source, target, edits):
 
 
 def run(folder, program):
-    """Run a program that finds the package, and the tests' helpers, in `folder`; return what it prints."""
+    """Run a program that finds the package and the tests' helpers in `folder`. Return its output."""
     paths = [folder, folder / "tests", ROOT / "scripts", ROOT / "tests"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", program]
@@ -47,7 +47,7 @@ def run(folder, program):
 
 
 def replacing(*pairs):
-    """Return an edit that replaces texts; each text must occur exactly once."""
+    """Return an edit that replaces texts. Each text must occur exactly once."""
 
     def edit(text):
         for old, new in pairs:
@@ -79,7 +79,7 @@ FILES = {
 
 @pytest.mark.parametrize("title", FILES)
 def test_a_recipe_names_the_files_that_its_test_edits(title):
-    """A recipe and its test must change together."""
+    """Otherwise a recipe could change without its test."""
     text = section(title)
     for name in FILES[title]:
         assert name in text
@@ -245,7 +245,7 @@ DARK = (
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Return the lines that the entrances of a copy with another option print."""
+    """Return the lines printed by the entry points of a copy that has an extra option."""
     folder = tmp_path_factory.mktemp("copy")
     make_copy(ROOT / "mlx_snapkv", folder / "mlx_snapkv", OPTION_EDITS)
     lines = run(folder, USES_OPTION.format(folder=folder)).splitlines()

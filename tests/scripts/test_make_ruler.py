@@ -17,7 +17,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Return the folder of a tokenizer with a token for each word or punctuation mark, all of them unknown."""
+    """Return the folder of a tokenizer with one token per word or punctuation mark, all of them unknown."""
     words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path_factory.mktemp("words")
@@ -36,7 +36,7 @@ N_ANSWERS = {"niah_single_2": 1, "vt": 5, "cwe": 10, "fwe": 3}
 
 
 def test_a_row_is_rulers_prompt_in_three_parts(tokenizer, essays):
-    """One test covers all tasks, because importing RULER's generators takes half a minute in each process."""
+    """One test covers all tasks, because importing RULER's generators takes half a minute per process."""
     for task, n_answers in N_ANSWERS.items():
         rows = make_ruler.make_rows(task, tokenizer, LENGTH, 2, essays=essays)
         assert len({row["context"] for row in rows}) == 2

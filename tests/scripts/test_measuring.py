@@ -98,7 +98,7 @@ def test_a_books_entries_are_on_disk_and_the_full_cache_is_in_memory():
 
 
 def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llama):
-    """The reference is generate_step, with and without a sampler that gives the full cache's own tokens."""
+    """The reference is generate_step, with and without a sampler that returns the full cache's own tokens."""
     model, tokenizer = demo_llama
     text, _ = make_haystack(tokenizer, random.Random(0), 3, 700)
     prompt, most = tokenizer.encode(text)[:500], 80

@@ -1,4 +1,4 @@
-"""The real language models give an essay a high likelihood, and their tokens decode to the text."""
+"""The real language models assign a high likelihood to an essay, and their tokens decode to its text."""
 
 import mlx.core as mx
 import mlx.nn as nn

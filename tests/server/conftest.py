@@ -1,4 +1,4 @@
-"""Servers shared by the tests that don't change them."""
+"""Servers shared by tests that don't change them."""
 
 import random
 
@@ -18,19 +18,19 @@ def served():
 
 @pytest.fixture(scope="session")
 def agent():
-    """Yield a server whose model answers with the text after "SAY: " in the last message, thoughts and calls too."""
+    """Yield a server whose model answers with the text after "SAY: " in the last message, which may include calls."""
     with acting() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def scripted():
-    """Yield an `Agent`: its model gives the answer that a test sets, under chat templates of several families."""
+    """Yield an `Agent`, whose model gives the answers that tests set, under the chat templates of several families."""
     with answering() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def document(demo_llama):
-    """Return a text of 1,500 tokens, and the six facts hidden in it."""
+    """Return a text of 1,500 tokens and the six facts hidden in it."""
     return make_haystack(demo_llama[1], random.Random(3), 6, 1500)

@@ -1,4 +1,4 @@
-"""Answers of a model as agents and apps receive them: thoughts, odd or torn calls, stop texts, choices, bytes."""
+"""Model answers as agents and apps receive them: reasoning, odd or incomplete calls, stop strings, choices, bytes."""
 
 import json
 

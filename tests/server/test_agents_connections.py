@@ -52,7 +52,7 @@ def test_a_request_target_may_be_an_absolute_url(served):
 
 
 def exchanged(served, path, body):
-    """Send a request, shut down the sending side, and return all that the server sends."""
+    """Send a request, close the sending side, and return everything that the server sends."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     port = int(served.url.rpartition(":")[2])

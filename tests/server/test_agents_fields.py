@@ -1,4 +1,4 @@
-"""Agents and apps send fields in the forms of another API, another server or an older version."""
+"""Agents and apps send fields in the format of another API, another server or an older version."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ def events(agent, path, answer, **body):
 
 
 def test_codex_calls_an_mcp_servers_tools(agent):
-    """Codex 0.171 sends MCP servers and its own agents as namespaces of tools."""
+    """Codex 0.171 sends MCP servers and its own agents as tool namespaces."""
     tools = [{**FLAT, "name": "read", "strict": False}, {"type": "web_search"}]
     fs, db = (
         {"type": "namespace", "name": n, "description": n, "tools": tools}
@@ -63,7 +63,7 @@ def test_every_api_takes_tools_in_another_apis_form(agent):
 
 
 def test_half_a_character_in_tools_and_instructions_is_replaced(agent):
-    """Apps truncate descriptions of MCP tools by UTF-16 units, which may split a character."""
+    """Apps truncate descriptions of MCP tools at a UTF-16 unit, which may split a character."""
     tool = {**FUNCTION, "description": HALF, "input_schema": {"description": HALF}}
     for path, body in (
         (CHAT, CHAT_ASKED),

@@ -1,4 +1,4 @@
-"""Requests as agents and apps really send them, one odd form of each kind, under templates of several families."""
+"""Requests as agents and apps really send them, one oddity at a time, under the templates of several families."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def chat_call(arguments="{}", call_id="c1", **fields):
 
 
 def in_chat(content, role="tool"):
-    """Return a chat with a tool's result of this content."""
+    """Return a chat with a tool result of the given content."""
     result = {"role": role, "tool_call_id": "c1", "content": content}
     return CHAT, {"messages": [user(), chat_call(), result]}
 

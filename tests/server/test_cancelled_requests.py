@@ -1,4 +1,4 @@
-"""After a client leaves, the tokens read of its prompt serve the next request with the same beginning."""
+"""After a client leaves, what was read of its prompt serves the next request with the same prefix."""
 
 import mlx.core as mx
 import pytest
@@ -18,7 +18,7 @@ CHUNK = 128
 
 
 class Served:
-    """A batch of requests without a server; it collects the events of each request."""
+    """A batch of requests without a server, which collects the events of each request."""
 
     def __init__(self, loaded, method):
         policy = method and setting_named(method)

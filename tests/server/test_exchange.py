@@ -1,4 +1,4 @@
-"""Requests are tokenised outside the engine's thread, so that it can answer other requests."""
+"""Requests are tokenised outside the engine's thread, so that the engine can go on answering other requests."""
 
 import threading
 

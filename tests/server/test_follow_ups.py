@@ -1,4 +1,4 @@
-"""Follow-up questions on a server use the entries of earlier prompts, kept in memory or in files."""
+"""Follow-up questions to a server use the entries of earlier prompts, kept in memory or in files."""
 
 import concurrent.futures
 
@@ -12,7 +12,7 @@ SPARSE = Sparse(budget=256, store="file")
 
 
 def assert_follow_ups_at_once(served, said, facts):
-    """Ask for all facts at once after one conversation; assert right answers, each from a cached prefix."""
+    """Ask for all facts at the same time after one conversation. Assert correct answers, all from cached prefixes."""
 
     def follow_up(fact):
         return ask(served, talk(*said, fact.question))
@@ -39,7 +39,7 @@ def test_follow_ups_equal_a_conversations_answers_and_four_may_come_at_once(docu
 
 
 def test_with_a_policy_follow_ups_choose_among_all_entries(document):
-    """A prefix keeps all entries and each request compresses a copy, so it keeps what a first request would keep."""
+    """A prefix has all entries, and each request compresses a copy, so it keeps what a first request would keep."""
     text, facts = document
     with serving(policy=POLICY) as served:
         said = []
@@ -60,7 +60,7 @@ def test_with_a_policy_follow_ups_choose_among_all_entries(document):
 
 
 def test_a_system_prompt_is_read_once(document):
-    """Caches of linear layers can't be cut, and a known prompt must leave all voting queries to be read."""
+    """Linear layers' caches can't be trimmed, and the tokens of all voting queries must be read even when known."""
     text, facts = document
     system = {"role": "system", "content": text[: len(text) // 2]}
     questions = [facts[0].question, facts[1].question, "Why?", facts[0].question]

@@ -1,4 +1,4 @@
-"""No request brings the server down: the client gets a 4xx in the API's own form, and the next request is answered."""
+"""No request brings the server down: the client gets a 4xx in its API's format, and the next request is answered."""
 
 import concurrent.futures
 import contextlib
@@ -131,7 +131,7 @@ def test_a_page_of_another_site_may_not_ask(served):
 
 
 def test_clients_that_leave_before_their_body_has_come_are_counted(served, caplog):
-    """Made-up paths are not counted by name, because each name would stay in memory."""
+    """Invented paths are not counted by name, because every name would stay in memory."""
     assert_refused(served.post("/made-up", HELLO), [404])
     with connection(served) as sending:
         sending.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
@@ -181,7 +181,7 @@ def test_a_stream_that_waits_for_room_gets_keep_alive_lines(monkeypatch):
 
 @pytest.mark.parametrize("n_lines", [None, 0, 5])
 def test_requests_of_clients_that_leave_are_dropped(served, n_lines):
-    """A client leaves while the server makes a whole answer, reads for a stream, or streams an answer."""
+    """The client leaves while the server generates a full answer, reads a prompt for a stream, or streams an answer."""
     body = {"prompt": "The key of " * 400, "max_tokens": 3000, "stream": n_lines is not None}
     timeout = 1 if n_lines is None else 60
     streaming = served.client.stream("POST", TEXT, json=body, timeout=timeout)

@@ -23,7 +23,7 @@ def let_machine_have(monkeypatch, usable):
 
 
 def let_limit_be(monkeypatch, model, limit):
-    """Let this machine leave `limit` bytes of KV memory beside the model."""
+    """Make this machine have `limit` bytes of KV memory in addition to the model."""
     much = 1 << 40
     let_machine_have(monkeypatch, much)
     taken = machine_room(much) - machine_kv_limit(Footprint(EntrySizes(model), CompressionConfig()))
@@ -62,7 +62,7 @@ def test_a_long_answer_is_reserved_as_far_as_the_machine_goes(demo_llama, monkey
 
 
 def test_a_model_without_sparse_attention_is_advised_a_shorter_prompt():
-    """The sentence is about memory, not about a setting that the model does not support."""
+    """The error is about memory, and does not suggest a setting that the model does not support."""
     model = make_model("deepseek_v32", REFUSED_CONFIGS["deepseek_v32"])
     whole = Memory(EntrySizes(model), {}, 1 << 40).need(4000, 10)
     memory = Memory(EntrySizes(model), {}, whole.peak_entries - 1)

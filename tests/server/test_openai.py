@@ -1,4 +1,4 @@
-"""OpenAI's completions, called by OpenAI's own client."""
+"""OpenAI's Completions and Chat Completions APIs, called by OpenAI's own client."""
 
 import json
 
@@ -185,7 +185,7 @@ def test_model_names_and_mistakes(client):
 
 
 def test_a_short_prompt_continues_from_quantised_entries():
-    """A prompt below the budget is decoded in mlx-lm's batches, which hold plain entries only."""
+    """A prompt below the budget is decoded in mlx-lm's batches, which support only plain entries."""
     with serving(policy=Sparse(budget=256, store="4bit")) as served:
         (long, _, kept), (short, n_known, plain) = (
             ask(served, talk(FACT + COLD * n + "What is the access code of the amber falcon?"))

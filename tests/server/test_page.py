@@ -26,7 +26,7 @@ def driver():
 
 @pytest.fixture
 def page(driver, url):
-    """Open the page and yield it; assert at the end that its Content-Security-Policy has refused nothing."""
+    """Open the page and yield it. At the end, assert that its Content-Security-Policy has blocked nothing."""
     page = Page(driver, url)
     page.open()
     yield page

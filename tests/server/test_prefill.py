@@ -1,4 +1,4 @@
-"""A chat may end with the beginning of the assistant's answer. The answer continues it and does not repeat it."""
+"""A chat may end with the beginning of the assistant's answer, which the answer continues without repeating it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Many questions about one document need the memory, and the disk space, of one."""
+"""Many questions about one document need the memory and disk space of only one."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +104,7 @@ def test_prefixes_take_no_more_memory_than_they_count():
 
 
 def test_questions_about_one_document_share_its_entries(document):
-    """The limit is the room of two documents, and another document stays in the cache throughout."""
+    """The limit has room for two documents. The other document stays in the cache throughout."""
     text, facts = document
     with serving(policy=SPARSE) as served:
         prefixes, other = served.engine.prefixes, f"Another one. {text}"
@@ -118,7 +118,7 @@ def test_questions_about_one_document_share_its_entries(document):
 
 
 def test_a_clock_in_the_system_prompt_is_reported_once_with_advice(served, caplog):
-    """Another prompt, or a change in the last line, is not reported."""
+    """A different prompt or a change in the last line is not reported."""
     rules = "".join(f"Rule {n} is that the garden is behind the house.\n" for n in range(20))
     prompts = [f"Time: 10:0{n}\n{rules}" for n in range(3)]
     prompts += [f"Rules\nIt is {day}day.\n{rules}" for day in ("Mon", "Tues")]

@@ -1,4 +1,4 @@
-"""Prefixes outlive the server in files; damaged and foreign files are not used."""
+"""Prefixes in files outlive the server. Damaged and foreign files are not used."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ONE, OTHER = list(range(40)), list(range(20, 60))
 
 
 def known(url, document, *numbers, **fields):
-    """Ask a question after others with their answers; assert the answer and return the number of cached tokens."""
+    """Ask a question after others and their answers. Assert the answer, and return the number of cached tokens."""
     text, facts = document
     said = [text + "\n\n"]
     for number in numbers:
@@ -32,7 +32,7 @@ def known(url, document, *numbers, **fields):
 
 
 def is_private(folder):
-    """Return whether only the owner can open the folder and the files in it."""
+    """Return whether only the owner can access the folder and the files in it."""
     return not any(path.stat().st_mode & 0o077 for path in (folder, *folder.rglob("*")))
 
 
@@ -56,7 +56,7 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
 
 
 def test_a_killed_servers_conversation_continues_from_compressed_entries(document, tmp_path):
-    """Only the conversation itself continues from them; another question of the document does not."""
+    """Only the conversation itself can continue from them, but not another question about the document."""
     policy, bits = "keydiff:budget=256,block=64", ("--kv-bits", "8", "--kv-group-size", "32")
     flags = ("--policy", policy, *bits, "--prefix-dir", str(tmp_path))
     with served_process(*flags) as (url, process):
@@ -84,7 +84,7 @@ def test_all_options_that_change_entries_are_part_of_a_prefix_identity():
 
 
 def test_a_killed_servers_entries_in_files_are_used_unless_they_are_damaged(document, tmp_path):
-    """Damage is found when a request first reads the entries; the request is still answered."""
+    """Damage is found when a request first reads the entries. The request is still answered."""
     flags = ("--sparse", "budget=256", "--store", "file", "--prefix-dir", str(tmp_path))
     none_in_memory = ("--prefix-bytes", "1")
     with served_process(*flags, *none_in_memory) as (url, process):
@@ -119,7 +119,7 @@ def written(files, model, *prompts):
 
 
 def n_known(files, tokens):
-    """Return how many of these tokens the caches of a file have read."""
+    """Return how many of these tokens the caches in a file have read."""
     n, file = longest_prefix(files.prefixes, as_ids(tokens))
     return n if file and files.read(file) else 0
 
@@ -144,7 +144,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
 
 
 def test_unfinished_files_of_a_killed_server_are_deleted_and_newer_ones_stay(model, tmp_path):
-    """They would stay for good, and --prefix-dir-bytes does not count them. Newer ones may be another server's."""
+    """They would stay forever, uncounted by --prefix-dir-bytes. Newer files may belong to another server."""
     name = "0" * 32
     left = [".0123456789ab.part", f"{name}-0123456789ab.entries/0.keys"]
     others = ["notes.entries/0", ".ba9876543210.part", "mine-0123456789ab.entries/0.keys"]

@@ -1,4 +1,4 @@
-"""The recipes of docs/server.md run as printed, except for the port."""
+"""The recipes in docs/server.md work as printed, except for the port."""
 
 import json
 import random
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 @pytest.fixture(scope="module")
 def recipes():
-    """Yield a function of a language that returns the page's blocks in it, with a running server's address."""
+    """Yield a function that returns the page's code blocks in a language, with a running server's address."""
     with serving() as (url, _):
         text = PAGE.read_text(encoding="utf-8").replace("http://127.0.0.1:8080", url)
         yield lambda language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)

@@ -1,4 +1,4 @@
-"""OpenAI's responses, called by OpenAI's own client."""
+"""OpenAI's Responses API, called by OpenAI's own client."""
 
 import json
 
@@ -26,7 +26,7 @@ def ask(client, given, **options):
 
 
 def streamed(client, given, **options):
-    """Return the events of a stream, and its final response."""
+    """Return a stream's events and its final response."""
     with client.responses.stream(model="gpt-5-codex", input=given, **options) as stream:
         return list(stream), stream.get_final_response()
 

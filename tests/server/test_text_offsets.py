@@ -1,4 +1,4 @@
-"""Where tokens begin in an answer's text."""
+"""Where each token starts in an answer's text."""
 
 from mlx_snapkv.server.openai.text_offsets import TextOffsets
 

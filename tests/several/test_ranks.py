@@ -1,4 +1,4 @@
-"""Two processes that share a model keep the entries that one process keeps, and give the answers that it gives."""
+"""Two processes that share a model keep the same entries and give the same answers as one process."""
 
 import json
 import subprocess

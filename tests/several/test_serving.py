@@ -38,7 +38,7 @@ def about(n):
 
 
 def conversation(client):
-    """Ask as two clients at once, then a follow-up, a sampled answer with a stop text, and a constrained answer.
+    """Ask as two clients at once, then send a follow-up, a sampled request with a stop string, and a constrained one.
 
     Return the choices of all answers, and the entries kept for the follow-up.
     """

@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 
 
 def means_by_numpy(entries, of, n):
-    """Return the clusters' means `(H, n, D)` in float64; a cluster without entries has NaN."""
+    """Return the cluster means `(H, n, D)` in float64. Clusters without entries have NaN."""
     entries, of = np.array(entries[0], np.float64), np.array(of[0])
     members = of[:, None] == np.arange(n)[:, None]
     with np.errstate(invalid="ignore"):
@@ -43,7 +43,7 @@ def test_means_equal_the_means_of_the_clusters_entries():
 
 
 def test_similar_keys_are_in_one_cluster_wherever_they_are():
-    """Keys of four directions alternate; each cluster must have keys of one direction."""
+    """Keys of four directions alternate. Each cluster must contain keys of one direction only."""
     n, kinds = 4 * CLUSTER_SIZE, mx.arange(4 * CLUSTER_SIZE) * 7 % 4
     keys = 10 * mx.eye(D)[kinds][None, None] + 0.1 * normal(1, 1, n, D)
     found = clusters_of(Entries(keys, keys))
@@ -60,7 +60,7 @@ def test_a_text_may_be_shorter_than_a_cluster_or_a_little_longer(n):
 
 
 def test_clusters_grow_with_the_text():
-    """Clusters of whole blocks stay; later entries are clustered again."""
+    """The clusters of complete blocks stay the same, and later entries are clustered again."""
     n = 2 * BLOCK_SIZE + 700
     entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
     every = clusters_of(entries)

@@ -21,7 +21,7 @@ PACKED = pack(normal(1, 2, N, 32), Quantization(4, 32))
 
 @pytest.fixture(autouse=True, scope="module")
 def few_in_memory():
-    """Keep the first 16 rows, and up to 8 of the last, in memory."""
+    """Keep only the first 16 rows, and up to 8 of the last, in memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growing_rows, "ENTRIES_IN_MEMORY", 16)
         patch.setattr(growing_rows, "ENTRIES_MOVED", 8)
@@ -77,7 +77,7 @@ def test_spans_end_where_rows_are_stored_elsewhere():
 
 @given(st.data())
 def test_rows_can_be_truncated_and_appended_again(data):
-    """A copy is independent, also of later rows; copies share their file."""
+    """A copy is independent, even of rows added later, although copies share their file."""
     found, wanted = held(PLAIN, 0), np.array(PLAIN)[:, :, :0]
     kept = []
     for _ in range(data.draw(st.integers(1, 6))):

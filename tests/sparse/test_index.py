@@ -18,13 +18,13 @@ KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a 
 
 @pytest.fixture
 def low_rank():
-    """Return keys that vary only in half of the directions, the number that the index holds, and queries."""
+    """Return keys that vary in only half of the directions, as many as the index stores, and queries."""
     keys = normal(B, H, T, D // 2) @ normal(B, H, D // 2, D, seed=1) + normal(B, H, 1, D, seed=2)
     return keys, normal(B, H * GROUPS, 5, D, seed=3)
 
 
 def asking(queries) -> Queries:
-    """Return the queries with positions after all keys."""
+    """Return the queries at positions after all keys."""
     return Queries(queries, range(T, T + queries.shape[2]), scale=1.0)
 
 
@@ -33,7 +33,7 @@ def logits(keys, queries):
 
 
 def lacking(logits):
-    """Return for each KV head how far each key is below the largest logit, for the query that is nearest."""
+    """Return, per KV head, each key's smallest distance from the largest logit over all queries."""
     return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
 
 
@@ -59,7 +59,7 @@ def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256, 576])
 def test_heads_may_have_any_size(head_dim):
-    """Components are padded to a number that MLX can multiply."""
+    """Components are padded to a size that MLX can multiply."""
     keys, queries = normal(1, 2, T, head_dim), normal(1, 4, 1, head_dim, seed=1)
     index = KeyIndex(keys)
     index.append(keys)
@@ -73,7 +73,7 @@ def test_heads_may_have_any_size(head_dim):
 
 @pytest.fixture
 def few_in_memory(monkeypatch):
-    """Keep the codes of the first 256 keys, and of up to 128 of the last, in memory."""
+    """Keep only the codes of the first 256 keys, and of up to 128 of the last, in memory."""
     monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", 256)
     monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 128)
 
@@ -82,7 +82,7 @@ def few_in_memory(monkeypatch):
 def test_codes_in_a_file_rank_like_codes_in_memory(
     low_rank, few_in_memory, monkeypatch, logit_bytes
 ):
-    """All logits are held, or they are computed twice."""
+    """The logits either all fit into memory or are computed twice."""
     keys, queries = low_rank
     index, wanted = indexed(keys, queries, make_spill=SpillFile), indexed(keys, queries)
     assert index.nbytes < 0.8 * wanted.nbytes and index.codes.reads_allocate
@@ -105,7 +105,7 @@ def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
 
 
 def test_blocks_of_keys_rank_like_all_keys_at_once(low_rank, monkeypatch):
-    """The logits of a block are computed twice."""
+    """Each block's logits are computed twice."""
     keys, queries = low_rank
     index = indexed(keys, queries)
     whole = index.relevance(asking(queries), 550)
@@ -114,13 +114,13 @@ def test_blocks_of_keys_rank_like_all_keys_at_once(low_rank, monkeypatch):
 
 
 def alike(keys, query, index):
-    """Return the correlation of the index's relevance with the exact one."""
+    """Return the correlation between the index's relevance and the exact one."""
     found = np.array(index.relevance(asking(query), T))
     return np.corrcoef(found.ravel(), lacking(logits(keys, query)).ravel())[0, 1]
 
 
 def test_channels_are_weighed_by_the_size_of_queries():
-    """The keys vary most in channels in which queries are small."""
+    """The keys vary most in channels where queries are small."""
     varied = mx.arange(D) < D // 2
     keys = KEYS * mx.where(varied, 10.0, 1.0)
     queries = normal(B, H * GROUPS, 64, D, seed=1) * mx.where(varied, 0.01, 1.0)
@@ -129,14 +129,14 @@ def test_channels_are_weighed_by_the_size_of_queries():
 
 
 def test_the_best_keys_are_found_even_if_keys_vary_in_all_directions():
-    """Half of the directions are enough for this; a quarter of them in twice the bits would not be."""
+    """Half of the directions are enough. A quarter of the directions with twice the bits would not be."""
     found = indexed(KEYS, ONE).relevance(asking(ONE), T)
     for ours, wanted in zip(np.array(found)[0], lacking(logits(KEYS, ONE))[0]):
         assert len(set(np.argsort(-wanted)[:10]) & set(np.argsort(-ours)[:150])) >= 8
 
 
 def test_a_components_largest_values_are_represented():
-    """A few keys are far from the others, as the keys of a text's first tokens are."""
+    """A few keys are far from all others, like those of a text's first tokens."""
     keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * KEYS
     assert alike(keys, ONE, indexed(keys, ONE)) > 0.8
 

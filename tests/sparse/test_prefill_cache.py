@@ -1,4 +1,4 @@
-"""Chunks of a prompt that choose the pages they read: against float64 NumPy, and in models of all kinds."""
+"""Prompt chunks that choose the pages they read: against float64 NumPy, and in models of all kinds."""
 
 import functools
 
@@ -50,7 +50,7 @@ TOKENS = mx.array(np.random.default_rng(0).integers(1, 64, N + LAST_TOKENS))
 
 
 def sparse_caches(model, reach, store="memory", last_from=1 << 30):
-    """Return caches that choose, and the views of all entries from which they read."""
+    """Return caches that choose, and the views of all entries that they read from."""
     caches = make_caches(model, Sparse(store=store))
     views = []
     for layer in attention_layers(model, caches):
@@ -64,7 +64,7 @@ def sparse_caches(model, reach, store="memory", last_from=1 << 30):
 
 
 def read_by(model, caches, *ends):
-    """Read TOKENS in chunks that end at `ends`; return the logits of each chunk."""
+    """Read TOKENS in chunks that end at `ends`, and return each chunk's logits."""
     logits = []
     with recording(attention_classes(model)):
         for start, end in zip((0, *ends), ends):
@@ -74,7 +74,7 @@ def read_by(model, caches, *ends):
 
 
 def entries_and_queries(model):
-    """Return all keys and rotated queries of the first layer, which depend on no other token, and its scale."""
+    """Return all keys and rotated queries of the first layer, and its scale. They depend on no other token."""
     caches = make_caches(model, Sparse())
     layer = attention_layers(model, caches)[0]
     layer.cache_in(caches).observe(0, N, N)
@@ -84,9 +84,9 @@ def entries_and_queries(model):
 
 
 def chosen_pages(keys, queries, scale):
-    """Return the pages `(n_kv_heads, N_CHOSEN)` that the chunk from `START` on chooses.
+    """Return the pages `(n_kv_heads, N_CHOSEN)` chosen by the chunk that starts at `START`.
 
-    A page's rank is the largest share of attention that a sampled query of any head gives to the page's mean key.
+    A page is ranked by the largest share of attention that a sampled query of any head gives to its mean key.
     """
     keys, queries = np.float64(keys)[0], np.float64(queries)[0, :, START:N]
     asking = range(CHUNK_SIZE - 1, -1, -CHUNK_SIZE // RANKING_QUERIES)
@@ -110,7 +110,7 @@ def chosen_pages(keys, queries, scale):
 def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
     make, store, resident, monkeypatch
 ):
-    """Entries may be in memory or in files, and so may the means of all but a few pages."""
+    """Entries are in memory or in files. So are the means of all but a few pages."""
     if resident is not None:
         monkeypatch.setattr(growing_rows, "ENTRIES_IN_MEMORY", resident * PAGE_SIZE)
         monkeypatch.setattr(growing_rows, "ENTRIES_MOVED", 2 * PAGE_SIZE)
@@ -130,7 +130,7 @@ def test_a_chunk_reads_sink_window_and_the_pages_that_its_queries_choose(
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_pages_means_are_held_in_8_bits(dtype):
-    """Every number takes a byte, and 64 numbers share a scale and a bias of the keys' dtype."""
+    """Every number takes one byte, and groups of 64 share a scale and a bias in the keys' dtype."""
     model = make_llama(num_hidden_layers=1, head_dim=64)
     model.set_dtype(dtype)
     caches, (view,) = sparse_caches(model, REACH)
@@ -164,7 +164,7 @@ def test_means_that_can_not_be_quantised_are_held_unquantised():
 
 
 def test_attention_over_the_chosen_entries_equals_numpys():
-    """The chosen entries come first, then the chunk's own tokens, each of which sees the tokens up to itself."""
+    """The chosen entries are followed by the chunk's own tokens, each of which sees the tokens up to itself."""
     model = make_llama(num_hidden_layers=1)
     caches, _ = sparse_caches(model, REACH)
     read_by(model, caches, START)
@@ -219,7 +219,7 @@ FAMILIES = "llama qwen3_next gpt_oss gemma4_text minicpm3"
 
 @pytest.mark.parametrize("name", FAMILIES.split())
 def test_a_chunk_that_reads_more_is_nearer_to_the_full_cache(name):
-    """The logits of the chunk's own tokens are compared, at every position."""
+    """The logits of the chunk's own tokens are compared at every position."""
     model = make_model(name)
     full = read_by(model, make_prompt_cache(model), START, N)[1]
 
@@ -233,7 +233,7 @@ def test_a_chunk_that_reads_more_is_nearer_to_the_full_cache(name):
 
 
 def test_linear_states_read_each_token_once():
-    """States before the first sparse layer are exact; states after it are nearly the full cache's."""
+    """States before the first sparse layer are exact. Those after it are close to the full cache's."""
     model = make_model("qwen3_next")
     plain = make_prompt_cache(model)
     full = {layer.index for layer in attention_layers(model, plain)}
@@ -257,7 +257,7 @@ LONG = mx.array(np.random.default_rng(1).integers(1, 64, N + LAST_TOKENS + 3))
 
 
 def requested(model, tokens, cache=None, sparse=OPTIONS):
-    """Return a request that has read its prompt and not yet computed its first token."""
+    """Return a request that has read its prompt but not yet computed the first token."""
     config = CompressionConfig(Sparse.from_string(sparse))
     cache = make_prompt_cache(model) if cache is None else cache
     request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
@@ -272,7 +272,7 @@ def requested(model, tokens, cache=None, sparse=OPTIONS):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3n", "gemma4_text"])
 def test_the_last_queries_of_all_reading_layers_are_recorded(name):
-    """The answer's index and residual need them: one for each query head, in order."""
+    """The answer's index and residual need them, in order, one per query head."""
     model = make_model(name)
     request = requested(model, LONG)
     for layer in request.layers:
@@ -297,9 +297,9 @@ def test_the_last_queries_of_all_reading_layers_are_recorded(name):
     [(make_llama, "8bit"), (make_llama, "4bit"), (make_qwen, "file")],
 )
 def test_every_store_reads_the_prompt_alike(make, store, monkeypatch):
-    """Quantised entries are read and ranked in their few bits; entries in files equal entries in memory.
+    """Quantised entries are read and ranked without unpacking. Entries in files equal those in memory.
 
-    The test has no last tokens, because last tokens read everything only if entries are in memory.
+    The prompt's last tokens, which read everything only if entries are in memory, are disabled.
     """
     monkeypatch.setattr(request_plan, "LAST_TOKENS", 0)
     model = make(head_dim=32)
@@ -317,14 +317,14 @@ FOLLOW_UP = TOKENS[: CHUNK_SIZE + LAST_TOKENS]
 
 @functools.cache
 def after_follow_up(name, answer):
-    """Return log-probabilities after LONG, a token of the answer and FOLLOW_UP, computed with the full cache."""
+    """Return log-probabilities after LONG, an answer token and FOLLOW_UP, computed with the full cache."""
     whole = mx.concatenate([LONG, mx.array([answer]), FOLLOW_UP])
     return request_helpers.plain(make_model(name), whole, 1, prefill_step_size=CHUNK_SIZE)[0][1]
 
 
 @pytest.mark.parametrize("name, store", [("llama", "memory"), ("qwen3_next", "file")])
 def test_follow_ups_continue_from_a_prompt_that_was_read_sparsely(name, store):
-    """A follow-up chooses among the entries of earlier requests, as one request for the whole text would."""
+    """A follow-up chooses from the entries of earlier requests, like one request for the whole text."""
     model, reports = make_model(name), []
     options = {"max_tokens": 1, "on_report": reports.append}
 

@@ -1,4 +1,4 @@
-"""Unread entries as weighed means of clusters: against float64 NumPy, and in models."""
+"""Unread entries as weighted cluster means: against float64 NumPy, and in models."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ def normal(*shape, seed):
 
 
 def choosing(observed, quantization=None):
-    """Return a cache of `N` random entries, with its layer's keys and values."""
+    """Return a cache of `N` random entries, and its layer's keys and values."""
     layer = attention_layers(model := make_llama(), make_prompt_cache(model))[0]
     keys, values = normal(1, H, N, D, seed=1), normal(1, H, N, D, seed=2)
     # Entries of the second head with little attention get large values, so that means mislead.
@@ -54,7 +54,7 @@ def softmax(x):
 
 
 def read_by(logits, own):
-    """Return masks `(N,)` of the entries that a query with logits `(GROUP, N)` at position `own` reads and sees."""
+    """Return masks `(N,)` of the entries that a query reads and sees. It has position `own` and logits `(GROUP, N)`."""
     seen = np.arange(logits.shape[1]) <= own
     share = softmax(np.where(seen, logits, -np.inf)).mean(axis=0)
     stop = own - QUOTA.n_window
@@ -84,9 +84,9 @@ def k_means(keys):
 
 
 def output(query, keys, values, read, seen, pair):
-    """Return a head's attention `(head_dim,)` to read entries and to the means of clusters of unread entries.
+    """Return a head's attention `(head_dim,)` to read entries and to the cluster means of unread ones.
 
-    Entries after the prompt are in no cluster, because all of them are read.
+    Entries after the prompt belong to no cluster, because they are all read.
     """
     mass, temperature = pair
     logits, of = [keys[read] @ query], [values[read]]
@@ -103,7 +103,7 @@ def output(query, keys, values, read, seen, pair):
 
 @pytest.fixture
 def small_clusters(monkeypatch):
-    """Let a cluster have 16 entries on average, and a block three clusters."""
+    """Make clusters have 16 entries on average, and blocks three clusters."""
     monkeypatch.setattr(clusters, "CLUSTER_SIZE", 16)
     monkeypatch.setattr(clusters, "BLOCK_SIZE", BLOCKED)
     monkeypatch.setattr(clusters, "CLUSTERS_PER_BLOCK", BLOCKED // 16)
@@ -157,7 +157,7 @@ def test_factors_and_outputs_equal_the_reference(small_clusters, quantization):
 
 
 def test_clusters_of_whole_blocks_may_be_known(small_clusters):
-    """Later entries are clustered, and the factors equal those of clustering all entries."""
+    """Later entries are clustered, and the factors equal those after clustering all entries."""
     observed = Queries(normal(1, H * GROUP, M, D, seed=3) + 0.7, range(N - M, N), SCALE)
     cache, _, _ = choosing(observed)
     wanted = arrays(cache.ranking.residual)
@@ -174,7 +174,7 @@ def arrays(weighed):
 
 
 def test_clusters_of_whole_blocks_are_kept_for_the_next_turn(small_clusters, monkeypatch):
-    """Caches of entries in files hold them, and drop clusters of trimmed entries."""
+    """Caches with entries in files store the clusters, and drop those of trimmed entries."""
     model, made = make_llama(), mock.Mock(wraps=clusters.clusters_of)
     monkeypatch.setattr(token_ranking, "clusters_of", made)
     cache, known = make_prompt_cache(model), 0
@@ -220,7 +220,7 @@ def _alike(n_pages, seed):
 
 
 def moved(model, prompt, **options):
-    """Return the mean KL of predictions after a prompt to the full cache's predictions."""
+    """Return the mean KL divergence from the full cache's predictions after a prompt."""
 
     def logprobs(**more):
         said = itertools.cycle(range(5, 60))

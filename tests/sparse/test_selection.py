@@ -1,4 +1,4 @@
-"""Chosen positions equal the best positions of a stable sort by NumPy."""
+"""Chosen positions equal the best positions of a stable NumPy sort."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +9,7 @@ from mlx_snapkv.sparse.selection import best_positions
 
 
 def stable_best(scores: np.ndarray, k: int) -> set[int]:
-    """Return the `k` best positions of a row of scores. NaN and infinities come last; ties go to lower positions."""
+    """Return the `k` best positions in a row of scores. NaN and infinities sort last. Ties go to lower positions."""
     costs = np.where(np.isfinite(scores), -scores.astype(np.float64), np.inf)
     return {*np.argsort(costs, kind="stable")[:k].tolist()}
 

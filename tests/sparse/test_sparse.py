@@ -1,4 +1,4 @@
-"""Long answers: their oldest entries can be chosen like the prompt's, so that the entries read stay bounded."""
+"""Long answers: their oldest entries can be chosen like the prompt's, so that the number of entries read is bounded."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ def few_recent(monkeypatch):
 
 
 def choosing(model, quota):
-    """Return the caches of a prompt of `N` tokens, whose next tokens choose."""
+    """Return the caches of a prompt of `N` tokens. All further tokens choose what they read."""
     caches = make_caches(model, Sparse())
     for layer in attention_layers(model, caches):
         layer.cache_in(caches).layer = layer
@@ -56,7 +56,7 @@ def choosing(model, quota):
 
 
 def said(model, caches, tokens, together=1):
-    """Return the logits `(tokens, vocabulary)` of tokens that are read `together` at a time."""
+    """Return the logits `(tokens, vocabulary)` for tokens that are fed `together` at a time."""
     logits = []
     with recording(attention_classes(model)):
         for i in range(0, len(tokens), together):
@@ -66,13 +66,13 @@ def said(model, caches, tokens, together=1):
 
 
 def away(found, full):
-    """Return the mean KL of predictions."""
+    """Return the mean KL divergence of predictions."""
     found, full = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (found, full))
     return (mx.exp(full) * (full - found)).sum(axis=-1).mean().item()
 
 
 def test_the_entries_read_stay_bounded_in_a_long_answer(index, monkeypatch):
-    """The answer has 1,400 tokens. Reading less of it must change predictions little."""
+    """The answer has 1,400 tokens. Reading less of it must hardly change the predictions."""
     model, together = make_llama(), 8
     answer = mx.random.randint(0, 64, (1400,), key=mx.random.key(1))
     full = model(mx.concatenate([TOKENS[:N], answer])[None])[0, N:]
@@ -90,7 +90,7 @@ def test_the_entries_read_stay_bounded_in_a_long_answer(index, monkeypatch):
 
 
 def test_tokens_that_choose_all_entries_equal_the_full_cache(index, few_recent):
-    """Entries must be unchanged after the move from recent to chosen ones."""
+    """Entries must not change when they move from the recent window to the entries to choose from."""
     model = make_llama()
     full = make_prompt_cache(model)
     model(TOKENS[None, :N], cache=full)
@@ -104,7 +104,7 @@ def test_tokens_that_choose_all_entries_equal_the_full_cache(index, few_recent):
 
 
 def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries(few_recent, monkeypatch):
-    """NumPy computes the votes over prompt and answer. In one layer, keys depend on no other token."""
+    """NumPy computes the votes over prompt and answer. With a single layer, keys depend on no other token."""
     model = make_llama(head_dim=32, num_hidden_layers=1)
     caches, positions, gather = choosing(model, LITTLE), [], FullView.gather
     (cache,) = caches

@@ -1,4 +1,4 @@
-"""Entries that were read sparsely are marked in caches and files, so that they never pass for the full cache's."""
+"""Entries read sparsely are marked in caches and files, so that they are never mistaken for the full cache's."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ QUESTION = mx.arange(1, 6)
 
 @pytest.mark.parametrize("store", ["memory", "4bit", "file"])
 def test_every_store_and_file_knows_its_first_sparsely_read_entry(store, tmp_path):
-    """Earlier entries equal the full cache's."""
+    """The entries before it equal the full cache's."""
     model = make_llama(head_dim=64)
     sparse = Sparse.from_string(f"{OPTIONS},store={store}")
     caches, _ = prefill(model, TEXT, sparse=sparse)

@@ -1,4 +1,4 @@
-"""Caches that hold all entries in a store: they equal plain caches, and take the memory of a few entries or layers."""
+"""Caches with all entries in a store: they equal plain caches, and need memory for only a few entries or layers."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ SPARSE = Sparse(budget=64, n_sink=4, n_window=32, read="dense")
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
-    """A chunk and a token that chooses are measured. All 6 layers at once would take 6 times the memory."""
+    """A chunk and a token that chooses are measured. All 6 layers together would need 6 times the memory."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
     caches = [StoredKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
     for cache in caches:
@@ -114,7 +114,7 @@ CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 
 @given(CHUNKS, CHUNKS, st.booleans(), st.booleans())
 def test_chunks_moved_to_the_store_one_by_one_keep_all_entries(before, since, goes_back, in_file):
-    """Tokens that were undone must not change them either."""
+    """Undone tokens must not change them either."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
     cache = StoredKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
     n = feed(cache, rows, before)
@@ -132,7 +132,7 @@ def test_chunks_moved_to_the_store_one_by_one_keep_all_entries(before, since, go
 
 
 def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
-    """Late keys differ from early keys in other directions; an index made for early keys would not tell them apart."""
+    """Late keys differ from early keys in other directions. An index built for early keys could not tell them apart."""
     exact_up_to(monkeypatch, 50)
     few, values = rows_of(800, width=16)
     # Keys vary in three directions, fewer than an index holds, and late keys are shifted in another.
@@ -157,7 +157,7 @@ def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
 
 
 def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
-    """Trimmed keys leave the index, and restoring the cache restores the index."""
+    """Trimming the cache removes keys from the index, and restoring the cache restores the index."""
     exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))

@@ -1,4 +1,4 @@
-"""A store returns the entries that it was given: bit for bit, or as mx.quantize rounds them to fewer bits."""
+"""A store returns its entries bit for bit, or as mx.quantize rounds them to fewer bits."""
 
 import contextlib
 import copy
@@ -48,7 +48,7 @@ def assert_bits_equal(found, wanted):
 
 
 def assert_holds(store, rows):
-    """Assert through all methods of a store that it holds these rows."""
+    """Assert, using every method of a store, that it contains these rows."""
     n, how = rows[0].shape[2], store.quantization
     assert store.n_entries == n
     rows = [unpack(pack(x, how), how) for x in rows]
@@ -63,7 +63,7 @@ def assert_holds(store, rows):
 
 
 def saved(folder, rows):
-    """Return a store of these rows in named files, and the files' paths."""
+    """Return a store of these rows in named files, and the paths of the files."""
     files, n = [], rows[0].shape[2]
     for path, x in zip((folder / "keys", folder / "values"), rows):
         layout = Layout.of(x)
@@ -83,7 +83,7 @@ KINDS = [
 @settings(max_examples=30)
 @given(st.data())
 def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
-    """Steps come in any order and size; stores must be independent of each other."""
+    """Steps of any kind and size are taken in any order. Stores must be independent of each other."""
     rows = rows_of(20)
     in_book = kind == "saved"
     first = saved(tmp_path_factory.mktemp("book"), rows)[0] if in_book else holding(kind(how), rows)
@@ -145,7 +145,7 @@ def test_files_have_no_name_end_with_the_store_and_are_shared_by_copies(tmp_path
 
 
 def test_the_turns_of_a_conversation_use_the_same_files():
-    """Each turn's caches are a copy of the caches before, which are kept for undo."""
+    """Each turn's caches are a copy of the previous ones, which are kept for undo."""
     store, turns, wanted = FileStore(), [], rows_of(10)
     for seed in range(20):
         store = copy.deepcopy(store)

@@ -1,4 +1,4 @@
-"""The evaluation's loop: both settings, continued runs, independent questions and methods, and the tables."""
+"""The evaluation loop: both settings, continued runs, independent questions and methods, and the tables."""
 
 import itertools
 from dataclasses import replace
@@ -35,14 +35,14 @@ NAMES = {method.name: short for short, method in METHODS.items()}
 
 @pytest.fixture(scope="module")
 def asked(demo_tasks):
-    """Return the model, a data set with one document for each of two tasks, and the records of a run over it."""
+    """Return the model, a data set with one document for each of two tasks, and the records of a run."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["single", "two-links"], [768], 1, 3)
     return model, dataset, run(model, dataset, [*METHODS.values()], ANSWER_SETTINGS, Results({}))
 
 
 def test_the_tables_show_that_sparse_attention_answers_what_snapkv_loses(asked):
-    """A chain of links needs entries that no query votes for; sparse attention still finds them."""
+    """A chain of links needs entries that no query votes for. Sparse attention still finds them."""
     *_, records = asked
     found = {(NAMES[s["method"]], s["setting"]): s for s in summarise(records)}
     for setting in ANSWER_SETTINGS:
@@ -70,9 +70,9 @@ def test_known_questions_get_stream_generates_answers(asked, name):
 
 
 def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
-    """With a known question, the lookahead and one token more come before the compression.
+    """If the question is known, the lookahead and one more token are generated before the compression.
 
-    Documents are compressed before a later question comes. Sparse attention reads a later question as a turn.
+    Otherwise documents are compressed before the question arrives. Sparse attention reads a later question as a turn.
     """
     _, _, records = asked
     most = {"full": 0, "snapkv": 2, "ahead": 9, "sparse": 2}
@@ -92,7 +92,7 @@ def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
 
 
 def test_a_run_continues_where_it_stopped(asked, tmp_path):
-    """Only missing answers are asked for: the last two, and one in the middle."""
+    """Only the missing answers are generated: the last two, and one in the middle."""
     model, dataset, records = asked
     with Results(dataset.setting, tmp_path / "r.jsonl") as results:
         for record in [r for i, r in enumerate(records[:-2]) if i != 7]:
@@ -120,7 +120,7 @@ def test_an_uncompressed_prompt_never_counts_as_the_methods(demo_llama):
 
 
 def test_the_first_tokens_of_an_answer_can_be_given(demo_tasks):
-    """The reference is generate_step with a sampler that gives the tokens. They are not part of a record's answer."""
+    """The reference is generate_step with a sampler that returns these tokens. The recorded answer excludes them."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["single"], [768], 1, 1)
     document = dataset.make(dataset.places[0])
@@ -147,7 +147,7 @@ def test_the_first_tokens_of_an_answer_can_be_given(demo_tasks):
 
 
 def test_methods_of_sparse_attention_share_a_reading_of_the_document(demo_tasks, monkeypatch):
-    """Methods that share a reading give the answers of methods that read the document alone."""
+    """Methods that share a prefill give the same answers as methods that read the document on their own."""
     model, tokenizer = demo_tasks
     dataset = suite(tokenizer, ["two-links"], [768], 1, 2)
     methods = [method(f"sparse:budget={n},n_window=16,read_top_k=96") for n in (64, 96)]

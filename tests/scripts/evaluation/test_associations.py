@@ -1,4 +1,4 @@
-"""Facts whose questions share no word with them, and the heterogeneous texts that hide them."""
+"""Facts whose questions share no words with them, and the mixed texts that hide them."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ LENGTH = 1600
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with three essays and three files of code."""
+    """Return a folder with three essays and three code files."""
     made = tmp_path_factory.mktemp("texts")
     for kind, text in (("essays/{}.txt", ESSAY), ("code/{}.py", CODE)):
         for i in range(3):
@@ -52,13 +52,13 @@ def haystack(folder):
 
 
 def words(text):
-    """Return the content words of a text."""
+    """Return a text's content words."""
     found = re.findall(r"[a-z0-9]+", text.lower().replace("'s", ""))
     return {word for word in found if word not in STOP_WORDS}
 
 
 def shared(question, text):
-    """Return pairs of content words that may have one stem: the shorter one's first four letters begin the other."""
+    """Return pairs of content words that may share a stem: one starts with the shorter one's first four letters."""
     pairs = (sorted(pair, key=len) for pair in itertools.product(words(question), words(text)))
     return [pair for pair in pairs if pair[1].startswith(pair[0][:4])]
 
@@ -155,7 +155,7 @@ SPARSE = "sparse:budget=128"
 
 @pytest.fixture(scope="module")
 def records(demo_llama, haystack):
-    """Return a data set with one text of four facts, and the records of a run with it."""
+    """Return a data set with one text of four facts, and the records of a run on it."""
     model, tokenizer = demo_llama
     dataset = associations(tokenizer, haystack, ["contradicting"], [LENGTH * 2], [1])
     methods = [Method(setting_named(text)) for text in ("snapkv:budget=12.5%", SPARSE)]

@@ -1,4 +1,4 @@
-"""Data in kvpress's columns: files and folders, mistakes in rows, and the prompts made of rows."""
+"""Data in kvpress's columns: files and folders, mistakes in rows, and prompts built from rows."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def test_rows_of_one_context_are_one_document(tmp_path, name):
 
 
 def test_a_folder_of_files_gives_lengths_and_tasks(tmp_path):
-    """Folders name lengths; rows or files name tasks. `most` limits the documents of each."""
+    """Folders name lengths, and rows or files name tasks. `most` limits the documents per combination."""
     bare = {key: value for key, value in ROW.items() if key not in ("task", "answer_prefix")}
     rows = [ROW | {"context": f"Text {i}."} for i in range(3)]
     write(tmp_path / "4096" / "test-00000-of-00001.parquet", rows)
@@ -108,7 +108,7 @@ def test_an_unknown_task_and_a_missing_package_are_refused(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("template", [True, False])
 def test_the_prompt_equals_kvpresss(demo_llama, tmp_path, template):
-    """Context and question are in the user's turn, followed by the answer's prefix, and tokenized separately."""
+    """Context and question form the user's turn, the answer's prefix follows, and each part is tokenised separately."""
     tokenizer = demo_llama[1]
     documents, copy = read_columns(write(tmp_path / "d.jsonl", [ROW]))
     dataset = columns(tokenizer, documents, copy, template)

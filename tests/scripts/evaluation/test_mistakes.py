@@ -1,4 +1,4 @@
-"""A mistake is one line on stderr and exit code 2, before anything is read or written."""
+"""A mistake causes one line on stderr and exit code 2, before anything is read or written."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The tables of scores, made of hand-written records."""
+"""Score tables, built from handwritten records."""
 
 from evaluation.scores import summarise, tables
 
@@ -6,7 +6,7 @@ from mlx_snapkv.measure.methods import FULL_CACHE
 
 
 def records(task, method, scores, **more):
-    """Return a record for each document's answer to one question."""
+    """Return one record per document's answer to a question."""
     told = {"entries": None if method == FULL_CACHE else 64, "kv_bytes": None, "reason": None}
     fixed = {"task": task, "method": method, "setting": "known", "length": None, "question": 0}
     return [fixed | told | {"document": i, "score": x} | more for i, x in enumerate(scores)]

@@ -1,4 +1,4 @@
-"""The documents and questions of the evaluation's suite."""
+"""The documents and questions of the evaluation suite."""
 
 import random
 import re
@@ -14,7 +14,7 @@ def task(name, seed=0):
 
 
 def values(document, question):
-    """Return the values that the document gives to the question's subject, in order."""
+    """Return the values that the document gives for the question's subject, in order."""
     subject = question.question.removeprefix("What is the ").removesuffix("?").removesuffix(" now")
     return re.findall(rf"he {subject} is (?:now )?([^.]+)\.", document)
 
@@ -32,7 +32,7 @@ def test_documents_have_the_requested_length_and_questions(name, hidden, demo_ll
 
 @pytest.mark.parametrize("name", ["single", "look-alikes", "overwritten"])
 def test_the_document_contains_the_answer_to_its_questions(name):
-    """In "overwritten" an older value comes before the answer."""
+    """In "overwritten", an older value precedes the answer."""
     document, questions = task(name)
     assert len(questions) > 5
     for question in questions:

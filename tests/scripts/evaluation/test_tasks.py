@@ -1,4 +1,4 @@
-"""The documents of the needle task: where the needle is, and the text around it."""
+"""The needle task's documents: where the needle is, and the text around it."""
 
 import itertools
 
@@ -18,7 +18,7 @@ TASKS = {
 
 
 def questions(tokenizer, grid=None, **more):
-    """Return the depth and the question of each of a task's documents."""
+    """Return the depth and the question for each of a task's documents."""
     dataset = needle(tokenizer, grid or Grid([2048]), **more)
     return [(place["depth"], dataset.make(place).questions[0]) for place in dataset.places]
 

@@ -8,7 +8,7 @@ from mlx_snapkv.sparse.kernels import launch
 
 @pytest.fixture
 def shim(monkeypatch, tmp_path_factory):
-    """Let the kernels run on a CPU. All workers of a test run share the compiled kernels."""
+    """Make the kernels run on a CPU. All workers of a test run share the compiled kernels."""
     if COMPILER is None:
         pytest.skip("the shim needs g++ on Linux")
     folder = tmp_path_factory.getbasetemp()

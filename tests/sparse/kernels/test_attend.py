@@ -1,4 +1,4 @@
-"""`attend` and `merge` on a CPU, against a softmax in float64 over the items that a token reads."""
+"""`attend` and `merge` on a CPU, against a float64 softmax over the items that a token reads."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""If any one of their barriers is left out, the kernels give other results on the shim."""
+"""If any one of their barriers is removed, the kernels give different results on the shim."""
 
 import faulthandler
 import os
@@ -18,7 +18,7 @@ SEEDS = range(8)
 
 @pytest.fixture
 def launches(shim, monkeypatch):
-    """Return the launches of the four kernels for a token, with several rounds in every loop."""
+    """Return the launches of the four kernels for a token, with several iterations of every loop."""
     monkeypatch.setattr(launch, "MAX_SPLITS", 1)
     monkeypatch.setattr(launch, "SCORE_GROUPS", 2)
     assert self_test.found_difference(*VARIANTS[1]) is None
@@ -26,13 +26,16 @@ def launches(shim, monkeypatch):
 
 
 def barriers(name):
-    """Return the lines of a body with barriers of threadgroup memory; the shim does not order device memory."""
+    """Return the lines of a kernel body with threadgroup memory barriers. The shim does not order device memory."""
     lines = (BODIES / f"{name}.metal").read_text().splitlines()
     return [i for i, line in enumerate(lines, 1) if "mem_flags::mem_threadgroup" in line]
 
 
 def differs(launched, line, expected):
-    """Return whether a run without one barrier gives another result. It may read anywhere, so it is a process."""
+    """Return whether a run without one barrier gives a different result.
+
+    Such a run may read anywhere in memory, so it is a separate process.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""A token that the kernels attend for moves at most a fifth of the bytes that full attention reads."""
+"""For each token, the kernels move at most a fifth of the bytes that full attention reads."""
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +14,7 @@ SMALL = "queries", "projection", "params", "block_maxima"
 
 
 def attend(prompt):
-    """Let the kernels choose and attend for one query, with an index and means."""
+    """Make the kernels choose and attend for one query, with an index and means."""
     rng = np.random.default_rng(0)
     n_means = N // CLUSTER_SIZE
     ids = rng.integers(0, n_means, N).astype(np.uint16)

@@ -10,7 +10,7 @@ from mlx_snapkv.sparse.kernels.launch import SCORE_BLOCK, Shape, choose, params_
 
 
 def scored(queries, index, scale, n_groups):
-    """Return the outputs of `score`: the maxima of blocks, and the logits' distances below them."""
+    """Return the outputs of `score`: block maxima, and the distances of the logits from them."""
     n_heads, H, n = queries.shape[1], index.codes.shape[1], index.n
     n_blocks = -(-n // SCORE_BLOCK)
     params = params_of(
@@ -51,7 +51,7 @@ def test_logits_equal_float64(shim, head_dim, group, dtype, H, n, broken):
 
 
 def blocks(rng, kind, heads, n):
-    """Return outputs of `score` that are hard to choose from."""
+    """Return outputs of `score` that are hard cases for `select`."""
     n_blocks = -(-n // SCORE_BLOCK)
     maxima = (rng.standard_normal((heads, n_blocks)) * 3 + 50).astype(np.float32)
     below = -np.abs(rng.standard_normal((heads, n)) * 20)

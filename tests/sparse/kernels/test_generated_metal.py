@@ -1,6 +1,6 @@
 """The Metal source that MLX generates for each kernel has the right names, signature and address spaces.
 
-If clang is installed, it also checks the types.
+If clang is installed, its types are checked as well.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def test_the_signature_fits_the_body(name, variant, few):
 
 
 def clang():
-    """Return a command that runs clang, or None if it is not installed."""
+    """Return a command that runs clang, or None if clang is not installed."""
     if found := shutil.which("clang"):
         return [found]
     if importlib.util.find_spec("ziglang"):
@@ -78,7 +78,7 @@ def test_clang_rejects_a_pointer_to_another_address_space():
 
 
 def complaints(source):
-    """Return errors and warnings of clang, for which address spaces are attributes of C++."""
+    """Return clang's errors and warnings, with address spaces treated as C++ attributes."""
     instance = re.sub(r"\[\[host_name.*?\]\] \[\[kernel\]\] ", "", source)
     options = [
         "-x",
@@ -98,7 +98,7 @@ def complaints(source):
 
 
 def launches(function, *arrays):
-    """Return the operations in a function's graph, as they are on a Mac."""
+    """Return the operations in a function's graph, as on a Mac."""
     found = []
 
     def traced(*inputs):

@@ -1,4 +1,4 @@
-"""NVIDIA's compiler NVRTC accepts the kernels; it needs no GPU.
+"""NVIDIA's compiler NVRTC, which needs no GPU, accepts the kernels.
 
 `pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12` installs it.
 """

@@ -53,7 +53,7 @@ def test_without_a_gpu_the_kernels_are_not_used():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Let the self-test see a machine with Metal, on which the kernels fail."""
+    """Make the self-test see a machine with Metal on which the kernels fail."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     self_test._failure.cache_clear()

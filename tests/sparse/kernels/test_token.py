@@ -1,4 +1,4 @@
-"""Answers with the kernels, run on a CPU, equal answers by the plain path."""
+"""Answers computed with the kernels, run on a CPU, equal those of the plain path."""
 
 import mlx.core as mx
 import pytest
@@ -22,7 +22,7 @@ def answer(model, sparse=SPARSE):
 @pytest.mark.parametrize("residual", ["means", "none"])
 @pytest.mark.parametrize("indexed", [True, False], ids=["index", "no index"])
 def test_an_answer_by_the_kernels_equals_the_plain_paths(shim, indexed, residual, monkeypatch):
-    """Later tokens also choose older tokens of the answer, which are in another buffer."""
+    """Later tokens also choose older answer tokens, which are in another buffer."""
     exact_up_to(monkeypatch, 0 if indexed else 8192)
     monkeypatch.setattr(sparse_cache, "MAX_RECENT", 32)
     model = make_llama(head_dim=64)
