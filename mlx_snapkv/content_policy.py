@@ -1,4 +1,4 @@
-"""Builds the Content-Security-Policy header for HTML pages, which allows only their own scripts and styles."""
+"""Builds a Content-Security-Policy header that allows an HTML page only its own scripts and styles."""
 
 import re
 from base64 import b64encode

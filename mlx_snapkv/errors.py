@@ -20,7 +20,7 @@ class Option:
 
 
 class SnapKVError(ValueError):
-    """Base class for errors in this package: a request can't be carried out.
+    """Raised if a request can't be carried out. Base class of the package's errors.
 
     Args:
         message: a sentence, or a format string if there are `values`.

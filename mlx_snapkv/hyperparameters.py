@@ -241,7 +241,7 @@ class Hyperparameters:
         return checks
 
     def _require(self, name: str, is_allowed: bool, allowed: str) -> None:
-        """Raise SnapKVError with a description of the `allowed` values, unless `is_allowed`."""
+        """Raise SnapKVError, describing the `allowed` values, unless `is_allowed` is true."""
         if not is_allowed:
             got = getattr(self, name)
             raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")

@@ -18,7 +18,7 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
 
     Args:
         name: an absolute path, or a path relative to the current folder.
-        option: the option that was set to this name, to mention in the error message.
+        option: name of an option to mention in the error message.
 
     Raises: SnapKVError: there is no such home folder.
     """

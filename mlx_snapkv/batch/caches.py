@@ -53,11 +53,11 @@ class BatchCache(ABC):
     @property
     @abstractmethod
     def kind(self) -> tuple:
-        """Return a hashable kind. Requests whose caches have equal kinds can decode together."""
+        """Return a tuple that is equal for requests that can decode together."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return the largest number of entries that any request has or that a step reads for it."""
+        """Return the length of the longest request. If requests choose, count only the entries that a step reads."""
 
 
 class MlxBatchCache(BatchCache):
@@ -255,7 +255,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def kind(self) -> tuple:
-        """Return a kind that is equal for requests that can share arrays, and mlx-lm's single mask for all layers."""
+        """Return a kind such that requests of equal kinds can share arrays and mlx-lm's single mask."""
         member = self.members[0]
         n_next = member.n_after_next
         is_fixed = n_next == member.n_entries

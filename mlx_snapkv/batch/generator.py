@@ -70,8 +70,8 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict or the model is not supported. `insert` may raise it too, before it reads
-            anything.
+        SnapKVError: options conflict or the model is not supported. `insert` can raise it as well, before anything has
+            been read.
     """
 
     _old_wired_limit = None  # mlx-lm's `close` needs this even if `__init__` has failed

@@ -223,7 +223,7 @@ class Groups:
     """All groups of a generator, behind the interface of a single mlx-lm `GenerationBatch`.
 
     Attributes:
-        only_uncompressed: whether only requests whose prompts are not compressed yet may decode.
+        only_uncompressed: whether to decode only requests whose prompts are not compressed yet.
     """
 
     def __init__(self) -> None:

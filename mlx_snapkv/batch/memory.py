@@ -19,7 +19,7 @@ RESERVED_ANSWER = 2048
 
 
 class NeverFits(SnapKVError):
-    """A request exceeds the memory limit all by itself."""
+    """A request needs more memory than the limit allows, even on its own."""
 
 
 class Memory:

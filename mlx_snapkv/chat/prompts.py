@@ -39,7 +39,7 @@ class Rendering:
     """
 
     def __init__(self, tokenizer):
-        """Use a tokenizer, without its length warning."""
+        """Store the tokenizer, and turn off its length warning."""
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
         self._tokens_by_piece: dict[str, list[int]] = {}  # for the pieces of the last text
@@ -77,8 +77,8 @@ class Rendering:
     def _cuts(self) -> re.Pattern[str] | None:
         """Return a pattern that matches the special tokens before which text can be split, or None.
 
-        Only special tokens of the chat template are considered. A token qualifies if its text is always encoded as this
-        token, whatever the surrounding text is.
+        Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as this
+        token, regardless of the surrounding text.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None

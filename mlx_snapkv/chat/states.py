@@ -95,12 +95,12 @@ def load(
 def _resumed_setting(
     path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
 ) -> Setting | None:
-    """Return the setting for continuing from a file, which is the file's own, or `policy` if the file has none.
+    """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
     If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
 
-    Raises: SnapKVError: the setting can't be used with the file's entries. If they are in files, only sparse attention
-        can read them. If some were evicted, sparse attention can't be used.
+    Raises: SnapKVError: the setting can't be used with the file's entries. Entries in files need sparse attention, and
+        a compressed prompt needs a policy.
     """
     named = policy if prompt.policy == NO_POLICY else prompt.policy
     setting = setting_named(named) if isinstance(named, str) else resolve_setting(policy=named)

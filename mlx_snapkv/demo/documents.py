@@ -1,4 +1,4 @@
-"""Synthetic documents, with facts hidden among filler sentences and questions about the facts.
+"""Synthetic documents that hide facts among filler sentences, and questions about these facts.
 
 The embedded models are trained on these documents, and `mlx-snapkv demo`, tests and measurements use them. All random
 choices come from a `random.Random`, so the text is determined by the seed.
@@ -138,7 +138,7 @@ def hide(
     while n_left >= 0:
         document.append(filler_sentence(rng))
         n_left -= count_tokens(" " + document[-1])
-    document.pop()  # The last sentence is too much. It is still drawn, so that seeds keep their texts.
+    document.pop()  # drawn only so that existing seeds keep giving the same texts
     if in_order:
         places = sorted(rng.randint(0, len(document)) for _ in hidden)
         # Each inserted sentence shifts the following places by one.

@@ -1,4 +1,4 @@
-"""Model wrappers for mlx-lm's generation loops, which hook into every model call."""
+"""Model wrappers that hook into the model calls of mlx-lm's generation loops."""
 
 import contextlib
 import math
@@ -70,7 +70,7 @@ class SplitCalls(WrappedModel):
 
 
 def _n_until_eviction(cache: LayerCache) -> float:
-    """Return how many tokens fit before the next eviction. If an eviction is already due, it happens first."""
+    """Return how many tokens fit before the next eviction, or after it if it is already due."""
     return cache.room if cache.room > 0 else cache.block
 
 

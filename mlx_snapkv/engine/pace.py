@@ -26,9 +26,9 @@ class Pace:
 
     Args:
         n_prompt: prompt length in tokens.
-        setup_in_tokens: number of sparse tokens that it takes to recoup the cost of building the index and the means.
-            Sparse attention is first tried after this many tokens. An answer that is already long is likely to
-            continue, so even without knowing its length, it takes at most twice as long as with the better mode.
+        setup_in_tokens: number of sparse tokens that it takes to make up for building the index and the means. Sparse
+            attention is first tried after this many tokens. This way, an answer of any length takes at most twice as
+            long as it would with the better mode.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
@@ -73,7 +73,7 @@ class Pace:
         return changes
 
     def _measure(self, seconds: float) -> None:
-        """Count a token, and update the time per token if enough tokens were timed since the last switch."""
+        """Count a token, and update the time per token if enough tokens have been timed since the last switch."""
         self._n_text += 1
         self._until_trial -= 1
         if self._to_skip:
@@ -86,7 +86,7 @@ class Pace:
 
     @property
     def _is_measured(self) -> bool:
-        """Return whether enough tokens were timed since the last switch."""
+        """Return whether enough tokens have been timed since the last switch."""
         return len(self._latest) == N_MEASURED
 
     def _begins_trial(self) -> bool:
@@ -95,7 +95,7 @@ class Pace:
         return self._is_trial
 
     def _ends_trial(self) -> bool:
-        """End a trial once enough tokens were timed. Return whether to switch back."""
+        """End a trial once enough tokens have been timed. Return whether to switch back."""
         if not self._is_measured:
             return False
         self._is_trial = False

@@ -143,9 +143,9 @@ class Request:
         extend(self._model, self.plan.sparse, [*chunks, *answer])
 
     def end(self) -> CompressionReport:
-        """Finish a sparse request that never switched to sparse tokens: move its entries to the store.
+        """Finish a request whose answer never used sparse attention.
 
-        Return the report.
+        Move its entries to the store, and return the report.
         """
         assert self._sparse_mode is not None
         self._sparse_mode.end(self.caches, self.report)

@@ -38,7 +38,7 @@ def require_known(tokens: mx.array, model: Any) -> None:
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
     """Check that all token ids are in `[0, size)`. Raises: SnapKVError.
 
-    MLX does not check them, and would read outside the embedding table.
+    MLX has no bounds check and would read outside the embedding table.
     """
     for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:

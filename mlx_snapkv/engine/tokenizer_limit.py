@@ -1,4 +1,4 @@
-"""Turns off the tokenizer's length warning. Kept separate from slow imports."""
+"""Turns off the tokenizer's length warning. This module has no slow imports."""
 
 
 def ignore_length_limit(tokenizer) -> None:

@@ -74,7 +74,7 @@ class AutoRequest:
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. With `store`, sparse attention is the only one."""
+        """Return the candidates for a prompt, best first. If `store` is set, the only one is sparse attention."""
         if self.store is not None:
             return (CompressionConfig(Sparse(store=self.store)),)
         configs = CANDIDATES[self.task]
@@ -91,7 +91,7 @@ class AutoRequest:
         return math.inf if predicted is None else predicted[0] / predicted[1]
 
     def completed(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Set a minimum prompt length on SnapKV if the prompts are not known yet. Return other candidates unchanged."""
+        """Return the candidate, with a minimum prompt length for SnapKV if the prompts are not known yet."""
         if self.n_prompt is None and candidate == SNAPKV:
             # The prompts may turn out to be short, and short prompts have little to evict.
             long_only = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
@@ -124,7 +124,7 @@ class Recommendation(NamedTuple):
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Return a callback that adds the recommendation, if there is one, to a report and passes it to `on_report`."""
+    """Wrap `on_report` so that the recommendation, if there is one, is added to the report first."""
 
     def receive(report: Any) -> None:
         if recommendation is not None:
@@ -186,7 +186,9 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
-    """Return the candidates for a prompt that would have an effect, best first. Short prompts also get the full cache.
+    """Return the candidates that would change how a prompt is read, best first.
+
+    For short prompts, the full cache comes before all others.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """

@@ -22,7 +22,7 @@ class BreakEven(NamedTuple):
     tokens: int | None = None
 
     def __str__(self) -> str:
-        """Return a predicate for "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
+        """Return words to follow "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
         where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""

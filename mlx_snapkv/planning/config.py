@@ -23,13 +23,13 @@ from .prompt_plan import require_step_size
 from .settings import Setting, resolve_setting
 
 METHODS = ("snapkv", "policy", "sparse")
-# Names of options that only sparse attention has, not SnapKV or mlx-lm.
+# Options that exist only for sparse attention, not for SnapKV or mlx-lm.
 SPARSE_ONLY = set(Sparse.options()) - set(SnapKV.options())
 
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """The setting of a request; see `generate_step`.
+    """The configuration of a request; see `generate_step`.
 
     Attributes:
         setting: policies or sparse attention, or None for the full cache.

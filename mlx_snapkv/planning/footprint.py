@@ -130,7 +130,7 @@ class Footprint:
         at_compression: int,
         stays: int = 0,
     ) -> Need:
-        """Add the other layers to the sizes for the layers that can be compressed.
+        """Estimate the memory of all layers, given the sizes for the compressible ones.
 
         Args:
             plan: the request's plan.

@@ -60,7 +60,7 @@ def this_machine() -> Machine:
 
 
 def mac(memory: int) -> Machine:
-    """Return a Mac with `memory` bytes, with the part that its GPU may use by default."""
+    """Describe a Mac with `memory` bytes, of which the GPU may use the default share."""
     usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
     return Machine(memory=memory, usable=usable)
 

@@ -61,8 +61,8 @@ def prefix_room(
 ) -> PrefixRoom:
     """Return the size of the prefix cache.
 
-    By default, the cache has room for at least one prompt as long as the model's context. It takes at most half of the
-    memory that the weights leave free, or half of the free disk space, so that requests have the other half.
+    By default, the cache has room for at least one prompt as long as the model's context, but it takes at most half of
+    the memory that the weights leave free, or half of the free disk space. Requests need the other half.
 
     Args:
         model: the served model.

@@ -9,7 +9,7 @@ from ..models.counts import experts_per_token, hidden_size
 
 
 def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
-    """Return how many entries a token can attend to per layer at `share` of the cost of its products with weights.
+    """Return the number of entries per layer at which attention costs `share` of a token's products with weights.
 
     The number is large for models in which attention is a small part of the work, such as large models, mixtures of
     experts and hybrids. The cost per entry is estimated from the attention module's weights, which is slightly too
@@ -17,7 +17,7 @@ def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
     """
     all_products = sum(_products(layer) for layer in model.layers)
     attention_products = sum(_products(reader) for layer in layers for reader in layer.readers)
-    # Attending to one entry takes about as many products as its attention module has weights per hidden dimension.
+    # The cost per entry is about the number of attention weights divided by the hidden size.
     return int(share * hidden_size(model) * all_products / attention_products)
 
 

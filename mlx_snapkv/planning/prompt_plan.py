@@ -19,7 +19,7 @@ ProgressCallback = Callable[[int, int], None]
 
 # mlx-lm's defaults:
 PREFILL_STEP_SIZE = 2048  # tokens per chunk
-MAX_TOKENS = 256  # answer length
+MAX_TOKENS = 256  # tokens per answer
 
 # Chunk sizes are multiples of this where possible. Quantised mixture-of-experts models reportedly fail at other
 # lengths.

@@ -297,8 +297,8 @@ def _planned(
 def _adapts(options: CompressionConfig) -> bool:
     """Return whether a request with sparse attention may fall back to reading all entries.
 
-    It may not if several Macs share the model, because all of them must decide alike. It may not outside the memory
-    store either, because other stores are slow at reading all entries.
+    This requires a single Mac, because several Macs would all have to make the same decision. It also requires that
+    entries are stored in memory, because other stores are slow at reading all entries.
     """
     sparse = options.sparse
     if sparse is None or sparse.store != "memory":

@@ -240,7 +240,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 
 
 def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
-    """Yield a function `(start, stop) -> rows` for a layer's keys, its values and, if it has an index, its codes."""
+    """Yield a function `(start, stop) -> rows` for each file of a layer: keys, values and, if indexed, codes."""
     for which in (KEYS, VALUES):
         yield partial(cache.store.stored, which)
     if cache.index is not None:

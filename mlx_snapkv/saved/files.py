@@ -36,7 +36,7 @@ FORMAT = 2
 SAMPLES = 64  # number of values per parameter that go into the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
-_NOTES, _TOKENS = "notes", "tokens"  # metadata written by `_packed`
+_NOTES, _TOKENS = "notes", "tokens"  # metadata encoded by `_packed`
 
 
 @dataclass

@@ -61,7 +61,7 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def open_writer(target: Path) -> Iterator[Any]:
-    """Open a writer for a new file that replaces `target` after the `with` block, with its checksum filled in.
+    """Open a writer for a new file. After the `with` block, its checksum is filled in and it replaces `target`.
 
     Raises: OSError: the file can't be written. An existing `target` is left unchanged.
     """
