@@ -1,4 +1,4 @@
-"""Make the tables of facts found, and missed, by questions that share no word with the fact."""
+"""Build the tables of facts found and missed if the question shares no word with the fact."""
 
 import itertools
 
@@ -7,11 +7,11 @@ from results_page import Row, load, measured, table
 from mlx_snapkv.measure.methods import FULL_CACHE
 from mlx_snapkv.measure.tables import grouped
 
-MOST_MISSED = 12  # missed facts that a page shows
+MOST_MISSED = 12  # missed facts shown on a page
 
 
 def associations() -> list[str]:
-    """Return the facts found, with a column for each method and setting, and how much of the full cache's is kept."""
+    """Return the facts found by each method and setting, and how many of the full cache's they include."""
     parts = load("associations")["parts"]
     lines = [line for part in parts for line in measured(part)]
     rows = [row | {"model": part["model"]} for part in parts for row in part["rows"]]
@@ -27,7 +27,7 @@ def associations() -> list[str]:
 def missed() -> list[str]:
     """Return facts that the full cache finds and a method misses, with the method's answer."""
     rows = [row for part in load("associations")["parts"] for row in part["missed"]]
-    # The first of each method in turn, so that no method fills the table.
+    # Take one fact from each method in turn, so that no method fills the table.
     turns = grouped(rows, "method", "setting").values()
     mixed = (row for turn in itertools.zip_longest(*turns) for row in turn if row)
     chosen = itertools.islice(mixed, MOST_MISSED)
@@ -41,7 +41,7 @@ def missed() -> list[str]:
 
 
 def _column(row: Row) -> str:
-    """Return a method's heading; sparse attention and the full cache have one setting only."""
+    """Return a method's heading. Sparse attention and the full cache have only one setting."""
     name = row["method"]
     if name == FULL_CACHE:
         return name
@@ -49,7 +49,7 @@ def _column(row: Row) -> str:
 
 
 def _found(row: Row) -> str:
-    """Return the number of facts found, and the share of those found by the full cache that are among them."""
+    """Return the number of facts found, and the share of the full cache's facts that they include."""
     if row["method"] == FULL_CACHE or not row["full"]:
         return str(row["found"])
     return f"{row['found']} ({row['kept'] / row['full']:.0%})"

@@ -4,7 +4,7 @@
     make bench-gpu MODEL=REPOSITORY
 
 A document hides a fact, and the prompt asks for it at the end. The full cache, SnapKV and sparse attention read the
-prompt and answer greedily. All answers have the same number of tokens: an end-of-answer token does not stop them.
+prompt and answer greedily. All answers have the same length, because end-of-answer tokens do not stop them.
 """
 
 import argparse
@@ -38,17 +38,17 @@ METHODS: dict[str, dict[str, Any]] = {
     f"SnapKV, {SHARE}": {"snapkv": SHARE},
     f"sparse, {SHARE}": {"sparse": f"{SHARE},when=always"},
 }
-FIRST = 4  # first tokens of an answer; later ones are decoded from the compressed cache
+FIRST = 4  # first answer tokens; later ones are decoded from the compressed cache
 COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
-ANSWERS = ["answer"]  # column of text, not numbers
+ANSWERS = ["answer"]  # text column, not numbers
 
 Row = dict[str, Any]
 
 
 def measured(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
-    """Answer a prompt with `n_tokens` tokens, and return the times, the memory and the tokens.
+    """Answer a prompt with `n_tokens` tokens, and return times, memory and tokens.
 
-    `read_seconds` is the time to the first token, plus the time that a selection of entries adds to the next tokens.
+    `read_seconds` is the time to the first token, plus the time by which selecting entries delays the next tokens.
     `token_seconds` is the median of the later tokens.
     """
     cache, reports = make_prompt_cache(model), []
@@ -86,7 +86,7 @@ def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
 
 
 def fits(model: Any, length: int, n_tokens: int) -> bool:
-    """Return whether the full cache of a prompt and its answer fits into memory; say so if it does not."""
+    """Return whether the full cache of a prompt and its answer fits in memory, and print a line if not."""
     peak, usable = Planner(model, max_tokens=n_tokens).plan(length).peak, this_machine().usable
     if peak > usable:
         say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
@@ -94,7 +94,7 @@ def fits(model: Any, length: int, n_tokens: int) -> bool:
 
 
 def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row]:
-    """Yield the figures of each method for a prompt of about `length` tokens, if the full cache fits into memory."""
+    """Yield each method's figures for a prompt of about `length` tokens, if the full cache fits in memory."""
     if not fits(model, length, n_tokens):
         return
     document, (fact, *_) = make_haystack(tokenizer, random.Random(0), 4, length)
@@ -145,7 +145,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 
 def main() -> None:
-    """Measure the model of the command line at each length, and print the tables."""
+    """Measure the requested model at each length, and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Measure random models with the shapes of an 8B model and of a 30B-A3B mixture of experts on this machine's GPU.
+"""Measure random models in the shapes of an 8B model and a 30B-A3B mixture of experts on this machine's GPU.
 
     make bench-shapes                   # the kernels' tests first; twelve minutes on an H200, 61 GB for the larger one
     python scripts/bench_shapes.py --shapes 8b --lengths 8192 32768
 
-Only shapes matter for speed, so that the weights are random numbers in bfloat16. Each prompt is answered twice by each
-method, because the first request may compile kernels. The table is printed, row by row, in Markdown.
+Only shapes matter for speed, so the weights are random bfloat16 numbers. Each method answers every prompt twice,
+because the first request may compile kernels. The table is printed row by row, in Markdown.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHAPES = {"8b": llama_8b, "30b-a3b": qwen3_30b_a3b}
 
 
 def with_random_weights(model: Any) -> Any:
-    """Replace all parameters of a model by random numbers in bfloat16, and return the model."""
+    """Replace all of a model's parameters with random bfloat16 numbers, and return the model."""
     model.update(
         tree_map(lambda x: mx.random.normal(x.shape, mx.bfloat16, scale=0.02), model.parameters())
     )
@@ -46,7 +46,7 @@ def with_random_weights(model: Any) -> Any:
 
 
 def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[list[str]]:
-    """Yield a row of the table for each length, method and request; lengths that don't fit into memory are skipped."""
+    """Yield a table row for each length, method and request. Lengths that don't fit in memory are skipped."""
     for length in lengths:
         if not fits(model, length, n_tokens):
             continue
@@ -61,7 +61,7 @@ def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[
 
 
 def as_cells(row: Row, full: Row) -> list[str]:
-    """Return the times of a request, with their ratios to those of the full cache, and the peak memory."""
+    """Return a request's times, each with its ratio to the full cache's, and its peak memory."""
     read, token = row["read_seconds"], row["token_seconds"]
     return [
         f"{read:.2f} s ({read / full['read_seconds']:.2f}x)",
@@ -71,7 +71,7 @@ def as_cells(row: Row, full: Row) -> list[str]:
 
 
 def main() -> None:
-    """Print the table of the shapes of the command line, row by row."""
+    """Print the table for the requested shapes, row by row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +83,7 @@ def main() -> None:
         parser.error(f"--tokens must be more than {FIRST}, got {args.tokens}")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        # The second request uses what the first has measured, as a user's does.
+        # The second request uses what the first one measured, as in normal use.
         os.environ[PATH_VARIABLE] = str(Path(folder, "speed.json"))
         for shape in args.shapes:
             say(f"making {shape}")

@@ -1,18 +1,18 @@
-"""Count the operations and waits of a prompt and of a decoded token, for each policy and for sparse attention.
+"""Count operations and waits per prompt and per decoded token, for each policy and for sparse attention.
 
     python scripts/count_operations.py
     python scripts/count_operations.py --tokens 32768
 
-The model is random. Operations are counted in the graphs that MLX is asked to compute, on the CPU, Metal or CUDA.
-Counts of a CPU are higher, because RoPE, norms and attention are several operations there and one on a GPU.
+The model has random weights. Operations are counted in the graphs that MLX evaluates, on the CPU, Metal or CUDA.
+Counts are higher on a CPU, where RoPE, norms and attention are several operations; on a GPU each is one operation.
 
-They are no times: a large operation counts as much as a small one. On a GPU an operation is a launch, or several: a
-sort of 32,768 numbers takes about ten. What only looks at an array otherwise (a slice, a reshape, a transposition)
-launches nothing and is not counted.
+Counts are not times: a large operation counts as much as a small one. On a GPU, an operation is one or more launches: a
+sort of 32,768 numbers takes about ten. Views of an array (a slice, a reshape, a transposition) launch nothing and are
+not counted.
 
 A wait is a call that makes Python wait for the device: `mx.eval`, `item`, `tolist`, or a conversion to a number or to
-NumPy. It counts even if the array has been computed before. mlx-lm's own loop waits once for each chunk of a prompt,
-and once for its first token. `mx.async_eval` is no wait, though MLX may hold it back while the device is far behind.
+NumPy. It counts even if the array is already computed. mlx-lm's own loop waits once for each chunk of a prompt,
+and once for its first token. `mx.async_eval` is not a wait, although MLX may delay it if the device is far behind.
 """
 
 import argparse
@@ -72,11 +72,11 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Counts:
-    """What a block of code asks of the device.
+    """Operations and waits of a block of code.
 
     Attributes:
-        operations: how many operations of each kind are computed.
-        waits: how often Python waits.
+        operations: number of operations of each kind.
+        waits: number of times that Python waits.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -84,12 +84,12 @@ class Counts:
 
     @property
     def sorts(self) -> int:
-        """Return the number of sorts among the operations."""
+        """Return the number of sorts."""
         return sum(self.operations[name] for name in SORTS)
 
 
 def operations(*arrays: Any) -> Counter[str]:
-    """Return the operations that are launched to compute arrays, or trees of arrays."""
+    """Return the operations launched to compute arrays or trees of arrays."""
     dot = io.StringIO()
     mx.export_to_dot(dot, *arrays)
     names = [label.split()[0] for label in re.findall(r'\[label ="([^"]+)"', dot.getvalue())]
@@ -98,7 +98,7 @@ def operations(*arrays: Any) -> Counter[str]:
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Yield counts, to which the operations and waits of the block are added."""
+    """Count the operations and waits in the block, and yield the counts."""
     counts = Counts()
 
     def counting(function: Callable[..., Any], waits: int) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def counted() -> Iterator[Counts]:
 
 
 def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, Counts]:
-    """Return the counts of reading a prompt, and of the step at its end that compresses it or makes an index."""
+    """Return the counts for reading a prompt, and for the step at its end that compresses it or builds an index."""
     options: dict[str, Any] = {"prefill_step_size": PREFILL_STEP_SIZE}
     if not method:
         with counted() as reading:
@@ -141,7 +141,7 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
 
 
 def contenders(n: int) -> list[Contender]:
-    """Return what a token may be decoded from after `n` tokens, the full cache first."""
+    """Return the caches that a token may be decoded from after `n` tokens, with the full cache first."""
     policies = [
         Compress(SnapKV(budget="6.25%")),
         Sparse(budget="6.25%", residual=None),
@@ -152,18 +152,18 @@ def contenders(n: int) -> list[Contender]:
 
 
 def count_token(model: Any, contender: Contender, n: int) -> Counts:
-    """Return the counts of one token that is decoded after `n`."""
+    """Return the counts for one token that is decoded after `n` tokens."""
     cache = decoding_cache(model, contender, n)
     token = mx.zeros((1, 1), mx.int32)
     with observing_queries(model, cache):
-        mx.eval(model(token, cache=cache))  # a buffer may grow
+        mx.eval(model(token, cache=cache))  # a buffer may grow in the first step
         with counted() as counts:
             mx.async_eval(model(token, cache=cache))
     return counts
 
 
 def prompts_table(model: Any, n: int, n_layers: int) -> Table:
-    """Return the counts of a prompt of `n` tokens by method."""
+    """Return the counts for a prompt of `n` tokens, by method."""
     operations = "operations per layer"
     columns = ["prompt", f"{operations}, read", f"{operations}, at the end"]
     table = Table("", "", [*columns, "waits, read", "waits, at the end"])
@@ -176,7 +176,7 @@ def prompts_table(model: Any, n: int, n_layers: int) -> Table:
 
 
 def tokens_table(model: Any, n: int, n_layers: int) -> Table:
-    """Return the counts of a token that is decoded after `n` tokens, by what it reads."""
+    """Return the counts for a token that is decoded after `n` tokens, by contender."""
     table = Table("", "", ["token", "operations per layer", "sorts per layer", "waits"])
     for contender in contenders(n):
         counts = count_token(model, contender, n)
@@ -186,7 +186,7 @@ def tokens_table(model: Any, n: int, n_layers: int) -> Table:
 
 
 def main() -> None:
-    """Print how many operations a prompt and a token launch, for each contender."""
+    """Print how many operations a prompt and a token launch, for each method and contender."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

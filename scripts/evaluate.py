@@ -16,10 +16,10 @@ from mlx_snapkv.cli.command import Command, with_options
 
 
 class ScriptCommand(Command):
-    """A command that only its own command line sets: a measurement is the same on every machine."""
+    """A command that ignores variables and config.toml, so that a measurement is the same on every machine."""
 
     def config_values(self, ctx: Any) -> dict[str, Any]:
-        """Return no values: variables and config.toml are ignored."""
+        """Return no values."""
         return {}
 
 

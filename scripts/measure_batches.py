@@ -1,4 +1,4 @@
-"""Measure batches of prompts: mlx-lm's with full caches, and ours with compressed caches.
+"""Measure batches of prompts, with mlx-lm's full caches and with compressed caches.
 
 python scripts/measure_batches.py                    # writes docs/batches.json; then: make docs
 """
@@ -37,7 +37,7 @@ def generator(model, contender: Contender, batch: int) -> BatchGenerator:
 
 
 def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
-    """Answer a batch of prompts; return the seconds until the end and until each first token, and peak memory."""
+    """Answer a batch of prompts. Return the total seconds, the seconds to each first token, and peak memory."""
     prompts: list[Any] = [random_prompt(length).tolist() for _ in range(batch)]
     caches = [make_prompt_cache(model) for _ in prompts]
     first: dict[int, float] = {}
@@ -55,9 +55,9 @@ def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
 
 
 def decoding_together(model, length: int, batch: int, contender: Contender, steps: int) -> Row:
-    """Decode a batch of caches with random entries; return tokens per second by the median step, and their bytes."""
+    """Decode from a batch of random caches. Return tokens per second (from the median step) and KV bytes."""
     cache = decoding_cache(model, contender, length)
-    limit = 2 * batch + WARM_UP + steps  # tokens, so that no request ends during the measurement
+    limit = 2 * batch + WARM_UP + steps  # tokens; no request may end during the measurement
     seconds: list[float] = []
     with contextlib.closing(generator(model, contender, batch)) as running:
         running.insert([[1]] * batch, [limit] * batch, caches=[cache] * batch)
@@ -73,7 +73,7 @@ def decoding_together(model, length: int, batch: int, contender: Contender, step
 
 
 def main() -> None:
-    """Measure each size of a batch with the full cache and with SnapKV, and add the rows."""
+    """Measure each batch size with the full cache and with SnapKV, and add the rows."""
     parser = shared_options(__doc__, "batches")
     parser.set_defaults(models=["demo"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])

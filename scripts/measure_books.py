@@ -1,10 +1,10 @@
-"""Measure a book: a long prompt whose entries are in files, and questions about it, one after the other.
+"""Measure a book: a long prompt whose entries are in files, followed by several questions about it.
 
     python scripts/measure_books.py                      # writes docs/books.json; then: make docs
     python scripts/measure_books.py --lengths 1048576 --out build/books
 
-The book is measured at every length, the full cache at the first length, half of it and a quarter. The full cache comes
-last: on systems that report only the peak of a process, its memory would hide the memory of later cases.
+The book is measured at every length, and the full cache at the first length, half of it and a quarter. The full cache
+comes last: on systems that report only a process's peak memory, it would hide the memory of later cases.
 """
 
 import os
@@ -21,15 +21,15 @@ from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024, store="file")
-QUESTION = 32  # tokens of a question
+QUESTION = 32  # tokens per question
 ASKED = 3  # number of questions
 
-# Prompt tokens, name, entries that a chunk reads, options of the answer.
+# Prompt tokens, name, entries read per chunk, options for the answer.
 Case = tuple[int, str, int, dict[str, Any]]
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    """Return the cases in the order in which they are measured."""
+    """Return the cases in the order of measurement."""
     n, read = lengths[0], READS.reach(lengths[0]).most
     book = {"sparse": READS}
     return [
@@ -39,9 +39,9 @@ def cases(lengths: list[int]) -> list[Case]:
 
 
 def measure(model, case: Case) -> Row:
-    """Read a prompt of random tokens, ask questions after it, and return the figures.
+    """Read a random prompt, ask questions about it, and return the figures.
 
-    `question_seconds` is the median time to the first token of an answer.
+    `question_seconds` is the median time to an answer's first token.
     """
     length, name, entries, options = case
     cache = make_prompt_cache(model)

@@ -1,8 +1,8 @@
-"""Measure which facts of a document a conversation finds, one a turn, by store, number of bits and budget.
+"""Measure which facts in a document a conversation finds, one per turn, by store, number of bits and budget.
 
     python scripts/measure_facts.py                      # writes docs/facts.json; then: make docs
 
-All tokens of an answer are decoded from the compressed cache (`lookahead=0`). With a lookahead, the full cache would
+All answer tokens are decoded from the compressed cache (`lookahead=0`). With a lookahead, the full cache would
 give the short answers.
 """
 
@@ -24,8 +24,8 @@ from mlx_snapkv.sparse.stores import STORES
 
 SEED = 8_000_000
 SHARES = (8, 16, 32, 64)  # 1/SHARE of the entries are kept, or read
-SHARE = 16  # share in the tables that do not compare shares
-MIN_ENTRIES = 128  # entries read by a token of the answer, at least
+SHARE = 16  # share in all other tables
+MIN_ENTRIES = 128  # minimum number of entries that an answer token reads
 BLOCK = 256  # tokens between two evictions
 FEW_RECENT = "n_window=10%"  # facts are looked up anywhere in a document
 
@@ -35,7 +35,7 @@ class Way:
     """A row of a table: a conversation's setting, and its share of the entries.
 
     Attributes:
-        table: name of the table.
+        table: the table's name.
         name: the row's name.
         share: 1/share of the entries are kept, or read.
     """
@@ -54,7 +54,7 @@ def snapkv(entries: int) -> str:
 
 
 def sparse(entries: int, store: str = "memory") -> str:
-    """Return sparse options with which a token reads `entries`, and all entries stay in a store."""
+    """Return sparse options by which a token reads `entries` entries, with all entries in a store."""
     return f"budget={entries},when=always,store={store}"
 
 
@@ -84,7 +84,7 @@ def ways(tokens: int) -> Iterator[Way]:
 
 
 def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int) -> dict[str, Any]:
-    """Ask for the facts of several documents; return the number of right answers, bytes and seconds."""
+    """Ask for the facts in several documents. Return the number of right answers, bytes and seconds."""
     weights = tree_reduce(lambda n, array: n + array.nbytes, model.parameters(), 0)
     right, peak, first, later = 0, 0, [], []
     for n in range(documents):

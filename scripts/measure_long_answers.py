@@ -1,11 +1,11 @@
-"""Measure how far long answers are from the full cache's, by position; writes docs/long-answers.json and .png.
+"""Measure how far long answers are from the full cache's, by position. Writes docs/long-answers.json and .png.
 
     make real-models
     python scripts/measure_long_answers.py --models real-models/smollm2-135m-instruct; make docs
 
 Each method reads a text and a request for a summary or a program. Forced: the method is fed the full cache's own
-answer, and its predictions are compared with the full cache's. Free: the method writes its own answer, and the first
-token that differs from the full cache's answer is noted.
+answer, and its predictions are compared with the full cache's. Free: the method writes its own answer, and the position
+of the first token that differs from the full cache's answer is recorded.
 """
 
 import copy
@@ -29,8 +29,8 @@ from mlx_snapkv.measure.tables import grouped, put_figure
 from mlx_snapkv.measure.texts import Texts, frame_of
 from mlx_snapkv.planning.settings import setting_named
 
-SPAN = 64  # tokens whose mean is a point of the picture
-# Kind of an answer: the folder of its texts, and what is asked for.
+SPAN = 64  # tokens averaged for each point in the picture
+# Kind of answer -> folder of its texts, and the request.
 REQUESTS = {
     "summary": ("essays", "Write a detailed summary of the text above, paragraph by paragraph."),
     "program": (
@@ -43,7 +43,7 @@ REQUESTS = {
 def answers(
     model: Any, tokenizer: Any, reading: Reading, method: Method, full: Sequence[int]
 ) -> tuple[mx.array, list[int]]:
-    """Return a method's predictions of the full cache's answer, and the method's own answer.
+    """Return a method's predictions for the full cache's answer, and the method's own answer.
 
     Args:
         model: an mlx-lm model.
@@ -52,7 +52,7 @@ def answers(
         method: a policy or sparse attention.
         full: the full cache's answer.
 
-    Returns: log-probabilities `(m, vocab_size)` of the last `m` tokens of `full`; and the tokens of the free answer.
+    Returns: Log-probabilities `(m, vocab_size)` for the last `m` tokens of `full`, and the free answer's tokens.
     """
     reference = Reference(reading, full)
     if not method.shares_reading:
@@ -71,12 +71,12 @@ def compared(full: Sequence[int], expected: mx.array, found: mx.array, free: lis
 
     Args:
         full: the full cache's answer, `n` tokens.
-        expected: its log-probabilities `(n, vocab_size)`.
-        found: the method's, for the last tokens of the answer.
+        expected: the full cache's log-probabilities `(n, vocab_size)`.
+        found: the method's log-probabilities for the last tokens of the answer.
         free: the method's own answer.
 
-    Returns: lists of `kl` in nats and `same` (0 or 1) for the last tokens of the answer, its number of `tokens`, and
-        `differs`, the position of the first token that differs; `tokens` if none does.
+    Returns: Lists of `kl` in nats and `same` (0 or 1) for the last tokens of the answer; the answer's length `tokens`;
+        and `differs`, the position of the first token that differs.
     """
     expected = expected[-len(found) :]
     same = mx.argmax(expected, axis=-1) == mx.argmax(found, axis=-1)
@@ -87,11 +87,11 @@ def compared(full: Sequence[int], expected: mx.array, found: mx.array, free: lis
 
 
 def by_position(rows: Sequence[Row], longest: int) -> Iterator[Row]:
-    """Yield the mean `kl` and `same` of each span of positions, over the `n` tokens that answers have there."""
+    """Yield the mean `kl` and `same` for each span of positions, over the `n` tokens that answers have there."""
     for start in range(0, longest, SPAN):
         here = []
         for row in rows:
-            first = row["tokens"] - len(row["kl"])  # tokens before were decoded on all entries
+            first = row["tokens"] - len(row["kl"])  # earlier tokens were decoded on all entries
             judged = zip(range(first, row["tokens"]), row["kl"], row["same"])
             here += [(kl, same) for i, kl, same in judged if start <= i < start + SPAN]
         if here:
@@ -102,7 +102,7 @@ def by_position(rows: Sequence[Row], longest: int) -> Iterator[Row]:
 def measure(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], methods: Sequence[Method], most: int
 ) -> Iterator[Row]:
-    """Yield a row for each method: its figures by position, and where its free answers first differ."""
+    """Yield a row per method: its figures by position, and where its free answers first differ."""
     found: dict[str, list[Row]] = {method.name: [] for method in methods}
     for prompt in prompts:
         reading = read_once(model, prompt, [m.policy for m in methods if m.shares_reading])
@@ -118,7 +118,7 @@ def measure(
 
 
 def figure(rows: list[Row]) -> Any:
-    """Return matplotlib's figure: KL and share of equal tokens by position, with a column for each model and kind."""
+    """Return a matplotlib figure of KL and equal tokens by position, with one column per model and kind."""
     from matplotlib.figure import Figure
 
     columns = grouped(rows, "model", "kind")

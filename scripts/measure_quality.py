@@ -1,10 +1,10 @@
-"""Measure how compression changes answers, with real language models; writes docs/quality.json and .md.
+"""Measure how compression changes the answers of real language models. Writes docs/quality.json and .md.
 
     make real-models
     python scripts/measure_quality.py
     python scripts/measure_quality.py --only essays-smollm2 ruler-2048-smollm2
 
-Each part is one command of mlx-snapkv or of scripts/evaluate.py. Its records stay in build/quality, and a later run
+Each part is one command of mlx-snapkv or scripts/evaluate.py. Its records stay in build/quality, so that a later run
 continues from them.
 """
 
@@ -22,15 +22,15 @@ from mlx_snapkv.cli.results import write_result
 
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
-QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # takes a minute for a text, and three for a question
-RULER = REAL / "ruler"  # written by scripts/make_ruler.py, with a folder for each model
+QWEN = REAL / "qwen2.5-coder-1.5b-instruct"  # takes a minute per text, and three per question
+RULER = REAL / "ruler"  # written by scripts/make_ruler.py, with one folder per model
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "fwe")
 TASKS_QWEN = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "niah_multiquery")
 
 EVALUATE = "scripts/evaluate.py"
 SNAPKV, STREAMING = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
 KEYDIFF = "keydiff:budget=12.5%,schedule=once"
-FEW = (SNAPKV, STREAMING, KEYDIFF)  # where a method takes minutes
+FEW = (SNAPKV, STREAMING, KEYDIFF)  # for parts in which each method takes minutes
 PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
 POLICIES = (
     "snapkv:budget=25%",
@@ -48,12 +48,12 @@ BLOCKS = (
     *(f"{name}:budget=25%" for name in ("expected_attention", "keydiff", "lagkv", "streaming_llm")),
 )
 SPARSE = ("budget=6.25%", "budget=3.125%")
-# For tasks; a reading by itself takes as long as the full cache's.
+# Tasks measure only one, because each sparse setting needs its own pass over every prompt.
 SPARSE_TASKS = SPARSE[:1]
 
 
 def _each(option: str, values: Iterable[str]) -> list[str]:
-    """Return command-line words that give an option several values."""
+    """Return command-line words that repeat an option for each value."""
     return [word for value in values for word in (option, value)]
 
 
@@ -78,7 +78,7 @@ def _ruler(
     setting: str = "known",
     sparse: Iterable[str] = SPARSE_TASKS,
 ) -> list[str]:
-    """Return a command that asks RULER's questions about texts of a length."""
+    """Return a command that measures RULER tasks at one length."""
     data = str(RULER / model.name / str(length))
     words = [EVALUATE, "data", "--model", str(model), "--data", data]
     words += [*_each("--task", tasks), "--setting", setting]
@@ -89,7 +89,7 @@ def _ruler_qwen(length: int) -> list[str]:
     return _ruler(QWEN, length, FEW, TASKS_QWEN)
 
 
-# Name: a command, and the number of its texts, or of the questions of each of its tasks.
+# Name -> command, and its number of texts, or of questions per task.
 PARTS: dict[str, tuple[list[str], int]] = {
     "code-qwen": (_fidelity(QWEN, "code", FEW), 6),
     "essays-qwen": (_fidelity(QWEN, "essays", FEW), 6),
@@ -128,7 +128,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the parts of the command line, and write them beside the parts measured before."""
+    """Measure the requested parts, and write them together with the parts measured earlier."""
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="no suffix")

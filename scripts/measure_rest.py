@@ -1,12 +1,12 @@
-r"""Measure how far answers are from the full cache's, by the means used for unread entries; writes docs/rest.json.
+r"""Measure how far answers are from the full cache's, by the means used for unread entries. Writes docs/rest.json.
 
     make real-models
     python scripts/measure_rest.py
     python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \
         --documents 2 --out docs/rest-code; make docs
 
-Texts are joined, since few are long. A piece is read with the full cache. Then each method is fed the tokens that
-follow, and reads the same number of bytes for each token: entries chosen by an index of the keys, and means of the
+Texts are joined, because few are long. A piece is read with the full cache. Then each method is fed the tokens that
+follow, and reads the same number of bytes per token: entries chosen by an index of the keys, and means of the
 unread entries. The more means there are, the fewer entries are chosen.
 """
 
@@ -34,19 +34,19 @@ from mlx_snapkv.sparse import clusters, index
 from mlx_snapkv.sparse.options import CHUNK_SIZE
 
 FOLLOWING = 64  # tokens whose predictions are compared
-# Last tokens of a piece, which each method reads itself: the means are weighed for their queries.
+# A piece's last tokens. Each method reads them itself, because the means are weighted for their queries.
 LATEST = 64
 
 
 def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
-    """Group neighbouring keys; takes the place of `k_means`."""
+    """Group neighbouring keys. This function replaces `k_means`."""
     B, H, m, _ = keys.shape
     ids = (mx.arange(m) // clusters.CLUSTER_SIZE).astype(mx.uint16)
     ids = mx.contiguous(mx.broadcast_to(ids, (B, H, m)))
     return ids, clusters.mean_by_cluster(keys, ids, n)
 
 
-# Name: the function that groups entries, and the entries in a group; 0 for no means.
+# Name -> function that groups entries, and entries per group; 0 for no means.
 WAYS: dict[str, tuple[Callable, int]] = {
     "nothing": (clusters.k_means, 0),
     "pages of 256": (neighbours, 256),
@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[Callable, int]] = {
 
 
 def grouping(group: Callable, size: int) -> AbstractContextManager:
-    """Patch the residual to use means of `size` entries, grouped by `group`; do nothing if `size` is 0."""
+    """Patch the residual to use means of `size` entries grouped by `group`, or do nothing if `size` is 0."""
     if size == 0:
         return nullcontext()
     per_block = clusters.BLOCK_SIZE // size
@@ -65,7 +65,7 @@ def grouping(group: Callable, size: int) -> AbstractContextManager:
 
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
-    """Return log-probabilities `(n, vocab_size)` at the tokens that follow a prompt."""
+    """Return log-probabilities `(n, vocab_size)` for the tokens that follow a prompt."""
     tokens = itertools.chain(following, itertools.repeat(0))
     found = []
     options |= {"sampler": lambda _: mx.array([next(tokens)]), "max_tokens": len(following)}
@@ -76,7 +76,7 @@ def predictions(model, prompt: list[int], following: list[int], **options: Any) 
 
 
 def compare(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
-    """Yield the KL at the tokens that follow a piece, by method."""
+    """Yield the KL on the tokens after a piece, for each method."""
     cache = make_prompt_cache(model)
     read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK_SIZE})
     latest = tokens[-LATEST:]
@@ -94,7 +94,7 @@ def compare(model, tokens: list[int], following: list[int], share: float) -> Ite
 def pieces(
     tokenizer, folder: Path, length: int, documents: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return disjoint pieces of a folder's joined texts, each with the tokens that follow it."""
+    """Return disjoint pieces of a folder's joined texts, each with the tokens after it."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.*"))]
     tokens = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
     starts = range(0, len(tokens) - length - FOLLOWING + 1, length + FOLLOWING)
@@ -105,7 +105,7 @@ def pieces(
 def main() -> None:
     """Measure each model and length, and add a row for each kind of means."""
     numpy_attention.install()
-    index.EXACT_ENTRIES = 0  # an index ranks texts of any length
+    index.EXACT_ENTRIES = 0  # use an index for texts of any length
     parser = shared_options(__doc__, "rest")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")

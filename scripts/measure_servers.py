@@ -1,8 +1,8 @@
-"""Measure mlx-lm's server and ours with several clients at once.
+"""Compare mlx-lm's server with ours, with several concurrent clients.
 
     python scripts/measure_servers.py                    # writes docs/servers.json; then: make docs
 
-Each client asks a question about its own document, and then three more, each time with the whole conversation.
+Each client asks a question about its own document, then three more, and sends the whole conversation each time.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
 FOLLOW_UPS = 3  # questions after the first
-ANSWER = 64  # tokens of every answer; end-of-answer tokens are forbidden
+ANSWER = 64  # tokens per answer; end-of-answer tokens are forbidden
 NEVER = -100.0  # OpenAI's smallest logit_bias
-WAIT = 600  # seconds in which a server must start
+WAIT = 600  # seconds within which a server must start
 SERVERS = {
     "mlx_lm.server": ("mlx_lm", "server"),
     "ours, sparse": ("mlx_snapkv", "serve", "--sparse", "budget=6.25%"),
@@ -46,8 +46,8 @@ class Answer:
 
     Attributes:
         sent: time of the request.
-        pieces: times at which pieces of the answer came.
-        usage: the server's own counts.
+        pieces: arrival time of each piece of the answer.
+        usage: token counts reported by the server.
     """
 
     sent: float
@@ -57,10 +57,10 @@ class Answer:
 
 
 class Client:
-    """A client that asks for the facts of a document, one after the other."""
+    """A client that asks for a document's facts, one after the other."""
 
     def __init__(self, tokenizer: Any, seed: int, n_tokens: int):
-        """Make a document of `n_tokens` and the questions about it."""
+        """Generate a document of `n_tokens` tokens, and questions about it."""
         document, self._facts = make_haystack(
             tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens
         )
@@ -102,7 +102,7 @@ def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
 
 
 def write_float32(name: str, folder: Path) -> None:
-    """Write an embedded model in float32, for all servers; ours would load it so on a CPU anyway."""
+    """Write an embedded model in float32 for all servers. On a CPU, ours would convert it anyway."""
     shutil.copytree(MODELS[name], folder)
     file = str(folder / "model.safetensors")
     weights: Any = mx.load(file)
@@ -113,7 +113,7 @@ def write_float32(name: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(command: list[str], log: IO[str] | None = None) -> Iterator[tuple[str, int]]:
-    """Run a server during the block; yield its URL and process id. What it prints goes to `log`."""
+    """Run a server during the block. Yield its URL and process id, and write its output to `log`."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
@@ -135,7 +135,7 @@ def running(command: list[str], log: IO[str] | None = None) -> Iterator[tuple[st
 
 
 def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
-    """Return the number of tokens that come while all clients of a round receive an answer, and the seconds."""
+    """Count the tokens that arrive while all clients of a round receive answers. Return tokens and seconds."""
     tokens = seconds = 0.0
     for answers in rounds:
         begin = max(answer.pieces[0] for answer in answers)
@@ -149,13 +149,13 @@ def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
 
 
 def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
-    """Return the figures of a server with `n_clients`, each with a document of about `length` tokens."""
+    """Return a server's figures with `n_clients` clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     pool = ThreadPoolExecutor(n_clients)
     with running(command) as (url, pid), watched(pid) as held, pool:
-        # A server may load the model at its first request.
+        # A server may load the model on its first request.
         ask(url, [{"role": "user", "content": "Hello"}], {})
-        # All clients ask at once, and ask again when all have their answers.
+        # All clients ask at the same time, and ask again when all have their answers.
         ask_next = lambda client: client.ask(url)  # noqa: E731
         rounds = [list(pool.map(ask_next, clients)) for _ in range(1 + FOLLOW_UPS)]
 

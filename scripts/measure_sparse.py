@@ -1,11 +1,11 @@
-"""Measure the loss from reading a prompt sparsely, by the entries that a chunk chooses; writes docs/reading.json.
+"""Measure the loss from sparse prefill, by the entries that a chunk chooses. Writes docs/reading.json.
 
     make real-models
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 4096
     python scripts/measure_sparse.py --models MODEL; make docs
 
-A text is read with the full cache, and in chunks that choose entries. Then both read the following tokens from all of
-their entries, so only the reading differs. The answer to a needle is scored in the same way.
+A text is read with the full cache, and in chunks that choose entries. Then both decode the following tokens from all of
+their entries, so only the prefill differs. Answers to needle questions are scored in the same way.
 """
 
 import ast
@@ -42,7 +42,7 @@ def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case
 
 
 def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
-    """Return the tokens of a message and of the answer's first words, in the chat template if there is one."""
+    """Encode a message and the answer's first words, with the chat template if there is one."""
     if not tokenizer.has_chat_template:
         return tokenizer.encode(text + begun)
     message = {"role": "user", "content": text}
@@ -51,7 +51,7 @@ def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
 
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
-    """Yield questions of RULER's niah_single_2, with their answers."""
+    """Yield questions from RULER's niah_single_2, with their answers."""
     lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines[:documents]):
         prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
@@ -61,7 +61,7 @@ def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Cas
 
 
 def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
-    """Return log-probabilities `(n, vocab_size)` at the tokens after a prompt, read sparsely or with the full cache."""
+    """Return log-probabilities `(n, vocab_size)` for the tokens after a prompt, with a sparse or full prefill."""
     _, prompt, following = case
     if sparse is None:
         cache = make_prompt_cache(model)
@@ -72,7 +72,7 @@ def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
 
 
 def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield the KL and the share of right predictions, by the number of entries that a chunk chooses."""
+    """Yield the KL and the share of right predictions for each number of entries that a chunk chooses."""
     kind, _, following = case
     full = predictions(model, case, None)
     for top_k in top_ks:

@@ -1,4 +1,4 @@
-"""Models with the shapes of well-known ones. Their weights are random numbers, which nothing has computed yet."""
+"""Models in the shapes of well-known ones, with random weights that are not computed yet."""
 
 from typing import Any
 

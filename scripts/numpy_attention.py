@@ -1,10 +1,10 @@
-"""Run an mlx-snapkv command or a script with attention computed by NumPy, as quality is measured on a CPU.
+"""Run an mlx-snapkv command or a script with NumPy attention, to measure quality on a CPU.
 
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
     python scripts/numpy_attention.py scripts/evaluate.py data --model real-models/smollm2-135m-instruct ...
 
-MLX's CPU backend computes exponentials one by one: a softmax that takes it 75 ms takes NumPy 3 ms. A model of 135
-million parameters reads faster with NumPy in float32, and its log-probabilities change by less than 1e-4. Only scripts
+MLX's CPU backend computes exponentials one by one: a softmax takes MLX 75 ms and NumPy 3 ms. A model of 135
+million parameters runs faster with NumPy in float32, and its log-probabilities change by less than 1e-4. Only scripts
 that measure quality use this module; a Mac does not need it.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-MIN_LOGITS = 4096  # logits of a head, below which MLX is as fast
+MIN_LOGITS = 4096  # logits per head; with fewer, MLX is as fast
 
 _attention = mx.fast.scaled_dot_product_attention
 
 
 def attention(queries, keys, values, *, scale: float, mask: Any = None, **options) -> mx.array:
-    """Compute `mx.fast.scaled_dot_product_attention` by NumPy, for float32 arrays without sinks; else call MLX's."""
+    """Compute `mx.fast.scaled_dot_product_attention` in NumPy if arrays are float32 and have no sinks, else in MLX."""
     B, H, L, _ = queries.shape
     T = keys.shape[2]
     plain = queries.dtype == keys.dtype == mx.float32 and options.get("sinks") is None
@@ -42,7 +42,7 @@ def attention(queries, keys, values, *, scale: float, mask: Any = None, **option
 
 
 def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return a mask as an array `(B, n_heads, L, T)`: bool, true where hidden, or float32 to add to the logits."""
+    """Expand a mask to `(B, n_heads, L, T)`: bool, True where hidden, or float32 to add to the logits."""
     if mask is None:
         return None
     L, T = shape[-2:]
@@ -53,7 +53,7 @@ def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def install() -> None:
-    """Make MLX and mlx-lm use `attention`, unless they compute on a GPU."""
+    """Make MLX and mlx-lm use `attention`, unless MLX runs on a GPU."""
     if mx.default_device().type == mx.cpu:
         mx.fast.scaled_dot_product_attention = attention
 

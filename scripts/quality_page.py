@@ -1,4 +1,4 @@
-"""Make docs/quality.md from the results of `measure_quality.py`."""
+"""Build docs/quality.md from the results of `measure_quality.py`."""
 
 import textwrap
 from pathlib import Path
@@ -81,7 +81,7 @@ SETTINGS = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page, with a section for each part."""
+    """Return the page, with one section per part."""
     lines = ["# How far answers move", "", ABOUT, "", written_by(result), "", METHOD_SECTION]
     if is_measured("associations"):
         lines += [ASSOCIATIONS, *associations(), "", MISSED, *missed(), ""]
@@ -118,7 +118,7 @@ def _command(command: str) -> list[str]:
 
 
 def _fidelity(part: dict[str, Any]) -> list[str]:
-    """Return a table of KL and the share of equal tokens by policy, with a pair of columns for each setting."""
+    """Return a table of KL and the share of equal tokens by policy, with a pair of columns per setting."""
     cells = {(s["method"], s["setting"]): s for s in part["summary"]}
     settings = [s for s in SETTINGS if any(setting == s for _, setting in cells)]
     one = part["summary"][0]
@@ -136,7 +136,7 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
 
 
 def _figures(own: dict[str, Any] | None) -> dict[str, str]:
-    """Return the cells of a policy in a setting; empty if it was not measured."""
+    """Return a policy's cells for one setting, which are empty if it was not measured."""
     if own is None:
         return dict.fromkeys(("KL", "same", "scored"), "")
     scored = f"{own['judged'] / own['tokens']:.2f}"
@@ -146,7 +146,7 @@ def _figures(own: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _scores(part: dict[str, Any]) -> list[str]:
-    """Return tables of scores by task, and of the mean's paired difference to the full cache."""
+    """Return tables of scores by task, with the mean's paired difference from the full cache."""
     lines = []
     for (setting,), own in grouped(part["summary"], "setting").items():
         tasks = list(own[0]["by_task"])

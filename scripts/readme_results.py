@@ -1,4 +1,4 @@
-"""Make the README's tables of results: facts found, predictions and memory."""
+"""Build the README's results tables: facts found, predictions and memory."""
 
 from functools import cache
 from pathlib import Path
@@ -55,13 +55,13 @@ def results() -> list[str]:
 
 
 def named_parts() -> list[dict[str, Any]]:
-    """Return the results of docs/quality.json for the models in `NAMES`."""
+    """Return the parts of docs/quality.json for the models in `NAMES`."""
     named = [(NAMES.get(p["model"].rpartition("/")[2]), p) for p in load("quality")["parts"]]
     return [{**part, "model": name} for name, part in named if name]
 
 
 def _predictions() -> list[tuple[str, ...]]:
-    """Return the KL of texts, with a row for each model, kind of text and length."""
+    """Return the KL on texts, with one row per model, kind of text and length."""
     rows = []
     for part in named_parts():
         own = {s["method"]: s for s in part["summary"] if s["setting"] == "text"}
@@ -75,7 +75,7 @@ def _predictions() -> list[tuple[str, ...]]:
 
 
 def _scores() -> list[tuple[str, ...]]:
-    """Return RULER's scores with the question known, with a row for each model and length."""
+    """Return RULER's scores with the question known, with one row per model and length."""
     rows = []
     for part in named_parts():
         own = {s["method"]: s for s in part["summary"] if s["setting"] == "known"}
@@ -90,7 +90,7 @@ def _scores() -> list[tuple[str, ...]]:
 
 
 def _is_shown(own: dict[str, Any]) -> bool:
-    """Return whether both modes were measured."""
+    """Return whether both SnapKV and sparse attention were measured."""
     return {COMPARED["SnapKV"], COMPARED["sparse"]} <= own.keys()
 
 
@@ -111,14 +111,14 @@ def _conversation() -> tuple[str, ...]:
 
 @cache
 def _planner() -> Planner:
-    """Return the planner of a model in the shape of Llama 3.1 8B in bfloat16, whose weights are never computed."""
+    """Return a planner for a bfloat16 model in the shape of Llama 3.1 8B, whose weights are never computed."""
     model = llama_8b()
     model.set_dtype(mx.bfloat16)
     return Planner(model)
 
 
 def _memory() -> list[tuple[str, ...]]:
-    """Return the KV memory that `mlx-snapkv plan` computes, with a row for each context length."""
+    """Return the KV memory that `mlx-snapkv plan` computes, with one row per context length."""
     return [
         (
             f"{n:,} tokens",

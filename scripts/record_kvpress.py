@@ -1,11 +1,11 @@
 """Record which entries kvpress' presses keep on the embedded LLaMA, in `tests/fixtures/kvpress.npz`.
 
-Run it in an environment of its own, since kvpress needs other versions of torch and transformers:
+Run the script in its own environment, because kvpress needs other versions of torch and transformers:
 
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress==0.5.5
     /tmp/kvpress/bin/python scripts/record_kvpress.py
 
-The file has the token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression.
+The file contains the token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUT = ROOT / "tests" / "fixtures" / "kvpress.npz"
 TEXT = ROOT / "tests" / "fixtures" / "kvpress_prompt.txt"
 
 
-# policy/case: press, its options, entries kept
+# policy/case -> press, its options, entries kept
 CASES = {
     "snapkv/window32_kernel5": (SnapKVPress, {"window_size": 32, "kernel_size": 5}, 96),
     "snapkv/window16_kernel13": (SnapKVPress, {"window_size": 16, "kernel_size": 13}, 64),
@@ -52,7 +52,7 @@ for kept in (24, 96):
 
 
 def recording(press):
-    """Return the press, changed to record the scores that it computes, and the dict of these scores by layer."""
+    """Patch a press to record its scores. Return the press, and a dict of the scores by layer."""
     recorded, score = {}, press.score
 
     def recording_score(module, *args, **kwargs):
@@ -75,7 +75,7 @@ def main() -> None:
         "versions": np.array([version("kvpress"), version("transformers")]),
     }
     for name, (press_class, options, kept) in CASES.items():
-        # kvpress keeps int(T * (1 - ratio)) entries; half of one keeps rounding from losing one.
+        # kvpress keeps int(T * (1 - ratio)) entries; the extra half keeps rounding from losing one.
         press, recorded = recording(press_class(compression_ratio=1 - (kept + 0.5) / T, **options))
         with torch.no_grad(), press(model):
             model(tokens)

@@ -1,4 +1,4 @@
-"""Support for measurements: options, results in docs/*.json, Markdown tables, clocks and memory."""
+"""Shared code for measurements: options, results in docs/*.json, Markdown tables, clocks and memory."""
 
 import argparse
 import contextlib
@@ -26,13 +26,13 @@ Row = dict[str, Any]
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows the description as it is."""
+    """Return an argument parser that prints the description without rewrapping it."""
     raw = argparse.RawTextHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
 def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of all measurements: the models, and the result's path, by default docs/PAGE."""
+    """Return a parser with the options that all measurements share: --models, and --out (default: docs/PAGE)."""
     parser = options(description)
     parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
@@ -40,7 +40,7 @@ def shared_options(description: str | None, page: str) -> argparse.ArgumentParse
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
-    """Return command, date, commit and machine of a measurement."""
+    """Return a measurement's command, date, commit and machine."""
     here = setting()
     return {
         "command": shlex.join(["python", f"scripts/{script}", *arguments]),
@@ -52,7 +52,7 @@ def about(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def shown_arguments() -> list[str]:
-    """Return the arguments of this run without --out, a local path that the result should not show."""
+    """Return this run's arguments without --out, because results should not show a local path."""
     arguments = sys.argv[1:]
     if "--out" in arguments:
         place = arguments.index("--out")
@@ -61,7 +61,7 @@ def shown_arguments() -> list[str]:
 
 
 class Result:
-    """The rows of a measurement, each printed and written to OUT.json at once; `make docs` writes their tables.
+    """The rows of a measurement. Every new row is printed and written to OUT.json; `make docs` writes the tables.
 
     Args:
         out: path without suffix.
@@ -69,7 +69,7 @@ class Result:
     """
 
     def __init__(self, out: Path, **fixed: Any):
-        """Note the script and its arguments, without --out; nothing is written before the first row."""
+        """Record the script and its arguments except --out. Nothing is written before the first row."""
         self._out, self._rows = out, []
         made = about(Path(sys.argv[0]).name, *shown_arguments())
         self._result = made | fixed | {"rows": self._rows}
@@ -83,7 +83,7 @@ class Result:
 
 
 def written_by(result: dict[str, Any]) -> str:
-    """Return the sentence with which a page or table begins."""
+    """Return the opening sentence of a page or table."""
     where = [f"commit {result['commit']}", result["machine"]]
     where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
     made = f"`{result['command']}` on {result['date']}"
@@ -102,7 +102,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 class _Cells(string.Formatter):
-    """`str.format` with the formats `bytes` and `seconds`; a value that is None or missing becomes empty."""
+    """`str.format` with the extra formats `bytes` and `seconds`. Values that are None or missing become empty."""
 
     def get_value(self, key, args, kwargs):
         return kwargs.get(key)
@@ -115,13 +115,13 @@ class _Cells(string.Formatter):
 
 
 def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
-    """Return the lines of a Markdown table; `columns` has a format of a row for each heading."""
+    """Return the lines of a Markdown table. `columns` maps each heading to a format string for a row."""
     cells = [[_Cells().vformat(form, (), row) for form in columns.values()] for row in rows]
     return table([*columns], cells)
 
 
 def is_measured(name: str) -> bool:
-    """Return whether there is a result docs/NAME.json."""
+    """Return whether docs/NAME.json exists."""
     return (ROOT / "docs" / f"{name}.json").exists()
 
 
@@ -131,17 +131,17 @@ def load(name: str) -> dict[str, Any]:
 
 
 def right(row: Row) -> str:
-    """Return the right answers and the number of questions, as `right/asked`."""
+    """Format the number of right answers and of questions as `right/asked`."""
     return f"{row['right']}/{row['asked']}"
 
 
 def clock() -> float:
-    """Return a time in seconds: CPU time if a CPU computes, so that other processes do not count, else real time."""
+    """Return the time in seconds: CPU time on a CPU, so that other processes don't count, otherwise real time."""
     return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of memory that a process holds; on Linux without cached files."""
+    """Return a process's memory in bytes. On Linux, cached files are not included."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
@@ -154,7 +154,7 @@ def memory_of(pid: int) -> int:
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
-    """Yield a list of the bytes that a process holds, to which a thread adds a sample every 50 ms during the block."""
+    """Sample a process's memory every 50 ms in a thread, and yield the growing list of samples in bytes."""
     held, over = [memory_of(pid)], threading.Event()
 
     def watch() -> None:

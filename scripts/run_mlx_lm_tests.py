@@ -1,4 +1,4 @@
-"""Run mlx-lm's own tests of models, generation and caches, without this package and with its patches.
+"""Run mlx-lm's own tests for models, generation and caches, with and without this package's patches.
 
     python scripts/run_mlx_lm_tests.py
 
@@ -24,7 +24,7 @@ PLUGIN = "import mlx_snapkv\n\nmlx_snapkv.patch_for_snapkv()\n"
 
 
 def outcomes(tests: Path, hub: Path, *options: str) -> set[str]:
-    """Run the tests; return a line for each, with its outcome."""
+    """Run the tests. Return a line with the outcome of each."""
     given = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)}
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-p", "no:cacheprovider", *options]
     run = {"cwd": tests, "env": os.environ | given, "capture_output": True, "text": True}

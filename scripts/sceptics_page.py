@@ -1,4 +1,4 @@
-"""Make the table of what eviction loses, for the page for sceptics."""
+"""Build the table of what eviction loses, for the sceptics page."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +15,10 @@ SETTINGS = {"known": "at the prompt's end", "later": "after the compression"}
 
 
 def losses() -> list[str]:
-    """Return the tasks of RULER at which policies lose most, as a table, the largest loss first.
+    """Return a table of the RULER tasks on which policies lose most, with the largest loss first.
 
-    A policy has one row for each task, of the model at which it loses most. Where the question is known, answers with a
-    lookahead are left out, because the full cache decodes their scored tokens.
+    Each policy has one row per task and setting, for the model on which it loses most. If the question is known,
+    policies with a lookahead are left out, because the full cache decodes their scored tokens.
     """
     worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
     keys = "task", "setting", "method"
@@ -39,7 +39,7 @@ def losses() -> list[str]:
 
 
 def _losses() -> Iterator[dict[str, Any]]:
-    """Yield each task at which SnapKV or KeyDiff loses at least `LEAST_LOSS`."""
+    """Yield each task on which SnapKV or KeyDiff loses at least `LEAST_LOSS`."""
     for part in named_parts():
         if part["task"] != "data":
             continue

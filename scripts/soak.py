@@ -1,11 +1,11 @@
-"""Let agents work on the server, and check its memory, its answers and its errors afterwards.
+"""Let agents work with the server, then check its memory, its answers and its errors.
 
     python scripts/soak.py      # SmolLM2 and a small hybrid, ten minutes each; exit code 1 if a check fails
     python scripts/soak.py --model FOLDER --minutes 2 --formats mistral
 
-For each format of tool calls, a server process serves the model for its share of the time. Eight sessions use the three
-APIs. Their contexts grow until the server refuses them, and are then replaced by a summary. Sessions go back to earlier
-turns, send requests again, leave streams, and force calls and JSON. Their prefixes exceed the prefix cache.
+For each tool-call format, a server process serves the model for a share of the time. Eight sessions use the three
+APIs. Their contexts grow until the server rejects them, and are then replaced with a summary. Sessions go back to
+earlier turns, repeat requests, abandon streams, and force calls and JSON. Their prefixes exceed the prefix cache.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from mlx_snapkv.planning.units import format_bytes
 
 SMOLLM2 = ROOT / "real-models" / "smollm2-135m-instruct"
 HYBRID = "demo-qwen3-next"
-WARM_UP = 60  # seconds until memory is read for the first time; at most `WARM_UP_SHARE` of all
+WARM_UP = 60  # seconds until memory is first read; at most `WARM_UP_SHARE` of the whole time
 WARM_UP_SHARE = 0.4
-MAX_GROWTH = 1.1  # memory at the end, as a multiple of the memory after the warm-up
-PROGRESS = 10  # seconds between two lines
-# glibc keeps freed memory for the thread that freed it, unless there is one arena and large arrays are outside of it.
+MAX_GROWTH = 1.1  # final memory, as a multiple of the memory after the warm-up
+PROGRESS = 10  # seconds between progress lines
+# glibc keeps freed memory for the thread that freed it, unless there is only one arena and large arrays are outside it.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-N_SHOWN = 3  # failures that are shown in full
+N_SHOWN = 3  # failures shown in full
 METRIC = re.compile(
     r'mlx_snapkv_(?:kv_bytes\{kind="(?P<kind>\w+)"\}|(?P<name>open_requests)) (?P<value>\S+)'
 )
@@ -52,12 +52,12 @@ METRIC = re.compile(
 
 @dataclass
 class Reading:
-    """A server's memory, in bytes, and its open requests.
+    """A server's memory in bytes, and its open requests.
 
     Attributes:
         resident: memory of the process.
-        prefixes, requests: KV memory of the prefix cache and of running requests, as the server counts them.
-        open_requests: number of requests that wait or are answered.
+        prefixes, requests: KV memory of the prefix cache and of running requests, as reported by the server.
+        open_requests: number of requests that are waiting or being answered.
     """
 
     resident: int
@@ -67,7 +67,7 @@ class Reading:
 
     @classmethod
     def of(cls, url: str, pid: int) -> "Reading":
-        """Return the memory of the server at `url`, whose process is `pid`."""
+        """Read the memory of the server at `url` with process id `pid`."""
         lines = httpx.get(f"{url}/metrics", timeout=WAIT).text.splitlines()
         found = {
             m["kind"] or m["name"]: int(float(m["value"])) for m in map(METRIC.match, lines) if m
@@ -77,27 +77,27 @@ class Reading:
 
     @property
     def own(self) -> int:
-        """Return the memory of the process without prefixes and running requests."""
+        """Return the process's memory without prefixes and running requests."""
         return self.resident - self.prefixes - self.requests
 
     def __str__(self) -> str:
-        """Return the figures in a few words."""
+        """Summarise the figures."""
         sizes = map(format_bytes, (self.resident, self.prefixes, self.requests))
         return "resident {}, prefixes {}, requests {}".format(*sizes)
 
 
 @dataclass
 class Soak:
-    """A model in one format of calls, and the sessions that use it.
+    """A model with one tool-call format, and the sessions that use it.
 
     Attributes:
         folder: the model's folder.
-        flags: flags of the server.
-        prefix_bytes: limit of the prefix cache.
-        seconds: time of the sessions.
+        flags: server flags.
+        prefix_bytes: size limit of the prefix cache.
+        seconds: how long the sessions run.
         sessions: the sessions.
         max_growth: see `MAX_GROWTH`.
-        failures: a sentence for each check that failed.
+        failures: one sentence per failed check.
     """
 
     folder: Path
@@ -109,7 +109,7 @@ class Soak:
     failures: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Let the sessions work, and check the server and its answers."""
+        """Run the sessions, then check the server and its answers."""
         with self._server() as (url, pid, log):
             early, late = self._work(url, pid)
             self._check_memory(early, late)
@@ -122,14 +122,14 @@ class Soak:
 
     @contextlib.contextmanager
     def _server(self) -> Iterator[tuple[str, int, IO[str]]]:
-        """Run a server; yield its URL, its process id and its log."""
+        """Run a server. Yield its URL, process id and log."""
         command = ["mlx_snapkv", "serve", "--model", str(self.folder), *self.flags]
         command += ["--prefix-bytes", str(self.prefix_bytes)]
         with tempfile.TemporaryFile("w+") as log, running(command, log) as (url, pid):
             yield url, pid, log
 
     def _work(self, url: str, pid: int) -> tuple[list[Reading], list[Reading]]:
-        """Let the sessions work; return the readings of the warm-up and those after it, one for each second."""
+        """Run the sessions. Return the readings during the warm-up and after it, one per second."""
         begin = time.monotonic()
         warm_up = min(WARM_UP, WARM_UP_SHARE * self.seconds)
         with self._progress(url, pid) as readings, ThreadPoolExecutor(len(self.sessions)) as pool:
@@ -139,9 +139,9 @@ class Soak:
         return readings[:n_warm_up], readings[n_warm_up:]
 
     def _idle(self, url: str, pid: int) -> Reading:
-        """Return the memory when no request is open, or after ten seconds."""
+        """Return the memory once no request is open, or after ten seconds."""
         reading = Reading.of(url, pid)
-        for _ in range(100):  # a request whose client has left may be open for a moment
+        for _ in range(100):  # a request stays open for a moment after its client has left
             if not reading.open_requests and not reading.requests:
                 break
             time.sleep(0.1)
@@ -150,7 +150,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _progress(self, url: str, pid: int) -> Iterator[list[Reading]]:
-        """Print the memory every `PROGRESS` seconds during the block; yield a list of readings, one each second."""
+        """Read the memory every second and print it every `PROGRESS` seconds; yield the list of readings."""
         over = threading.Event()
         readings: list[Reading] = []
 
@@ -173,7 +173,7 @@ class Soak:
         return [sent for session in self.sessions for sent in session.sent]
 
     def _check(self, holds: bool, sentence: str) -> None:
-        """Print a sentence, and note it if it does not hold."""
+        """Print a sentence, and record it as a failure if it does not hold."""
         print(f"  {'ok' if holds else 'FAILED'}: {sentence}", flush=True)
         if not holds:
             self.failures.append(f"{self.folder.name}: {sentence}")
@@ -181,7 +181,7 @@ class Soak:
     def _check_memory(self, early: list[Reading], late: list[Reading]) -> None:
         """Check that the server's own memory has not grown since the warm-up.
 
-        The medians of equally many readings are compared: a single one also shows what a chunk of a prompt takes.
+        Compare medians of equally many readings, because a single reading also depends on the chunk being processed.
         """
         n = -(-len(early) // 2)
         before, after = (median(reading.own for reading in each[-n:]) for each in (early, late))
@@ -190,7 +190,7 @@ class Soak:
         self._check(after <= self.max_growth * before, sentence)
 
     def _check_idle(self, reading: Reading) -> None:
-        """Check that no request is left."""
+        """Check that no request is left open."""
         is_idle = not reading.requests and not reading.open_requests
         sentence = (
             f"{reading.open_requests} requests, {reading.requests} bytes of requests are left"
@@ -198,12 +198,12 @@ class Soak:
         self._check(is_idle, sentence)
 
     def _check_prefixes(self, max_prefixes: int) -> None:
-        """Check that prefixes have stayed within their limit."""
+        """Check that prefixes stayed within their limit."""
         used, limit = map(format_bytes, (max_prefixes, self.prefix_bytes))
         self._check(max_prefixes <= self.prefix_bytes, f"prefixes took up to {used} of {limit}")
 
     def _check_requests(self) -> None:
-        """Check that no request failed, except for prompts that were too long, and that JSON obeys its schema."""
+        """Check that requests failed only if their prompts were too long, and that JSON follows its schema."""
         counts = sum((session.counts for session in self.sessions), Counter[str]())
         done = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         failed = [sent for sent in self._sent if sent.error and TOO_LONG not in sent.error]
@@ -217,14 +217,14 @@ class Soak:
         )
 
     def _check_log(self, log: IO[str]) -> None:
-        """Check that the server's log has no traceback and no status of 500 or more."""
+        """Check that the server's log has no traceback and no status 500 or above."""
         log.seek(0)
         lines = log.read().splitlines()
         bad = [line for line in lines if "Traceback" in line or re.search(r"/v1/\S+ 5\d\d ", line)]
         self._check(not bad, f"{len(bad)} errors in {len(lines)} lines of the log {bad[:N_SHOWN]}")
 
     def _check_answers(self, url: str) -> None:
-        """Check that answers equal the answers to the requests alone, sent one by one for half of the time."""
+        """Check answers against the same requests sent alone, one by one, for half of the sessions' time."""
         by_request: dict[str, list[Sent]] = {}
         for sent in self._sent:
             if sent.answer is not None:
@@ -251,7 +251,7 @@ class Soak:
 
 
 def _obeys(text: str) -> bool:
-    """Return whether a text is JSON of the schema that sessions ask for."""
+    """Return whether a text is JSON that follows the sessions' schema."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return set(value) == {"done", "next"} and isinstance(value["done"], bool)
@@ -259,20 +259,20 @@ def _obeys(text: str) -> bool:
 
 
 def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace) -> list[str]:
-    """Let sessions use a model with a format of calls, and return the checks that failed.
+    """Run sessions with a model and a tool-call format, and return the failed checks.
 
     Args:
         model: a folder, or the name of an embedded model.
         tool_format: a key of `CALLS`.
-        seconds: time of the sessions.
-        args: the other options of the command.
+        seconds: how long the sessions run.
+        args: the command's other options.
     """
     name = Path(model).name
     print(f"{name}, {tool_format}, {args.sessions} sessions, {seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as holder:
         source = Path(model)
         if model in MODELS:
-            # Half precision rounds a batch and a single request differently.
+            # Half precision rounds differently for a batch and for a single request.
             source = Path(holder) / "float32"
             write_float32(model, source)
         folder = Path(holder) / f"{name}-{tool_format}"
@@ -285,7 +285,7 @@ def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the command's argument parser."""
     made = options(__doc__)
     models = [str(SMOLLM2), HYBRID]
     made.add_argument("--model", nargs="+", default=models, help="folders or embedded models")
@@ -301,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Soak each model in each format, print the checks that failed, and exit with 1 if there are any."""
+    """Soak each model in each format, print the failed checks, and exit with 1 if there are any."""
     args = parser().parse_args()
     os.environ |= ALLOCATOR
     seconds = 60 * args.minutes / len(args.formats)

@@ -1,6 +1,6 @@
-"""The three APIs that an agent may use: the body of a request, and the answer in a response or a stream.
+"""The three APIs that an agent may use: request bodies, and answers in responses and streams.
 
-A history is a list of messages in the form of OpenAI's chat completions.
+A history is a list of messages in the format of OpenAI's chat completions.
 """
 
 import json
@@ -46,12 +46,12 @@ Messages = list[dict[str, Any]]
 
 @dataclass
 class Answer:
-    """An answer without the ids that differ between two equal requests.
+    """An answer, without the ids that differ between equal requests.
 
     Attributes:
-        text: the text.
+        text: the answer's text.
         calls: names and arguments of the calls.
-        why: why the answer ended, in the words of its API.
+        why: why the answer ended, in the API's own words.
     """
 
     text: str = ""
@@ -67,23 +67,23 @@ class API(ABC):
 
     @abstractmethod
     def body(self, history: Messages) -> Body:
-        """Return the body of a request, with the tools."""
+        """Return a request's body, with the tools."""
 
     @abstractmethod
     def forced(self) -> Body:
-        """Return the fields by which the answer must be a call."""
+        """Return the fields that force the answer to be a call."""
 
     @abstractmethod
     def formatted(self) -> Body:
-        """Return the fields by which the answer must obey `SCHEMA`."""
+        """Return the fields that force the answer to follow `SCHEMA`."""
 
     @abstractmethod
     def answer(self, response: Body) -> Answer:
-        """Return the answer in a response."""
+        """Return the answer from a response."""
 
     @abstractmethod
     def streamed(self, events: Iterable[Body]) -> Answer:
-        """Return the answer in the events of a stream."""
+        """Return the answer from a stream's events."""
 
 
 class Chat(API):
@@ -114,7 +114,7 @@ class Chat(API):
         return Answer(message["content"] or "", calls, choice["finish_reason"])
 
     def streamed(self, events: Iterable[Body]) -> Answer:
-        """Return the answer whose parts are in the deltas; each call comes complete."""
+        """Join the answer's parts from the deltas. Each call arrives complete."""
         found = Answer()
         for event in events:
             for choice in event["choices"]:
@@ -157,7 +157,7 @@ class Responses(API):
         return {"text": {"format": form}, "tool_choice": "none"}
 
     def answer(self, response: Body) -> Answer:
-        """Return the texts and the calls of the items."""
+        """Return the texts and calls of the output items."""
         items = response["output"]
         parts = [part for item in items if item["type"] == "message" for part in item["content"]]
         calls = [
@@ -166,7 +166,7 @@ class Responses(API):
         return Answer("".join(part["text"] for part in parts), calls, response["status"])
 
     def streamed(self, events: Iterable[Body]) -> Answer:
-        """Return the answer in the last event, which has the whole response."""
+        """Return the answer from the last event, which contains the whole response."""
         *_, last = events
         return self.answer(last["response"])
 
@@ -209,7 +209,7 @@ class AnthropicMessages(API):
         return {"output_config": {"format": form}, "tool_choice": {"type": "none"}}
 
     def answer(self, response: Body) -> Answer:
-        """Return the texts and the calls of the blocks."""
+        """Return the texts and calls of the content blocks."""
         found = Answer(why=response["stop_reason"])
         for block in response["content"]:
             if block["type"] == "tool_use":
@@ -219,7 +219,7 @@ class AnthropicMessages(API):
         return found
 
     def streamed(self, events: Iterable[Body]) -> Answer:
-        """Return the answer whose blocks begin and grow in the events."""
+        """Join the answer's blocks from the events."""
         response: Body = {"content": [], "stop_reason": None}
         for event in events:
             if event["type"] == "content_block_start":

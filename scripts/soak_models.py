@@ -1,10 +1,10 @@
-"""Folders with models for a soak test: a model whose chat template writes calls of tools in one of four formats."""
+"""Model folders for soak tests, with a chat template that writes tool calls in one of four formats."""
 
 import json
 import shutil
 from pathlib import Path
 
-# How each format writes a call of the tool `f`, whose arguments are `f.arguments`. A format has its name from mlx-lm.
+# How each format writes a call to tool `f` with arguments `f.arguments`. Formats are named as in mlx-lm.
 CALLS = {
     "json_tools": """<tool_call>
 {"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
@@ -22,13 +22,13 @@ CALLS = {
 <arg_value>{{ value }}</arg_value>
 {% endfor %}</tool_call>""",
 }
-# The texts before a message's role, after it, and after the message, in two kinds of models.
+# Texts before a message's role, after the role, and after the message, for two kinds of models.
 CHATML = "<|im_start|>", "\n", "<|im_end|>\n"
 EMBEDDED = "<|", "|>", "<|end|>"
 
 
 def template(call: str, before: str, after_role: str, end: str) -> str:
-    """Return a chat template with tools, which writes calls by the template `call`."""
+    """Return a chat template with tools, which writes each call with the template `call`."""
     return (
         f"{{% if tools %}}{before}system{after_role}Tools:{{% for t in tools %}}\n{{{{ t.function | tojson }}}}"
         f"{{% endfor %}}{end}{{% endif %}}{{% for m in messages %}}{before}{{{{ m.role }}}}{after_role}"
@@ -39,10 +39,10 @@ def template(call: str, before: str, after_role: str, end: str) -> str:
 
 
 def write_folder(model: Path, tool_format: str, folder: Path) -> None:
-    """Write a folder with a model's files, and a chat template with a format of calls.
+    """Write a model folder with a chat template for one tool-call format.
 
     Args:
-        model: the model's folder. The weights are linked, not copied.
+        model: the original model's folder. Its weights are linked, not copied.
         tool_format: a key of `CALLS`.
         folder: the new folder.
     """

@@ -1,4 +1,4 @@
-"""An agent's session for a soak test: a conversation that grows, branches, is shortened, and loses its connection."""
+"""An agent's session in a soak test: a conversation that grows, branches, is shortened, and loses its connection."""
 
 import json
 import random
@@ -14,9 +14,9 @@ WORDS = (
     "the file has an old path and the test of a small cache fails when two keys are read in one step so the line "
     "with the name must be changed before the next run or the log shows what the server did not send"
 ).split()
-N_TOKENS = 16  # tokens of an answer
-N_FORMATTED = 40  # tokens of an answer that must be JSON
-TOO_LONG = "prompt is too long"  # begins the server's refusal
+N_TOKENS = 16  # tokens per answer
+N_FORMATTED = 40  # tokens per answer that must be JSON
+TOO_LONG = "prompt is too long"  # start of the server's error message
 WAIT = 600  # seconds for an answer
 
 
@@ -26,9 +26,9 @@ class Sent:
 
     Attributes:
         path, body: the request.
-        status: the HTTP status.
-        answer: the answer, or None.
-        error: the error's sentence, for a status of 400 or more and for an error within a stream.
+        status: HTTP status.
+        answer: the answer, if any.
+        error: error message for a status of 400 or above, or for an error within a stream.
     """
 
     path: str
@@ -44,19 +44,19 @@ class Sent:
 
     @property
     def key(self) -> str:
-        """Return a text by which equal requests are found, whether they stream or not."""
+        """Return a text that is equal for equal requests, whether they stream or not."""
         return self.path + json.dumps({**self.body, "stream": False}, sort_keys=True)
 
 
 @dataclass
 class Session:
-    """One agent, with one API, on one conversation.
+    """One agent, with one API and one conversation.
 
     Attributes:
-        number: number of the session; it selects the API.
-        seed: seed of all its decisions.
-        sent: its requests, in order.
-        counts: how often it did what.
+        number: number of the session, which selects the API.
+        seed: random seed for all decisions.
+        sent: requests in order.
+        counts: how often each action was taken.
     """
 
     number: int
@@ -65,13 +65,13 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self):
-        """Begin without history."""
+        """Start with an empty history."""
         self._random = random.Random(f"{self.seed} {self.number}")
         self._api: API = list(APIS.values())[self.number % len(APIS)]
         self._history: Messages = []
 
     def run(self, url: str, until: float) -> None:
-        """Work on a server until a time of `time.monotonic`, or until a request fails."""
+        """Work on a server until `time.monotonic` reaches `until`, or until a request fails."""
         actions = {self._turn: 12, self._retry: 2, self._branch: 2, self._disconnect: 3}
         with httpx.Client(base_url=url, timeout=WAIT) as client:
             while time.monotonic() < until:
@@ -80,27 +80,27 @@ class Session:
                 act(client)
 
     def _turn(self, client: httpx.Client) -> None:
-        """Send the next message of the user, or results of calls, and take the answer into the history."""
+        """Send the next user message, or results of calls, and add the answer to the history."""
         self._add_message()
         streams = self._random.random() < 0.6
         self._note(post(client, self._api, self._body(), streams))
 
     def _retry(self, client: httpx.Client) -> None:
-        """Send the last request again, as a client does whose connection was lost."""
+        """Repeat the last request, as a client does after losing its connection."""
         if self.sent:
             last = self.sent[-1]
             again = post(client, self._api, last.body, streams=not last.body["stream"])
             self.sent.append(again)
 
     def _branch(self, client: httpx.Client) -> None:
-        """Go back to an earlier message of the user, and replace it and all that follows."""
+        """Go back to an earlier user message, and replace it and everything after it."""
         places = [n for n, message in enumerate(self._history) if message["role"] == "user"]
         if places:
             del self._history[self._random.choice(places) :]
         self._turn(client)
 
     def _disconnect(self, client: httpx.Client) -> None:
-        """Leave in the middle of a stream, and send the same request again."""
+        """Leave in the middle of a stream, and repeat the request."""
         self._add_message()
         body = self._body()
         n_lines = self._random.randrange(12)
@@ -110,7 +110,7 @@ class Session:
         self._note(post(client, self._api, body, streams=True))
 
     def _note(self, sent: Sent) -> None:
-        """Keep a request, and add its answer to the history; shorten the history if the prompt was too long."""
+        """Store a request, and add its answer to the history. If the prompt was too long, shorten the history."""
         self.sent.append(sent)
         if sent.answer is None:
             self._compact()
@@ -128,17 +128,17 @@ class Session:
         self._history.append(message | ({"tool_calls": calls} if calls else {}))
 
     def _call_id(self, n: int) -> str:
-        """Return an id of nine letters and digits, which some templates require."""
+        """Return a nine-character alphanumeric id, which some templates require."""
         return f"{len(self._history):04}{n:05}"
 
     def _compact(self) -> None:
-        """Replace the history by a summary, as agents do when a prompt is too long."""
+        """Replace the history with a summary, as agents do when a prompt is too long."""
         self.counts["compact"] += 1
         self._history = [{"role": "user", "content": f"Summary of the work: {self._words(20)}"}]
         self._history.append({"role": "assistant", "content": "Understood."})
 
     def _add_message(self) -> None:
-        """Add results of the calls that the last answer made; without calls, a message of the user."""
+        """Add results for the last answer's calls or, if it made none, a user message."""
         last = self._history[-1] if self._history else {}
         for call in last.get("tool_calls", ()):
             result = {"role": "tool", "tool_call_id": call["id"], "content": self._words(40)}
@@ -147,7 +147,7 @@ class Session:
             self._history.append({"role": "user", "content": f"{self._words(16)}?"})
 
     def _body(self) -> Body:
-        """Return the body of the next request: in most cases the model is free, else a call or JSON is forced."""
+        """Return the next request's body. Most leave the model free; the others force a call or JSON."""
         kind = self._random.choices(("free", "call", "JSON"), (6, 3, 1))[0]
         more = {
             "free": {self._api.LIMIT: N_TOKENS},
@@ -181,12 +181,12 @@ def post(client: httpx.Client, api: API, body: Body, streams: bool) -> Sent:
 
 
 def _events(lines: Iterator[str]) -> Iterator[Body]:
-    """Yield the objects in a stream's lines."""
+    """Yield the JSON objects in a stream's lines."""
     for line in lines:
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
 
 
 def _failed(event: Body) -> bool:
-    """Return whether an event of any API is an error."""
+    """Return whether an event from any API is an error."""
     return bool(event.get("error")) or event.get("type") in ("error", "response.failed")

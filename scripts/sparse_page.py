@@ -1,4 +1,4 @@
-"""Make the tables of how close sparse attention comes to the full cache."""
+"""Build the tables of how close sparse attention comes to the full cache."""
 
 from results_page import load, measured, table
 
@@ -6,7 +6,7 @@ from mlx_snapkv.measure.tables import grouped
 
 
 def reading() -> list[str]:
-    """Return the KL after reading sparsely, with a column for each number of entries that a chunk chooses."""
+    """Return the KL after sparse prefill, with one column per number of entries that a chunk chooses."""
     result = load("reading")
     top_ks = sorted({row["top_k"] for row in result["rows"]})
     rows = []
@@ -19,7 +19,7 @@ def reading() -> list[str]:
 
 
 def rest() -> list[str]:
-    """Return the KL by the means of unread entries, with a column for each way to make them."""
+    """Return the KL by the means of unread entries, with one column per way to compute the means."""
     results = [load(name) for name in ("rest", "rest-code")]
     found = [row for result in results for row in result["rows"]]
     ways = list(dict.fromkeys(row["way"] for row in found))
@@ -33,7 +33,7 @@ def rest() -> list[str]:
 
 
 def long_answers() -> list[str]:
-    """Return KL and equal tokens of long answers by position, and where free answers first differ."""
+    """Return KL and equal tokens of long answers by position, and where the methods' own answers first differ."""
     result = load("long-answers")
     starts = sorted({span["start"] for row in result["rows"] for span in row["spans"]})
     width = result["rows"][0]["spans"][0]["stop"]

@@ -13,7 +13,7 @@ from mlx_snapkv.measure.speed import Row
 from mlx_snapkv.measure.tables import put_figure
 from mlx_snapkv.planning.units import format_bytes
 
-# Label of a panel, the field of a row, its value on the axis, and the text of a tick.
+# Panel label, row field, function from the field to the axis value, and tick format.
 PANELS: list[tuple[str, str, Callable[[float], float], Callable[[float], str]]] = [
     ("seconds to the first token", "read_seconds", lambda x: x, "{:,g}".format),
     ("tokens/s, median step", "step_seconds", lambda x: 1 / x, "{:,g}".format),
@@ -22,7 +22,7 @@ PANELS: list[tuple[str, str, Callable[[float], float], Callable[[float], str]]] 
 
 
 def figure(result: dict[str, Any]) -> Any:
-    """Return matplotlib's figure of time to the first token, decoding speed and KV memory, by context length."""
+    """Return a matplotlib figure of time to first token, decoding speed and KV memory by context length."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(14, 4.8), layout="constrained")
@@ -32,7 +32,7 @@ def figure(result: dict[str, Any]) -> Any:
     drawn.suptitle(title, fontsize=9, x=0.01, ha="left")
     lines: dict[str, list[Row]] = {}
     for row in result["speed"]:
-        # `--max-kv-size` is one line, although its size differs between context lengths.
+        # Draw `--max-kv-size` as one line, although its size differs between context lengths.
         name = re.sub(r"^--max-kv-size .*", "--max-kv-size, as many entries", row["contender"])
         lines.setdefault(name, []).append(row)
     for axes, (label, figure, value, tick) in zip(drawn.subplots(1, len(PANELS)), PANELS):

@@ -1,6 +1,6 @@
-"""Make the tables of README and docs from the results in docs/*.json.
+"""Build the tables in README and docs from the results in docs/*.json.
 
-A page marks the place of a table by `<!-- NAME -->` and `<!-- /NAME -->`; `make docs` writes the table between them.
+A page marks a table's place with `<!-- NAME -->` and `<!-- /NAME -->`. `make docs` writes the table between the marks.
 """
 
 import re
@@ -41,7 +41,7 @@ def choices() -> list[str]:
 
 
 def settings() -> list[str]:
-    """Return README's table: each choice, and its command without a model, text and question."""
+    """Return README's table: each choice, and its command without model, text and question."""
     rows = []
     for choice in CHOICES:
         command = choice.command
@@ -52,7 +52,7 @@ def settings() -> list[str]:
 
 
 def commands() -> list[str]:
-    """Return the command of each choice as a code block."""
+    """Return each choice's command as a code block."""
     lines: list[str] = []
     for choice in CHOICES:
         head = f"{choice.when[0].upper()}{choice.when[1:]}:"
@@ -61,7 +61,7 @@ def commands() -> list[str]:
 
 
 def _folded(command: str) -> str:
-    """Break a command before its options into lines that fit a page."""
+    """Break a command before its options, into lines that fit on a page."""
     lines = [""]
     for word in command.replace(" --", "\n--").split("\n"):
         fits = len(lines[-1]) + len(word) < 100 or not lines[-1]
@@ -89,7 +89,7 @@ def speed(name: str) -> list[str]:
 
 
 def books() -> list[str]:
-    """Return the table of reading books and asking questions."""
+    """Return the table of books that are read and asked about."""
     result = load("books")
     rows = [
         row
@@ -136,7 +136,7 @@ def batches() -> list[str]:
 
 
 def servers() -> list[str]:
-    """Return the table of mlx-lm's server and ours."""
+    """Return the table that compares mlx-lm's server with ours."""
     result = load("servers")
     base = {row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"}
     rows = []
@@ -169,12 +169,12 @@ FACT_COLUMNS = {"model": "`{model}`", "cache": "{name}", "right": "{right}/{aske
 
 
 def _facts(name: str) -> list[Row]:
-    """Return the rows of one table of docs/facts.json."""
+    """Return the rows for one table from docs/facts.json."""
     return [row for row in load("facts")["rows"] if row["table"] == name]
 
 
 def memories() -> list[str]:
-    """Return the facts found, bytes and seconds, by model and cache."""
+    """Return facts found, bytes and seconds, by model and cache."""
     columns = FACT_COLUMNS | {
         "held": "{held_bytes:bytes}",
         "in files": "{file_bytes:bytes}",
@@ -192,7 +192,7 @@ def bits() -> list[str]:
 
 
 def resident() -> list[str]:
-    """Return the facts found by share of the entries, with a row for each model and cache."""
+    """Return the facts found by share of the entries, with one row per model and cache."""
     rows = _facts("resident")
     shares = list(dict.fromkeys(row["share"] for row in rows))
     body = [
@@ -212,7 +212,7 @@ TEMPLATES = {
 
 
 def agents() -> list[str]:
-    """Return the turns answered by client, with a column for each family of templates."""
+    """Return the turns answered by each client, with one column per family of templates."""
     result = load("agents")
     warned = sorted({warning for row in result["rows"] for warning in row["warnings"]})
     rows = []

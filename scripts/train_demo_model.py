@@ -1,10 +1,10 @@
-"""Train `demo` or `demo-qwen3-next` from scratch on synthetic documents, after pip install -e '.[train]'.
+"""Train `demo` or `demo-qwen3-next` from scratch on synthetic documents. Needs pip install -e '.[train]'.
 
     python scripts/train_demo_model.py llama --out build/llama
     python scripts/train_demo_model.py qwen3-next --out build/qwen3-next
 
-`--seed` fixes the run. The model has the configuration and chat template of the shipped model. A stage ends when the
-running exact-match accuracy reaches its target, or after its last step; then the model's folder is written.
+`--seed` fixes the run. The model has the shipped model's configuration and chat template. A stage ends when the
+running exact-match accuracy reaches its target, or after its last step. The model is saved after every stage.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from training_tokenizer import train_tokenizer
 from mlx_snapkv.demo import MODELS
 
 SHIPPED = {"llama": MODELS["demo"], "qwen3-next": MODELS["demo-qwen3-next"]}
-PEAK_RATE = 0.02  # learning rate of Muon
+PEAK_RATE = 0.02  # Muon's learning rate
 ADAM_SHARE = 0.3  # AdamW's learning rate, as a share of Muon's
 FIRST_TOKEN_WEIGHT = 5.0  # weight of an answer's first token in the loss
-TEXT_WEIGHT = 0.2  # weight of the text in the loss
+TEXT_WEIGHT = 0.2  # weight of the text's loss
 
 
 @dataclass
 class Stage:
-    """A stage of training.
+    """A training stage.
 
     Attributes:
-        mix: what the batches consist of.
-        tokens: tokens of a batch.
+        mix: composition of the batches.
+        tokens: tokens per batch.
         target: running exact-match accuracy that ends the stage.
         lr: learning rate at the start, as a factor of the peak rate.
-        final_lr: learning rate after `max_steps`, as a factor of the rate at the start; it moves linearly.
+        final_lr: learning rate after `max_steps`, as a factor of the rate at the start, with linear interpolation.
     """
 
     mix: Mix
@@ -54,7 +54,7 @@ class Stage:
     final_lr: float = 1.0
 
 
-# Documents are short and dense at first. The learning rate falls in the last and longest stages.
+# Start with short, dense documents. The learning rate falls in the last and longest stages.
 FIRST = [
     Stage(Mix(96, facts=40, copy=0.3, made_up=0.05), 4096, 600, 0.90),
     Stage(Mix(192, facts=30, copy=0.1), 4096, 600, 0.94),
@@ -84,19 +84,19 @@ CURRICULUM = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with updates that a Newton-Schulz iteration orthogonalises (Keller Jordan, 2024).
+    """Momentum with updates orthogonalised by a Newton-Schulz iteration (Keller Jordan, 2024).
 
-    It needs about half of AdamW's steps for the weight matrices of a small transformer. Embeddings, norms and vectors
-    are trained by AdamW.
+    For the weight matrices of a small transformer, it needs about half as many steps as AdamW. Embeddings, norms and
+    vectors are trained with AdamW.
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01):
-        """Take weight matrices as `params`; `lr` is the step size of a square matrix."""
+        """Optimize the weight matrices `params`. `lr` is the step size for a square matrix."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update all matrices by their gradients."""
+        """Update all matrices from their gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -122,7 +122,7 @@ def orthogonalised(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 def build(arch: str, config: dict[str, Any]) -> torch.nn.Module:
-    """Return a Hugging Face model with the configuration of a shipped model."""
+    """Return a Hugging Face model with a shipped model's configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
     named = ("model_type", "architectures", "torch_dtype")
@@ -143,7 +143,7 @@ def build(arch: str, config: dict[str, Any]) -> torch.nn.Module:
 
 
 def mlx_weights(arch: str, state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Convert weights to mlx-lm's: no tied head, 1 added to Qwen3-Next's norms, its convolutions transposed."""
+    """Convert weights for mlx-lm: drop the tied head, and for Qwen3-Next add 1 to norms and transpose convolutions."""
     weights = {}
     for name, tensor in state.items():
         if name == "lm_head.weight" or "rotary_emb" in name:
@@ -166,7 +166,7 @@ def losses(model, ids: torch.Tensor, labels: torch.Tensor, generator) -> tuple[t
     logits = model.lm_head(hidden[picked])
     kind, target = kinds[picked], targets[picked]
     each = F.cross_entropy(logits, target, reduction="none")
-    # The first token of an answer needs the look-up, and the others follow from it, so it has a higher weight.
+    # An answer's first token has a higher weight, because it needs the look-up, and the other tokens follow from it.
     first = ((kinds == ANSWER) & (labels[:, :-1] != ANSWER))[picked]
     hard = kind != TEXT
     weight = torch.where(first, FIRST_TOKEN_WEIGHT, 1.0)[hard]
@@ -180,7 +180,7 @@ class Run:
     """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, arch: str, seed: int, out: Path):
-        """Make tokenizer, model and optimizers from the seed."""
+        """Create tokenizer, model and optimizers from the seed."""
         torch.manual_seed(seed)
         self.arch, self.out, self.progress = arch, out, Progress(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -198,7 +198,7 @@ class Run:
         }
 
     def train(self, stage: Stage) -> None:
-        """Train until the stage reaches its target, or its last step."""
+        """Train until the stage reaches its target or its last step."""
         accuracy = 0.0
         for step in range(stage.max_steps):
             self._set_rate(stage, step)
@@ -210,14 +210,14 @@ class Run:
                 break
 
     def _set_rate(self, stage: Stage, step: int) -> None:
-        """Set the learning rates; they rise over the first 50 steps of the run."""
+        """Set the learning rates, which rise over the first 50 steps of the run."""
         factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
         warm = min(1.0, (self.progress.steps + 1) / 50)
         for optimizer, peak in self.optimizers.items():
             optimizer.param_groups[0]["lr"] = peak * factor * warm
 
     def _step(self, stage: Stage) -> tuple[float, float]:
-        """Train on one batch; return its loss and exact-match accuracy."""
+        """Train on one batch. Return its loss and exact-match accuracy."""
         length = stage.mix.length
         mix = replace(stage.mix, length=self.maker.rng.randint(length // 2, length))
         ids, labels = self.maker.batch(mix, stage.tokens)
@@ -234,7 +234,7 @@ class Run:
         return loss.item(), exact
 
     def save(self) -> None:
-        """Write the model's folder, as mlx-lm loads it."""
+        """Write the model folder in mlx-lm's format."""
         self.out.mkdir(parents=True, exist_ok=True)
         weights = mlx_weights(self.arch, self.model.state_dict())
         save_file(weights, self.out / "model.safetensors", metadata={"format": "mlx"})
@@ -246,7 +246,7 @@ class Run:
 
 
 def main() -> None:
-    """Train the architecture of the command line, and save it after each stage."""
+    """Train the requested architecture, and save it after each stage."""
     parser = options(__doc__)
     parser.add_argument("arch", choices=list(CURRICULUM))
     parser.add_argument("--out", type=Path, required=True)

@@ -2,8 +2,8 @@
 
     python scripts/train_tasks_model.py --out build/tasks
 
-Training starts from the weights of `demo`; the new layer does nothing at first. `--seed` fixes the run. The model's
-folder is written after each stage. The last stages need 10 GB of memory. With glibc, the variables
+Training starts from the weights of `demo`, with a new layer that does nothing at first. `--seed` fixes the run. The
+model is saved after each stage. The last stages need 10 GB of memory. With glibc, the variables
 MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 make training up to three times as fast, because
 MLX then gets its large arrays without page faults.
 """
@@ -28,22 +28,22 @@ from training_quick_exp import cross_entropy, quick_llama
 
 from mlx_snapkv.demo import MODELS
 
-TEXT_WEIGHT = 0.2  # weight of the text in the loss
-FIRST_WEIGHT = 4.0  # weight of a document's first answer
-AVERAGED = 2  # number of last stages whose weights are averaged
+TEXT_WEIGHT = 0.2  # weight of the text's loss
+FIRST_WEIGHT = 4.0  # weight of the first answer about a document
+AVERAGED = 2  # number of final stages whose weights are averaged
 EMBEDDING_RATE = 0.3  # AdamW's learning rate, as a share of Muon's
 
 
 @dataclass
 class Stage:
-    """A stage of training.
+    """A training stage.
 
     Attributes:
-        mix: what the batches consist of.
-        tokens: tokens of a batch.
-        lr, final_lr: learning rate at the start and at the end; it moves linearly.
+        mix: composition of the batches.
+        tokens: tokens per batch.
+        lr, final_lr: learning rate at the start and at the end, with linear interpolation.
         rope_base: RoPE's base, which is raised for longer documents.
-        spread: documents have between 1/spread of the mix's length and all of it.
+        spread: documents have between 1/spread of the mix's length and its full length.
     """
 
     mix: Mix
@@ -55,7 +55,7 @@ class Stage:
     spread: int = 2
 
 
-# Tasks that are learned last occur several times, so they are drawn more often.
+# Tasks that are learned last are listed several times, so that they are drawn more often.
 _TASKS = (*TASKS, "several", "several", "overwritten")
 
 CURRICULUM = [
@@ -71,7 +71,7 @@ CURRICULUM = [
 
 
 def start() -> tuple[dict, Model]:
-    """Return the configuration and the model: the embedded LLaMA with another layer at the end."""
+    """Return the configuration and the model: the embedded LLaMA with an extra layer at the end."""
     config = json.loads((MODELS["demo"] / "config.json").read_text())
     config |= {"num_hidden_layers": 4}
     model = Model(ModelArgs.from_dict(config))
@@ -84,7 +84,7 @@ def start() -> tuple[dict, Model]:
 
 
 def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.array):
-    """Return the weighted loss at the picked positions, and whether each token is predicted."""
+    """Return the weighted loss at the picked positions, and whether each token is predicted correctly."""
     hidden = model.model(ids[:, :-1])
     logits = model.model.embed_tokens.as_linear(hidden.reshape(-1, hidden.shape[-1])[picked])
     target = ids[:, 1:].reshape(-1)[picked]
@@ -92,10 +92,10 @@ def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.ar
 
 
 def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions that count in the loss, and their weights: answers, copies, and a quarter of the text.
+    """Pick the positions that count in the loss (answers, copies and a quarter of the text), and weight them.
 
-    Positions index the flattened batch. The weight of an answer grows with the square root of its length. The first
-    answer has a higher weight: it is the most common use, and the only answer directly after the document.
+    Positions index the flattened batch. An answer's weight grows with the square root of its length. The first answer
+    has a higher weight, because it is the most common use, and the only answer directly after the document.
     """
     begins = (kinds == ANSWER) & (np.roll(kinds, 1, axis=1) != ANSWER)
     first = np.where(begins.cumsum(axis=1) == 1, FIRST_WEIGHT, 1.0).reshape(-1)
@@ -113,7 +113,7 @@ class Run:
     """A training run: the model, its random generators, its optimizers and its progress."""
 
     def __init__(self, seed: int, out: Path):
-        """Make the model from the embedded one, and the optimizers."""
+        """Create the optimizers, and the model from the embedded one."""
         mx.random.seed(seed)
         self.out, self.progress = out, Progress(seed)
         self.config, self.model = start()
@@ -128,7 +128,7 @@ class Run:
         self.gradients = nn.value_and_grad(self.model, loss_and_hits)
 
     def train(self, stage: Stage) -> None:
-        """Train for the steps of a stage."""
+        """Train for all steps of a stage."""
         exact = math.nan
         self.config["rope_theta"] = stage.rope_base
         for layer in self.model.layers:
@@ -143,7 +143,7 @@ class Run:
             self.progress.show(stage.mix, loss, exact)
 
     def _step(self, stage: Stage) -> tuple[float, float]:
-        """Train on one batch; return its loss and exact-match accuracy."""
+        """Train on one batch. Return its loss and exact-match accuracy."""
         length = self.maker.rng.randint(stage.mix.length // stage.spread, stage.mix.length)
         ids, labels = self.maker.batch(replace(stage.mix, length=length), stage.tokens)
         kinds = labels[:, 1:]
@@ -162,7 +162,7 @@ class Run:
         return loss.item(), exact_match(correct.reshape(kinds.shape), kinds)
 
     def save(self) -> None:
-        """Write the model's folder, with weights in float16."""
+        """Write the model folder, with float16 weights."""
         self.out.mkdir(parents=True, exist_ok=True)
         halves = tree_map(lambda weight: weight.astype(mx.float16), self.model.parameters())
         path = str(self.out / "model.safetensors")
@@ -175,7 +175,7 @@ class Run:
 
 
 def main() -> None:
-    """Train all stages, and save the mean of the last ones."""
+    """Train all stages, and save the mean weights of the last ones."""
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

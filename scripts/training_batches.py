@@ -1,6 +1,6 @@
-"""Make training sequences: question answering over documents, and copying.
+"""Generate training sequences: question answering over documents, and copying.
 
-A sequence is a list of token ids, and a label for each token: text, answer, or repetition of a copied segment.
+A sequence is a list of token ids, with a label for each token: text, answer, or repetition of a copied segment.
 """
 
 import json
@@ -21,25 +21,25 @@ from mlx_snapkv.demo import documents
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
-# Share of documents whose facts have the same attribute, so that the model must match the subject.
+# Share of documents whose facts all have the same attribute, so that the model must match the subject.
 SAME_ATTRIBUTE = 0.5
 
-TASK_SHARE = 0.75  # share of harder tasks, where a mix has them
+TASK_SHARE = 0.75  # share of harder tasks in mixes that have them
 
 Sequence = tuple[list[int], list[int]]  # ids, labels
 
 
 @dataclass
 class Mix:
-    """What a batch consists of.
+    """Composition of a batch.
 
     Attributes:
-        length: tokens of a sequence.
+        length: tokens per sequence.
         facts: facts per 1,000 tokens; a document has at least 2.
-        questions: limit for the questions of a document.
+        questions: maximum number of questions per document.
         copy: share of copying sequences.
-        made_up: probability that a word of a subject is invented.
-        tasks: harder tasks, for `TASK_SHARE` of the other sequences.
+        made_up: probability that a word in a subject is invented.
+        tasks: harder tasks, which make up `TASK_SHARE` of the other sequences.
     """
 
     length: int
@@ -51,7 +51,7 @@ class Mix:
 
 
 class SequenceMaker:
-    """Makes random sequences, and batches of them."""
+    """Generates random sequences, and batches of them."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int):
         """Look up the special tokens, and seed the generator."""
@@ -62,15 +62,15 @@ class SequenceMaker:
         self.n_special = 2 + len(ROLES)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens."""
+        """Return a text's tokens, without special tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text."""
+        """Return the number of tokens in a text."""
         return len(self.encode(text))
 
     def question_answering(self, mix: Mix) -> Sequence:
-        """Return a document with facts and questions, as a chat or as a text that continues."""
+        """Return a document with facts and questions, either as a chat or as continued text."""
         rng, n_facts = self.rng, self._hidden(mix)
         attributes = list(documents.ATTRIBUTES)
         if rng.random() < SAME_ATTRIBUTE:
@@ -105,7 +105,7 @@ class SequenceMaker:
         return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
 
     def _chat(self, mix: Mix, asked, document: Callable[[int], str]) -> Sequence:
-        """Return a chat: the document and the first question in the first turn, then the other questions."""
+        """Return a chat: the document and the first question in the first turn, then one question per turn."""
         turns = []
         for i, question in enumerate(asked):
             separator = [self.user] if i else self.encode("\n\n")
@@ -124,9 +124,9 @@ class SequenceMaker:
         Turns are added until they exceed half of the length. The document fills the rest.
 
         Args:
-            mix: the length and the kinds of sequences.
-            head: the tokens before the document.
-            document: makes a document of a number of tokens.
+            mix: composition of the batch, which determines the length.
+            head: tokens before the document.
+            document: generates a document of a given number of tokens.
             turns: prompts and answers, as tokens.
         """
         tail: list[int] = []
@@ -141,7 +141,7 @@ class SequenceMaker:
         return ids, [TEXT] * (len(head) + len(body)) + labels
 
     def copying(self, mix: Mix) -> Sequence:
-        """Return segments of random tokens or of text, each of them twice."""
+        """Return segments of random tokens or text, each repeated once."""
         rng = self.rng
         ids, labels = [self.bos], [TEXT]
         while len(ids) < mix.length:
@@ -161,7 +161,7 @@ class SequenceMaker:
         return ids[: mix.length], labels[: mix.length]
 
     def _draw(self, mix: Mix) -> Sequence:
-        """Return a random sequence of a mix."""
+        """Draw a random sequence from a mix."""
         if self.rng.random() < mix.copy:
             return self.copying(mix)
         if mix.tasks and self.rng.random() < TASK_SHARE:
@@ -181,7 +181,7 @@ class SequenceMaker:
 
 
 def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
-    """Return the share of answers whose tokens are all predicted; nan without answers."""
+    """Return the share of answers whose tokens are all predicted, or NaN if there are no answers."""
     hits = []
     for row_ok, row_kind in zip(correct, kinds):
         answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
@@ -190,7 +190,7 @@ def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
 
 
 class Progress:
-    """The progress of a run, which is printed every 20 steps, and written beside the weights."""
+    """Progress of a training run, printed every 20 steps and written next to the weights."""
 
     def __init__(self, seed: int):
         """Start the clock."""

@@ -1,9 +1,9 @@
 """Initialise weights so that a model learns to look facts up within minutes on a CPU.
 
 From random weights, most of a small training budget is spent on finding two circuits: attention to the previous tokens,
-and attention to what followed an earlier occurrence of the token (induction heads, Olsson et al. 2022). `prime` sets
-rough versions of them, and training improves them. The residual stream is divided at first: coordinate 0 is a constant,
-`TOKEN` is the token's embedding, and `LAGS` are projections of the embeddings of the tokens one and two before.
+and attention to what followed an earlier occurrence of the token (induction heads, Olsson et al. 2022). `prime` sets up
+rough versions of both, which training improves. The residual stream is initially partitioned: coordinate 0 is a
+constant, `TOKEN` is the token's embedding, and `LAGS` are projections of the embeddings one and two tokens earlier.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ HEAD_DIM, ROPE_BASE = 64, 1e7
 
 
 def prime(arch: str, model: torch.nn.Module) -> None:
-    """Set the weights of the first two layers of a model, "llama" or "qwen3-next"."""
+    """Set the weights of a model's first two layers. `arch` is "llama" or "qwen3-next"."""
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding.normal_(std=0.1)
         embedding[:, 64:] *= 0.1
         embedding[:, CONSTANT] = 0.3
-        # One projection of the token's embedding for every lag, so that lags compare with each other.
+        # Use one projection for all lags, so that lags can be compared with each other.
         projection = torch.linalg.qr(torch.randn(63, LAG_DIMS))[0].T.contiguous()
         layers = model.model.layers
         if arch == "llama":
@@ -35,7 +35,7 @@ def prime(arch: str, model: torch.nn.Module) -> None:
 
 
 def _llama_lags(attention, projection: torch.Tensor) -> None:
-    """Make the heads of layer 0 attend 1, 2, 3 and 4 tokens back; the first two write projections of these tokens."""
+    """Make layer 0's heads attend 1, 2, 3 and 4 tokens back. The first two write projections of those tokens."""
     amplitude, pairs = 1.7, 8
     frequency = ROPE_BASE ** (-torch.arange(32) / 32)[:pairs]
     heads = attention.q_proj.weight.view(4, HEAD_DIM, 128)
@@ -54,8 +54,9 @@ def _llama_lags(attention, projection: torch.Tensor) -> None:
 def _llama_induction(attention, projection: torch.Tensor) -> None:
     """Make layer 1 attend to what followed an earlier occurrence of a token.
 
-    KV head 0 compares the current token with each key's previous token. KV head 1 compares the previous token with each
-    key's token two before. Only the 12 slowest pairs of RoPE are used, which change little over thousands of tokens.
+    KV head 0 compares the current token with each key's previous token. KV head 1 compares the previous token with the
+    token two before each key. Only RoPE's 12 slowest pairs are used, because they change little over thousands of
+    tokens.
     """
     slow = torch.cat([torch.arange(20, 32), torch.arange(52, 64)])
     n = len(slow)
@@ -82,7 +83,7 @@ def _copying(attention) -> None:
 
 
 def _qwen_lags(linear, projection: torch.Tensor) -> None:
-    """Make the convolution of layer 0 delay values by 1 and 2 tokens; a fast decay forgets older values."""
+    """Make layer 0's convolution delay values by 1 and 2 tokens. A fast decay forgets older values."""
     d = 32
     # Rows of a key head: q, k, v of 2 heads, z of 2 heads.
     rows = linear.in_proj_qkvz.weight.view(2, 6 * d, 128)
@@ -102,7 +103,7 @@ def _qwen_lags(linear, projection: torch.Tensor) -> None:
 
 
 def _qwen_induction(attention, projection: torch.Tensor) -> None:
-    """Make layer 1 like the LLaMA's, in the dimensions that partial RoPE does not rotate."""
+    """Set up layer 1 as in the LLaMA, in the dimensions that partial RoPE does not rotate."""
     content = slice(16, 16 + LAG_DIMS)
     queries = attention.q_proj.weight.view(2, 2, 2, HEAD_DIM, 128)
     queries = queries[:, :, 0]  # the other half is the gate

@@ -1,7 +1,7 @@
 """Attention, SwiGLU and cross-entropy with an exponential that is fast on a CPU.
 
-MLX's exponential takes about 20 ns per element on a CPU, most of a training step of a small model. The error of this
-one is about 1e-5, which does not affect training.
+MLX's exponential takes about 20 ns per element on a CPU, which is most of a small model's training step. The error of
+this one is about 1e-5, which does not affect training.
 """
 
 from unittest.mock import patch
@@ -11,7 +11,7 @@ from mlx_lm.models import llama
 
 
 def _polynomial(x: mx.array) -> mx.array:
-    """Return exp(x): the series of exp(x / 256), squared eight times."""
+    """Return exp(x), as the series of exp(x / 256) squared eight times."""
     x = mx.clip(x, -60, 60) * (1 / 256)
     power = 1 + x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
     for _ in range(8):
@@ -38,7 +38,7 @@ def _softmax_vjp(_scores, cotangent, shares):
 
 @mx.custom_function
 def sigmoid(x: mx.array) -> mx.array:
-    """Return `1 / (1 + exp(-x))`, with a gradient of its own."""
+    """Return `1 / (1 + exp(-x))`, with its own gradient."""
     return 1 / (1 + _exp(-x))
 
 
@@ -53,7 +53,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def attention(queries, keys, values, cache=None, *, scale: float, mask=None) -> mx.array:
-    """Compute causal attention of the newest tokens; mlx-lm also passes `cache` and `mask`, which are not used."""
+    """Compute causal attention of the newest tokens. `cache` and `mask` are accepted for mlx-lm, but not used."""
     batch, _, length, size = queries.shape
     grouped = (queries * scale).reshape(batch, keys.shape[1], -1, length, size)
     n_keys = keys.shape[2]
@@ -64,7 +64,7 @@ def attention(queries, keys, values, cache=None, *, scale: float, mask=None) -> 
 
 @mx.custom_function
 def logsumexp(logits: mx.array) -> mx.array:
-    """Return the logarithm of the sum of exponentials over the last axis, with a gradient of its own."""
+    """Return the log of the sum of exponentials over the last axis, with its own gradient."""
     top = logits.max(-1, keepdims=True)
     return (top + mx.log(_exp_below(logits, top).sum(-1, keepdims=True)))[..., 0]
 
@@ -75,10 +75,10 @@ def _logsumexp_vjp(logits, cotangent, _sums):
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
-    """Return the loss of each target, `(n,)`, from logits `(n, vocab_size)`."""
+    """Return each target's loss, `(n,)`, from logits `(n, vocab_size)`."""
     return logsumexp(logits) - mx.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
 
 
 def quick_llama():
-    """Return a context manager in which mlx-lm's LLaMA uses these functions."""
+    """Return a context manager that makes mlx-lm's LLaMA use these functions."""
     return patch.multiple(llama, scaled_dot_product_attention=attention, swiglu=swiglu)

@@ -23,8 +23,8 @@ def _corpus(rng: random.Random, sentences: int = 60_000):
 def train_tokenizer(seed: int) -> Tokenizer:
     """Train a tokenizer on random sentences."""
     tokenizer = Tokenizer(models.BPE())
-    # A digit is a token, with its leading space: " 482" is [" 4", "8", "2"]. So the token before a value predicts
-    # the first digit.
+    # Each digit is a token, together with a leading space: " 482" is [" 4", "8", "2"]. The token before a value
+    # therefore predicts the first digit.
     pieces = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

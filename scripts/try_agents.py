@@ -2,8 +2,8 @@
 
     python scripts/try_agents.py      # writes docs/agents.json; then: make docs; needs npm
 
-The newest versions of agents and libraries are installed. The embedded model can't program, so it is made to answer
-what the user's message contains. Everything else is real: clients, prompts, HTTP, the prefix cache, and the parsing of
+The newest versions of agents and libraries are installed. The embedded model can't program, so it is forced to give
+the answer in the user's message. Everything else is real: clients, prompts, HTTP, the prefix cache, and the parsing of
 calls.
 """
 
@@ -29,18 +29,18 @@ from server_helpers import Limits, Served
 
 from mlx_snapkv.server.log import log
 
-FOLDER = ROOT / "build" / "agents"  # installed packages of npm, and two virtual environments
+FOLDER = ROOT / "build" / "agents"  # installed npm packages, and two virtual environments
 FILES = ROOT / "scripts" / "agents"
 TEMPLATES = ("chatml", "llama3", "mistral", "gemma", "thinking")
-CONTEXT = 24_000  # limit for the tokens of a prompt
-N_NOTES = 330  # lines of a file that exceeds the context when it is read twice
+CONTEXT = 24_000  # maximum prompt length in tokens
+N_NOTES = 330  # lines of a file that exceeds the context if it is read twice
 END = " END"  # ends the text that the model should say; agents add words after it
 SUMMARY = re.compile("detailed summary|handoff summary|summary of the conversation", re.I)
-RESULT = re.compile(r"<\|tool\|>|\[RESULT |\[result\]")  # a tool's result in the templates
+RESULT = re.compile(r"<\|tool\|>|\[RESULT |\[result\]")  # marks a tool's result in the templates
 DONE = "It is done."
 NAMED = re.compile(r"\b(t) \| tojson(\(.*?\))?")
-OF_A_REQUEST = "a request: "  # begins the log's warnings about ignored fields
-TIMEOUT = 400  # seconds for a turn of an agent, and for a library's session
+OF_A_REQUEST = "a request: "  # prefix of log warnings about ignored fields
+TIMEOUT = 400  # seconds for an agent's turn, and for a library's session
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Turn:
     """What the model should do in a turn.
 
     Attributes:
-        text: what it says.
-        commands: commands that it calls; after their results it says `DONE`.
+        text: text of the answer.
+        commands: commands to call; after their results, the model says `DONE`.
         made: contents of the files that the commands write, by name.
     """
 
@@ -58,7 +58,7 @@ class Turn:
     made: dict[str, str] = field(default_factory=dict)
 
     def answered(self, printed: str, work: Path) -> bool:
-        """Return whether a client printed the answer, and its tool has written the files."""
+        """Return whether a client printed the answer, and its tool wrote the files."""
         written = (name for name, text in self.made.items() if _read(work / name) == text)
         return (self.text or DONE) in printed and len(list(written)) == len(self.made)
 
@@ -86,18 +86,18 @@ TURNS = [
 
 @dataclass
 class Agent:
-    """A coding agent, and how it is started.
+    """A coding agent, and how to start it.
 
-    In words, files and environment, SERVER is replaced by the server's URL.
+    SERVER in arguments, files and environment is replaced by the server's URL.
 
     Attributes:
-        package: package of npm or pip.
-        api: path of the API that it uses.
+        package: npm or pip package.
+        api: path of the API that the agent uses.
         program: path of the program in `FOLDER`.
         new, again: arguments before the prompt, for a new conversation and for the next turn.
-        tool: the model's call that runs a command, with ~ for quotes, since some agents escape quotes; empty if the
+        tool: the model's call that runs a command, with ~ for quotes, because some agents escape quotes; empty if the
             agent takes files from the answer's text.
-        files: name in the home folder, and name in `agents/`, of each file.
+        files: name in the home folder -> name in `agents/`, for each file.
     """
 
     package: str
@@ -167,11 +167,11 @@ CLIENTS = [  # arguments of library_session.py
     ("langchain-openai", "/v1/chat/completions"),
     ("langchain-openai", "/v1/responses"),
 ]
-CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # the model's call of the libraries' tool
+CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # the model's call to the libraries' tool
 
 
 def what_to_say(prompt: str) -> str:
-    """Return the model's answer to a prompt: what the last message asks for."""
+    """Return the model's answer to a prompt, which is given in the last message."""
     last = prompt.rpartition("<|user|>")[2]
     _, says, text = last.rpartition(SAY)
     text, _, after = text.partition(END)
@@ -182,11 +182,11 @@ def what_to_say(prompt: str) -> str:
 
 
 def user_message(turn: Turn, call: str) -> str:
-    """Return the message that makes the model do a turn.
+    """Return the message that makes the model carry out a turn.
 
     Args:
         turn: the turn, with its commands, files or text.
-        call: the call of a command, with COMMAND for it; if empty, the model answers with the files.
+        call: a tool call with COMMAND in place of the command; if empty, the model answers with the files.
     """
     calls = (f"<tool_call>{call.replace('COMMAND', each)}</tool_call>" for each in turn.commands)
     files = (f"{name}\n```\n{text}```\n\n" for name, text in turn.made.items())
@@ -196,9 +196,9 @@ def user_message(turn: Turn, call: str) -> str:
 
 @contextlib.contextmanager
 def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
-    """Run a server with a family's template; yield it, and a home folder that has a work folder with notes.
+    """Run a server with a family's template. Yield it, and a home folder that has a work folder with notes.
 
-    The template shows only the names of tools, since the embedded model needs four times the tokens of other models.
+    The template lists tools by name only, because the embedded model needs four times as many tokens as other models.
     """
     limits = Limits(context=CONTEXT)
     with tempfile.TemporaryDirectory() as home, acting(what_to_say, limits=limits) as served:
@@ -213,7 +213,7 @@ def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
 
 
 def try_agent(agent: Agent, template: str) -> Row:
-    """Run an agent through all turns, and return a row; under the first template the turns outgrow the context."""
+    """Run an agent through all turns, and return a row. With the first template, the turns outgrow the context."""
     n_notes = N_NOTES if template == TEMPLATES[0] else 3
     with session(template, n_notes) as (served, home), logged() as warnings:
         for name, ours in agent.files.items():
@@ -234,7 +234,7 @@ def try_agent(agent: Agent, template: str) -> Row:
 
 
 def _run_agent(agent: Agent, words: list[str], home: Path, served: Served) -> str:
-    """Run an agent with these arguments, and return what it prints."""
+    """Run an agent with these arguments, and return its output."""
     environment = {
         name: text.replace("SERVER", served.url) for name, text in agent.environment.items()
     }
@@ -264,7 +264,7 @@ def try_library(package: str, api: str, template: str) -> Row:
 
 @contextlib.contextmanager
 def logged() -> Iterator[set[str]]:
-    """Yield a set to which the messages of the server's log are added during the block."""
+    """Yield a set that collects the server's log messages during the block."""
     found: set[str] = set()
     handler = logging.Handler()
     handler.emit = lambda record: found.add(record.getMessage())  # type: ignore[method-assign]
@@ -276,7 +276,7 @@ def logged() -> Iterator[set[str]]:
 
 
 def _run(words: list[str], **options: Any) -> str:
-    """Run a program, and return what it prints within `TIMEOUT`."""
+    """Run a program, and return its output within `TIMEOUT`."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
     except subprocess.TimeoutExpired as error:
@@ -289,7 +289,7 @@ def _run(words: list[str], **options: Any) -> str:
 def _row(
     client: str, api: str, template: str, n_answered: int, served: Served, warnings: set[str]
 ) -> Row:
-    """Return the row of a client and template."""
+    """Return the row for a client and template."""
     metrics = served.client.get("/metrics").text.splitlines()
     refused = [x for x in metrics if 'status="4' in x and "_total" in x]
     return {

@@ -1,4 +1,4 @@
-"""Write the generated parts of the docs: pages about policies, commands and models, and the tables in other pages.
+"""Write the generated docs: the pages about policies, commands and models, and the tables in other pages.
 
 python scripts/write_docs.py     # or: make docs
 """
@@ -66,7 +66,7 @@ says so in one line. A model is refused if its family has no name for one of the
 
 
 def pages() -> dict[str, str]:
-    """Return the contents of all generated files, by path."""
+    """Return the contents of all generated files, keyed by path."""
     found = {
         "docs/policies.md": policies_page.page(),
         "docs/commands.md": commands_page(),
@@ -91,20 +91,20 @@ def models_page() -> str:
 
 
 def commands_page() -> str:
-    """Return docs/commands.md, from typer's generator without usage lines and types."""
+    """Return docs/commands.md from typer's generator, without usage lines and types."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name=NAME), name=NAME)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*?```\n\n", "", text, flags=re.S)
     text = re.sub(r"\* `--help`: Show this message and exit\.\n", "", text)
     text = re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", text)
     text = re.sub(r" <[^>`]*>`", "`", text)
-    # Examples are blocks of code.
+    # Turn examples into code blocks.
     text = re.sub(rf"^(?:\x08\n|(?=\s*{NAME} ))((?:.+\n)+)", _example, text, flags=re.M)
     return COMMANDS + text.partition("\n")[2].rstrip() + "\n"
 
 
 def _example(found: re.Match[str]) -> str:
-    """Return an example of a help text as a code block."""
+    """Return an example from a help text as a code block."""
     lines = (line.removeprefix("  ") for line in found[1].splitlines())
     return "\n".join(["```", *lines, "```", ""])
 

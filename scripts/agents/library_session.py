@@ -1,9 +1,9 @@
 """Hold a conversation with the server through a client library, in an environment without mlx-snapkv.
 
-    python library_session.py CLIENT SERVER < turns.json     # a line of JSON for each turn: the answer's text
+    python library_session.py CLIENT SERVER < turns.json     # prints each turn's answer as a line of JSON
 
-Turns are texts to send. Commands that the model calls are run, and their results are sent, until the model answers in
-text. Every second turn is streamed.
+Each turn is a text to send. Commands that the model calls are run, and their results are sent, until the model answers
+with text. Every second turn is streamed.
 """
 
 import json
@@ -36,27 +36,27 @@ def _openai(url: str) -> Any:
 
 
 class OpenAIChat:
-    """A conversation by openai's chat completions.
+    """A conversation through openai's chat completions.
 
-    All classes of conversations have these methods: `say` adds a message, `give` adds the result of a call, and
-    `answer` asks for the next answer.
+    All conversation classes have these methods: `say` adds a message, `give` adds the result of a call, and `answer`
+    requests the next answer.
     """
 
     def __init__(self, url: str):
-        """Begin a conversation with the server at `url`."""
+        """Start a conversation with the server at `url`."""
         self.client = _openai(url)
         self.messages: list[Any] = [{"role": "system", "content": SYSTEM}]
 
     def say(self, text: str) -> None:
-        """Add a message of the user."""
+        """Add a user message."""
         self.messages.append({"role": "user", "content": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
-        """Add the result of a call; this API can't say that a call `failed`."""
+        """Add the result of a call. This API can't report that a call `failed`."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def answer(self, streamed: bool) -> Answer:
-        """Return the text and the calls of the next answer, and add it to the conversation."""
+        """Request the next answer, add it to the conversation, and return its text and calls."""
         asked = {"model": "local", "tools": [IN_CHAT], "max_completion_tokens": MAX_TOKENS}
         if streamed:
             usage = {"stream_options": {"include_usage": True}}
@@ -73,24 +73,24 @@ class OpenAIChat:
 
 
 class OpenAIResponses:
-    """A conversation by openai's responses."""
+    """A conversation through openai's responses."""
 
     def __init__(self, url: str):
-        """Begin a conversation with the server at `url`."""
+        """Start a conversation with the server at `url`."""
         self.client = _openai(url)
         self.items: list[Any] = []
 
     def say(self, text: str) -> None:
-        """Add a message of the user."""
+        """Add a user message."""
         self.items.append({"role": "user", "content": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
-        """Add the result of a call; this API can't say that a call `failed`."""
+        """Add the result of a call. This API can't report that a call `failed`."""
         output = {"type": "function_call_output", "call_id": call_id, "output": text}
         self.items.append(output)
 
     def answer(self, streamed: bool) -> Answer:
-        """Return the text and the calls of the next answer, and add its items to the conversation."""
+        """Request the next answer, add its items to the conversation, and return its text and calls."""
         asked = {"model": "local", "instructions": SYSTEM, "max_output_tokens": MAX_TOKENS}
         asked |= {"tools": [IN_RESPONSES], "store": False, "input": self.items}
         if streamed:
@@ -105,32 +105,32 @@ class OpenAIResponses:
 
 
 class Anthropic:
-    """A conversation by anthropic's messages."""
+    """A conversation through anthropic's messages."""
 
     def __init__(self, url: str):
-        """Begin a conversation with the server at `url`."""
+        """Start a conversation with the server at `url`."""
         import anthropic
 
         self.client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
         self.messages: list[Any] = []
 
     def say(self, text: str) -> None:
-        """Add a text to the user's message."""
+        """Add a text to the user message."""
         self._add({"type": "text", "text": text})
 
     def give(self, call_id: str, text: str, failed: bool) -> None:
-        """Add the result of a call to the user's message."""
+        """Add the result of a call to the user message."""
         about = {"tool_use_id": call_id, "content": text, "is_error": failed}
         self._add({"type": "tool_result", **about})
 
     def _add(self, block: dict[str, Any]) -> None:
-        """Add a block to the user's message, which begins after an answer."""
+        """Add a block to the user message, which is new after an answer."""
         if not self.messages or self.messages[-1]["role"] != "user":
             self.messages.append({"role": "user", "content": []})
         self.messages[-1]["content"].append(block)
 
     def answer(self, streamed: bool) -> Answer:
-        """Return the text and the calls of the next answer, and check the server's counts of tokens."""
+        """Request the next answer, check the server's token counts, and return its text and calls."""
         cached = {"cache_control": {"type": "ephemeral"}}
         system = [{"type": "text", "text": SYSTEM, **cached}]
         tools = [IN_MESSAGES | cached]
@@ -148,16 +148,16 @@ class Anthropic:
 
 
 class LiteLLM(OpenAIChat):
-    """A conversation by litellm, which uses the API of `model`."""
+    """A conversation through litellm, with the API that `model` selects."""
 
     def __init__(self, url: str, model: str = "openai/local"):
-        """Begin a conversation; the prefix of `model` selects the API."""
+        """Start a conversation. The prefix of `model` selects the API."""
         super().__init__(url)
         self.where = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
         self.where["api_base"] = f"{url}/v1" if model.startswith("openai") else url
 
     def answer(self, streamed: bool) -> Answer:
-        """Return the text and the calls of the next answer, and add it to the conversation."""
+        """Request the next answer, add it to the conversation, and return its text and calls."""
         import litellm
 
         asked = {**self.where, "tools": [IN_CHAT], "messages": self.messages}
@@ -171,10 +171,10 @@ class LiteLLM(OpenAIChat):
 
 
 class LangChain:
-    """A conversation by langchain-openai, with chat completions or responses."""
+    """A conversation through langchain-openai, with chat completions or responses."""
 
     def __init__(self, url: str, by_responses: bool = False):
-        """Begin a conversation, by responses or by chat completions."""
+        """Start a conversation, with responses or with chat completions."""
         from langchain_core.messages import SystemMessage
         from langchain_openai import ChatOpenAI
 
@@ -191,7 +191,7 @@ class LangChain:
         self.messages: list[Any] = [SystemMessage(SYSTEM)]
 
     def say(self, text: str) -> None:
-        """Add a message of the user."""
+        """Add a user message."""
         from langchain_core.messages import HumanMessage
 
         self.messages.append(HumanMessage(text))
@@ -204,7 +204,7 @@ class LangChain:
         self.messages.append(ToolMessage(text, tool_call_id=call_id, status=status))
 
     def answer(self, streamed: bool) -> Answer:
-        """Return the text and the calls of the next answer, and add it to the conversation."""
+        """Request the next answer, add it to the conversation, and return its text and calls."""
         if streamed:
             chunks = list(self.model.stream(self.messages))
             found = chunks[0]
@@ -229,13 +229,13 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
 
 
 def _run(command: str) -> tuple[str, bool]:
-    """Run a command; return its output, and whether it failed."""
+    """Run a command. Return its output, and whether it failed."""
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     return done.stdout + done.stderr, done.returncode != 0
 
 
 def main() -> None:
-    """Send the messages of stdin, run the calls of the answers, and print each answer's text as JSON."""
+    """Send the messages from stdin, run the model's calls, and print each answer's text as JSON."""
     client, url = sys.argv[1:]
     session = CLIENTS[client](url)
     for number, text in enumerate(json.load(sys.stdin)):

@@ -1,1 +1,1 @@
-"""Questions with known answers, put to the full cache and to policies: the commands of `scripts/evaluate.py`."""
+"""Questions with known answers for the full cache and for policies: the commands of `scripts/evaluate.py`."""

@@ -1,10 +1,10 @@
-"""Answering questions about documents with several methods, in two settings.
+"""Answer questions about documents with several methods, in two settings.
 
-known   the question is part of the prompt that is compressed: the policy may use it
+known   the question is part of the prompt that is compressed, so the policy may use it
 later   the document is compressed first, and each question is read on the compressed cache
 
-A document is read once for all methods that compress a full cache. Methods that evict during prefill, read twice or
-use sparse attention read it themselves. The answer of a method does not depend on the other methods.
+A document is read once for all methods that compress a full cache. Methods that evict during prefill, read twice or use
+sparse attention read it themselves. A method's answer does not depend on the other methods.
 """
 
 import copy
@@ -40,7 +40,7 @@ def run(
     results: Results,
     on_document: Callable[[bool], None] = lambda asked: None,
 ) -> list[Record]:
-    """Return a record of every method's answer to every question in every setting; see `Results.complete`."""
+    """Ask every method every question in every setting, and return the records. See `Results.complete`."""
     named = {method.name: method for method in methods}
 
     def cells(place: Record):
@@ -56,7 +56,7 @@ def run(
             asked = [named[cell["method"]] for cell in missing]
             numbers = sorted({cell["question"] for cell in known})
             answers = Answers(model, dataset.tokenizer, document, asked, numbers)
-            # Prompts with a question: one prompt after the other. Documents: one method after the other.
+            # Known: one question after the other, since each is a prompt. Later: one method after the other.
             for (i,), own in grouped(known, "question").items():
                 found = answers.known(i, [named[cell["method"]] for cell in own])
                 yield from map(operator.or_, own, found)
@@ -90,9 +90,9 @@ class Answers:
         self._document = document.questions[0].prompt[: document.n_shared]
         self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
         self._policies = [m.policy for m in methods if m.shares_reading]
-        self._full: dict[int, Record] = {}  # full cache's answer by question, for both settings
-        # Caches that sparse attention has read, by its options of reading. A budget is for decoding, unless the
-        # document fits it.
+        self._full: dict[int, Record] = {}  # the full cache's answers by question, in both settings
+        # Caches that sparse attention has read, keyed by the options that affect prefill. A budget affects only
+        # decoding, unless the document fits it.
         self._sparse: dict[tuple[Sparse, bool], list] = {}
 
     @cached_property
@@ -100,7 +100,7 @@ class Answers:
         return read_once(self._model, self._document, self._policies, self._suffixes.values())
 
     def known(self, i: int, methods: Iterable[Method]) -> Iterator[Record]:
-        """Yield records of the methods' answers to question `i`, which is part of the prompt that they compress."""
+        """Yield records of the methods' answers to question `i`, which is part of the compressed prompt."""
         question = self._questions[i]
         prompt: Reading | None = None
         for method in methods:
@@ -116,13 +116,13 @@ class Answers:
             if method.policy is None:
                 self._full[i] = self._answer(method, i, cache, report, full)
                 yield self._full[i]
-            else:  # one forward pass finds how many tokens of the full cache's answer this cache repeats
+            else:  # one forward pass finds how much of the full cache's answer this cache repeats
                 n = Reference(prompt, full).n_agreed(copy.deepcopy(cache))
                 n = max(n, len(question.begun))
                 yield self._answer(method, i, cache, report, full[:n], ahead=True)
 
     def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
-        """Yield records of a method's answers to questions that are read after the document was compressed."""
+        """Yield records of a method's answers to questions that are read after the compression."""
         if method.policy is None:
             yield from map(self._of_full_cache, numbers)
             return
@@ -131,19 +131,19 @@ class Answers:
             yield self._answer(method, i, copy.deepcopy(cache), report)
 
     def _of_full_cache(self, i: int) -> Record:
-        """Return a record of the full cache's answer."""
+        """Return the record of the full cache's answer."""
         if i not in self._full:
             self._full[i] = self._answer(Method(), i, *self._reading.compress(None))
         return self._full[i]
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
-        """Return the document's cache, compressed by a method, and the report if questions do not change it."""
+        """Return the document's cache, compressed by a method. The report is None if questions determine it."""
         if method.shares_reading:
             return self._reading.compress(method.policy)
         policy: Any = method.policy
         if not isinstance(policy, Sparse):
             return prefill(self._model, self._document, policy)
-        # Sparse attention reads the question as a new turn, which makes its own report.
+        # Sparse attention reads the question as a new turn, which has its own report.
         fits = policy.fits(len(self._document))
         reading = replace(policy, top_k=None, budget=None), fits
         if reading not in self._sparse:
@@ -167,11 +167,11 @@ class Answers:
             cache: see `measure.compare.decode`.
             report: see `measure.compare.decode`.
             begun: see `measure.compare.decode`.
-            ahead: whether the first tokens of the answer were fed before the cache was compressed.
+            ahead: whether the answer's first tokens were fed before the compression.
         """
         question = self._questions[i]
         options: dict[str, Any] = {"policy": method.policy}
-        if question.begun and report is None:  # one by one, since each token chooses what it reads
+        if question.begun and report is None:  # one by one: each token chooses what it reads
             options["sampler"] = forcing(question.begun)
         answer = decode(
             self._model,
@@ -206,13 +206,13 @@ class Answers:
         }
 
     def _decoded(self, tokens: Iterable[int]) -> str:
-        """Return the text of an answer's last tokens."""
+        """Decode an answer's last tokens."""
         stops = self._tokenizer.eos_token_ids
         return self._tokenizer.decode([token for token in tokens if token not in stops])
 
 
 def forcing(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
-    """Return a sampler that gives these tokens, and then the most likely ones."""
+    """Return a sampler that returns these tokens first, and then the most likely ones."""
     left = iter(tokens)
 
     def sampler(logprobs: mx.array) -> mx.array:

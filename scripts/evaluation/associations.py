@@ -1,7 +1,7 @@
 """Questions that share no content word with the fact that answers them, in heterogeneous text.
 
-Each fact of `associations.json` needs one association, such as account book and ledger. NoLiMa (arXiv:2502.05167) asks
-in this way, because a question whose words are in the text is answered by looking for these words.
+Each fact in `associations.json` needs one association, such as account book and ledger. The questions follow NoLiMa
+(arXiv:2502.05167): if a question's words are in the text, it can be answered by looking for them.
 """
 
 import itertools
@@ -30,21 +30,21 @@ ASKED_LATE = (
 CORRECTION = "Correction of an earlier note: {}"
 ANSWER_TOKENS = 24
 
-LATE = "late"  # the variant whose questions are answered at the end of a long answer
-# Number of facts in a text, by variant. A contradicting fact takes two sentences.
+LATE = "late"  # variant whose questions are answered at the end of a long answer
+# Number of facts per text, by variant. A contradicting fact takes two sentences.
 VARIANTS = {"one": 1, "several": 8, "contradicting": 4, LATE: 4}
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence with a place for a value, and the question that this value answers.
+    """A sentence with a placeholder for a value, and the question that this value answers.
 
     Attributes:
-        topic: for the reader of the file.
+        topic: topic of the fact, for readers of the file.
         text: the sentence, with `{}` for the value.
         question: a question that shares no content word with the sentence.
-        answer: accepted spellings of the value; the first one is in the text.
-        before: the earlier value, which the sentence has in the variant "contradicting" before it is corrected.
+        answer: accepted spellings of the value. The first one is in the text.
+        before: earlier value, which the variant "contradicting" states before the correction.
     """
 
     topic: str
@@ -66,24 +66,24 @@ class Fact:
 
 @cache
 def facts() -> list[Fact]:
-    """Return the facts of the file."""
+    """Return the facts in the file."""
     return [Fact(**row) for row in json.loads(DATA.read_text(encoding="utf-8"))["facts"]]
 
 
 @cache
 def begun() -> str:
-    """Return the first words of every late answer: five sentences that hold for every text."""
+    """Return the start of every late answer: five sentences that are true of every text."""
     return " ".join(json.loads(DATA.read_text(encoding="utf-8"))["begun"])
 
 
 def score(fact: Fact, answer: str) -> float:
-    """Return 1 if an answer names the fact's value and no other value of any fact, else 0."""
+    """Return 1 if an answer names the fact's value and no other fact's value, else 0."""
     named = {v for each in facts() for v in each.values if contains(answer.lower(), v.lower())}
     return float(bool(named) and named <= set(fact.answer))
 
 
 def chosen(variant: str, document: int, seed: int) -> list[Fact]:
-    """Return the facts of a text; the texts of a variant take all facts in turn, in an order drawn from the seed."""
+    """Return a text's facts. A variant's texts take all facts in turn, in an order drawn from the seed."""
     n = VARIANTS[variant]
     order = random.Random(f"{seed} {variant}").sample(facts(), len(facts()))
     turns = itertools.cycle(order)
@@ -91,7 +91,7 @@ def chosen(variant: str, document: int, seed: int) -> list[Fact]:
 
 
 def sentences(variant: str, own: Sequence[Fact], rng: random.Random) -> list[tuple[float, str]]:
-    """Return the sentences to hide in a text, with their depths, 0 to 1: evenly spread, in random order."""
+    """Return the sentences to hide and their depths (0 to 1), evenly spread and in random order."""
     if variant != "contradicting":
         hidden = [fact.sentence for fact in rng.sample(own, len(own))]
     else:
@@ -110,15 +110,15 @@ def associations(
     n_documents: Sequence[int],
     seed: int = 0,
 ) -> Dataset:
-    """Return a dataset of texts for every variant and length.
+    """Return a dataset with texts for every variant and length.
 
     Args:
         tokenizer: the model's tokenizer, with a chat template.
-        haystack: the paragraphs between the facts.
+        haystack: paragraphs between the facts.
         variants: names of `VARIANTS`.
-        lengths: limits for the tokens of prompt and answer together.
-        n_documents: number of texts of each variant, for each length.
-        seed: of all random choices.
+        lengths: maximum numbers of tokens in prompt and answer together.
+        n_documents: number of texts per variant, for each length.
+        seed: seed for all random choices.
     """
     before, after = around(tokenizer)
     encode = partial(tokenizer.encode, add_special_tokens=False)

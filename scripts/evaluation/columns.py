@@ -1,8 +1,8 @@
-"""Datasets with the columns of kvpress' datasets, such as RULER.
+"""Datasets in the format of kvpress' datasets, such as RULER.
 
-Without a column `task`, the task is the file's name, or the folder's name if the file is a split
-(`test-00000-of-00001`). Without a column `length`, the length is the name of a folder (`4096/test.parquet`). Rows with
-the same context are questions about one document.
+Without a `task` column, the task is the file name, or the folder name if the file is a split (`test-00000-of-00001`).
+Without a `length` column, the length is the name of a folder (`4096/test.parquet`). Rows with the same context are
+questions about one document.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from mlx_snapkv.paths import path_of, reason
 from .datasets import Dataset, Document, Question
 from .scores import scores_page
 
-MAX_LENGTHS = 8  # tables group documents by length only if there are no more lengths
+MAX_LENGTHS = 8  # above this number of lengths, tables don't group documents by length
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = scores_page(
     "Questions of a data set",
@@ -42,8 +42,8 @@ class Row(BaseModel, strict=True, frozen=True):
 
     Attributes:
         answer: texts that a right answer contains.
-        answer_prefix: first words of the answer, which the prompt ends with.
-        length: number of tokens by which tables group documents.
+        answer_prefix: first words of the answer, which end the prompt.
+        length: number of tokens, by which tables group documents.
     """
 
     context: Text
@@ -67,9 +67,9 @@ def read_columns(
     Args:
         name: path of the file or folder.
         tasks: tasks to read; None reads all.
-        most: number of documents to take of each length and task, from the first; None takes all.
+        most: maximum number of documents per length and task, from the first; None takes all.
 
-    Returns: a list of rows for each document, ordered by length and task; and a digest of the data.
+    Returns: A list of rows for each document, ordered by length and task, and a digest of the data.
 
     Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
@@ -96,7 +96,7 @@ def read_columns(
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file, with every column checked or filled in."""
+    """Yield a file's rows, with every column checked or filled in."""
     folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
     task = path.parent.name if SPLIT.match(path.stem) else path.stem
     number = 0
@@ -119,12 +119,12 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _lines(path: Path) -> Iterator[dict]:
-    """Yield the objects of a JSON-lines file."""
+    """Yield the objects in a JSON-lines file."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
                 row = dict(json.loads(line.decode("utf-8-sig")))
-                json.dumps(row, ensure_ascii=False).encode()  # fails with a lone surrogate
+                json.dumps(row, ensure_ascii=False).encode()  # fails for a lone surrogate
             except (ValueError, TypeError, RecursionError):
                 raise SnapKVError(
                     f"{path}: line {number} is not a JSON object in UTF-8: fix or delete it"
@@ -147,15 +147,15 @@ def _parquet(path: Path) -> Iterator[dict]:
 def columns(
     tokenizer: Any, documents: Sequence[list[Row]], digest: str, template: bool = True
 ) -> Dataset:
-    """Return a dataset whose prompts are built as kvpress builds them.
+    """Return a dataset with prompts built as in kvpress.
 
-    Document and question are tokenised separately and form the user's turn. `answer_prefix` is the beginning of the
-    assistant's turn. Without a chat template, a line break ends the question.
+    Document and question are tokenised separately and form the user's turn. `answer_prefix` begins the assistant's
+    turn. Without a chat template, a line break ends the question.
 
     Args:
         tokenizer: the model's tokenizer.
         documents: a list of rows for each document.
-        digest: digest of the data, part of the dataset's setting.
+        digest: digest of the data, which is part of the dataset's setting.
         template: whether to use the tokenizer's chat template, if it has one.
     """
     before, after = "", "\n"
@@ -169,7 +169,7 @@ def columns(
 
     def make(place: Record) -> Document:
         rows = documents[places.index(place)]
-        # Without a template, a text begins with the tokenizer's own special tokens.
+        # Without a template, text starts with the tokenizer's own special tokens.
         head = tokenizer.encode(before + rows[0].context, add_special_tokens=not templated)
         questions = []
         for row in rows:
@@ -194,23 +194,23 @@ def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -
         )
 
 
-# RULER's scores of an output given its references, 0 to 1, as kvpress computes them.
+# RULER's scores (0 to 1) of an output given its references, computed as in kvpress.
 
 
 def string_match_all(references: Sequence[str], output: str) -> float:
-    """Return the share of the references that the output contains, ignoring case (niah, vt, cwe and fwe)."""
+    """Return the share of references that the output contains, ignoring case (niah, vt, cwe and fwe)."""
     text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()
     return sum(reference.lower() in text for reference in references) / len(references)
 
 
 def string_match_part(references: Sequence[str], output: str) -> float:
-    """Return 1 if the output contains one of the references, ignoring case, else 0 (qa)."""
+    """Return 1 if the output contains any of the references, ignoring case, else 0 (qa)."""
     return float(string_match_all(references, output) > 0)
 
 
-PARTIAL = {"qa_1", "qa_2"}  # tasks in which one of the references is enough
+PARTIAL = {"qa_1", "qa_2"}  # tasks in which one reference is enough
 
 
 def score_of(row: Row) -> Callable[[str], float]:
-    """Return the function that scores an answer to a row's question."""
+    """Return a function that scores an answer to a row's question."""
     return partial(string_match_part if row.task in PARTIAL else string_match_all, row.answer)

@@ -1,4 +1,4 @@
-"""`needle`, `suite` and `data`: questions about documents, whose right answers are known."""
+"""`needle`, `suite` and `data`: questions about documents, with known answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ WHETHER = "When the policy sees the question: in the prompt (known), after the c
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """Options of all evaluations."""
+    """Options shared by all evaluations."""
 
     model: Model = "demo"
     policy: Policies = None
@@ -37,7 +37,7 @@ class AskedOptions:
 
     @property
     def settings(self) -> list[str]:
-        """Settings to measure."""
+        """Return the settings to measure."""
         return [*ANSWER_SETTINGS] if self.setting == "both" else [self.setting]
 
     def load(self) -> tuple[Any, Any]:
@@ -58,7 +58,7 @@ class AskedOptions:
         files: ResultFiles | None,
         page: Page,
     ) -> None:
-        """Ask about the documents, print the result, and write it; see `ResultOptions.measure`."""
+        """Ask about the documents, then print and write the result. See `ResultOptions.measure`."""
         fixed = {**dataset.setting, "model": self.model}
         ask = partial(run, model, dataset, methods, self.settings)
         result.measure(files, fixed, len(dataset.places), ask, page)
@@ -66,7 +66,7 @@ class AskedOptions:
 
 @dataclass(frozen=True)
 class NeedleOptions(AskedOptions):
-    """The documents and settings of `needle`."""
+    """Options for `needle`: documents and settings."""
 
     setting: Annotated[str, Option(parser=one_of(*ANSWER_SETTINGS, "both"), help=WHETHER)] = "known"
     length: Annotated[
@@ -104,7 +104,7 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
 
 @dataclass(frozen=True)
 class SuiteOptions(AskedOptions):
-    """The tasks and documents of `suite`."""
+    """Options for `suite`: tasks and documents."""
 
     model: Model = "demo-tasks"
     task: Annotated[
@@ -136,7 +136,7 @@ def suite(*, options: SuiteOptions, result: ScoreOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(AskedOptions):
-    """The rows of a data set that `data` asks."""
+    """Options for `data`: the data set, its tasks and its documents."""
 
     data: Annotated[
         str,

@@ -14,10 +14,10 @@ class Question:
 
     Attributes:
         prompt: token ids of document and question.
-        expected: what a right answer contains, for the record.
-        score: returns the score of an answer's text, 0 to 1.
-        max_tokens: limit for the answer, `begun` included.
-        begun: the first tokens of every answer, whatever the model predicts. They are not scored.
+        expected: content of a right answer, for the record.
+        score: returns the score (0 to 1) of an answer's text.
+        max_tokens: maximum number of answer tokens, including `begun`.
+        begun: first tokens of every answer, regardless of the model's predictions. They are not scored.
     """
 
     prompt: list[int]
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """Questions about one document; their prompts share their first `n_shared` tokens, at least one and never all."""
+    """Questions about one document. Their prompts share the first `n_shared` tokens: at least one, never all."""
 
     questions: list[Question]
     n_shared: int
@@ -37,12 +37,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Documents that are made when they are needed.
+    """Documents that are generated on demand.
 
     Attributes:
-        setting: what the prompts depend on besides the tokenizer, as a JSON object with the `task`.
-        places: for each document its `task`, `length` (or None), `document` and more, the arguments of `make`.
-        make: makes a document.
+        setting: what the prompts depend on in addition to the tokenizer, as a JSON object with the `task`.
+        places: `task`, `length` (or None), `document` and further arguments of `make`, for each document.
+        make: generates a document.
     """
 
     tokenizer: Any
@@ -52,5 +52,5 @@ class Dataset:
 
 
 def n_shared(prompt: list[int], *others: list[int]) -> int:
-    """Return how many first tokens a prompt shares with others about its document: at least one, never all."""
+    """Return how many leading tokens a prompt shares with others about its document: at least one, never all."""
     return max(1, min(common_prefix([prompt, *others]), len(prompt) - 1))

@@ -1,4 +1,4 @@
-"""Heterogeneous text, whose paragraphs are essays, code, logs, dialogues and tables in turn.
+"""Heterogeneous text with paragraphs of essays, code, logs, dialogues and tables.
 
 Essays and code are cut from files. Logs, dialogues and tables are drawn from a random generator, so that a seed
 determines the text.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mlx_snapkv.errors import SnapKVError
 
-# Characters of a paragraph: shorter ones are titles and imports, longer ones are cut between lines.
+# Characters per paragraph. Shorter ones are titles and imports, and longer ones are cut between lines.
 LEAST, MOST = 120, 600
-# Kind, folder below the folder of real texts, and the files' names.
+# Kind -> subfolder of the folder of real texts, and its files.
 SOURCES = {"essay": ("essays", "*.txt"), "code": ("code", "*.py")}
 
 SERVICES = "gateway billing mailer search-index thumbnails scheduler auth-proxy metrics".split()
@@ -61,24 +61,24 @@ GOODS = (
     "hinges",
 )
 
-# A kind's paragraph, with a sentence in it if one is given.
+# Writes a paragraph of one kind, with a given sentence in it unless the sentence is empty.
 Write = Callable[[random.Random, str], str]
 
 
 def _numbers(rng: random.Random) -> dict[str, object]:
-    """Draw the values of a template's placeholders."""
+    """Draw values for a template's placeholders."""
     n, b, k, ms = rng.randint(2, 900), rng.randint(10, 99), rng.randint(2, 9), rng.randint(3, 4000)
     return {"n": n, "b": b, "k": k, "ms": ms, "day": rng.choice(DAYS)}
 
 
 def _hide(rng: random.Random, lines: list[str], sentence: str) -> list[str]:
-    """Return the lines, with the sentence between two of them unless it is empty."""
+    """Insert a sentence between two lines, unless it is empty."""
     place = rng.randint(1, len(lines) - 1) if len(lines) > 1 else 1
     return [*lines[:place], sentence, *lines[place:]] if sentence else lines
 
 
 def log(rng: random.Random, sentence: str = "") -> str:
-    """Return the lines of a log; the sentence is the message of a line."""
+    """Return log lines. The sentence becomes the message of one line."""
     messages = [rng.choice(EVENTS).format(**_numbers(rng)) for _ in range(rng.randint(4, 6))]
     day, second = f"{rng.randint(1, 12):02}-{rng.randint(1, 28):02}", rng.randrange(20 * 3600)
     lines = []
@@ -91,7 +91,7 @@ def log(rng: random.Random, sentence: str = "") -> str:
 
 
 def dialogue(rng: random.Random, sentence: str = "") -> str:
-    """Return a dialogue of two speakers, one of whom says the sentence."""
+    """Return a dialogue between two speakers, one of whom says the sentence."""
     speakers = rng.sample(rng.choice(SPEAKERS), 2)
     said = [line.format(**_numbers(rng)) for line in rng.sample(LINES, rng.randint(4, 6))]
     said = _hide(rng, said, sentence)
@@ -99,7 +99,7 @@ def dialogue(rng: random.Random, sentence: str = "") -> str:
 
 
 def table(rng: random.Random, sentence: str = "") -> str:
-    """Return a table of goods; the sentence is a note in a row of its own."""
+    """Return a table of goods. The sentence is a note in its own row."""
     rows = [
         f"| {goods} | {rng.randint(1, 400)} | {rng.randint(1, 90)}.{rng.randint(0, 99):02} |  |"
         for goods in rng.sample(GOODS, rng.randint(3, 5))
@@ -109,17 +109,17 @@ def table(rng: random.Random, sentence: str = "") -> str:
 
 
 class Haystack:
-    """Paragraphs of every kind, from the files of a folder and from a random generator.
+    """Paragraphs of every kind, from a folder's files and from a random generator.
 
     Args:
-        folder: has the folders of `SOURCES`, as scripts/make_real_models.py writes them.
-        avoided: words that no paragraph may contain, whatever their case.
+        folder: folder that contains the folders of `SOURCES`, as written by scripts/make_real_models.py.
+        avoided: words that no paragraph may contain, in upper or lower case.
 
     Raises: SnapKVError: the folder has no essays or no code.
     """
 
     def __init__(self, folder: Path, avoided: list[str]):
-        """Read the essays and the code, and leave out paragraphs with an avoided word."""
+        """Read the essays and the code, and drop paragraphs with an avoided word."""
         found = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, avoided))})(?!\w)", re.I)
         self._found: dict[str, list[str]] = {}
         for kind, (name, files) in SOURCES.items():
@@ -138,21 +138,21 @@ class Haystack:
 
     @property
     def texts(self) -> Mapping[str, list[str]]:
-        """Return the paragraphs of the files, by kind."""
+        """Return the paragraphs from files, by kind."""
         return self._found
 
     def paragraphs(self, rng: random.Random) -> Iterator[str]:
-        """Yield paragraphs without end, with each kind once in a round."""
+        """Yield an endless stream of paragraphs, with each kind once per round."""
         while True:
             for kind in rng.sample([*self._kinds], len(self._kinds)):
                 yield self._kinds[kind](rng, "") + "\n\n"
 
     def hiding(self, rng: random.Random, sentence: str) -> str:
-        """Return a paragraph of any kind that contains the sentence."""
+        """Return a paragraph of a random kind that contains the sentence."""
         return self._kinds[rng.choice([*self._kinds])](rng, sentence) + "\n\n"
 
     def _essay(self, rng: random.Random, sentence: str) -> str:
-        """Return a paragraph of an essay, with the sentence between two of its sentences, or at its end."""
+        """Return an essay's paragraph, with the sentence between two of its sentences or at its end."""
         text = rng.choice(self._found["essay"])
         if not sentence:
             return text
@@ -167,7 +167,7 @@ class Haystack:
 
 
 def paragraphs_of(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a text with `LEAST` to `MOST` characters; longer paragraphs are cut between lines."""
+    """Yield a text's paragraphs of `LEAST` to `MOST` characters. Longer paragraphs are cut between lines."""
     for paragraph in re.split(r"\n\s*\n", text):
         pieces = [""]
         for line in paragraph.strip("\n").splitlines():

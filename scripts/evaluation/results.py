@@ -1,4 +1,4 @@
-"""Options for the result of an evaluation."""
+"""Options for an evaluation's result."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +10,6 @@ PROGRAM = "python scripts/evaluate.py"
 
 @dataclass(frozen=True)
 class ScoreOptions(ResultOptions):
-    """The options of the package's commands; the result shows the command line of the script."""
+    """The package's result options, with the script's command line in the result."""
 
     program: ClassVar[str] = PROGRAM

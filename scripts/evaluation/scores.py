@@ -1,4 +1,4 @@
-"""Summaries of the scores of answers, as JSON and as tables."""
+"""Summaries of answer scores, as JSON and as tables."""
 
 import itertools
 from collections.abc import Callable
@@ -27,9 +27,9 @@ BEFORE = (
 def summarise(records: list[Record]) -> Summary:
     """Return a JSON object for each method, setting and length, with scores from 0 to 1.
 
-    `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why for the first one.
-    `before` is the number of answer tokens, of `answer_tokens`, that were decoded before the compression; None if the
-    records do not say.
+    `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why the first one was
+    not. `before` is how many of the `answer_tokens` were decoded before the compression; None if the records do not
+    say.
     """
     place = itemgetter("setting", "length", "task", "document", "question")
     full = {place(r): r["score"] for r in records if r["method"] == FULL_CACHE}
@@ -109,14 +109,14 @@ def _scores(summary: Summary, heading: str) -> Table:
 
 
 def before_compression(s: Record) -> str:
-    """Return the share of answer tokens decoded before the compression, in percent; empty if it is not known."""
+    """Return the percentage of answer tokens decoded before the compression, or "" if it is unknown."""
     if s["method"] == FULL_CACHE or s.get("before") is None:
         return ""
     return f"{s['before'] / s['answer_tokens']:.0%}"
 
 
 def _by_task(summary: Summary, heading: str) -> Table:
-    """Return a table of scores by task, with a row for each task if there are more tasks than methods."""
+    """Return a table of scores by task. If there are more tasks than methods, tasks are rows."""
     names = list(dict.fromkeys(name for s in summary for name in s["by_task"]))
     cells = [["method", *names]]
     for s in summary:
@@ -129,5 +129,5 @@ def _by_task(summary: Summary, heading: str) -> Table:
 
 
 def scores_page(title: str, remark: str) -> Page:
-    """Return the page of an evaluation; `remark` says how an answer is scored."""
+    """Return an evaluation's page. `remark` explains how an answer is scored."""
     return Page(title, f"{remark} {SCORES}", summarise, tables)

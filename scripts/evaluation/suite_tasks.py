@@ -2,9 +2,9 @@
 
     document, questions = make_task("three-links", random.Random(1), 2048, count_tokens)
 
-Each task is a function of a random generator and the approximate number of sentences to hide. It returns the sentences
-in the order in which the document has them, and questions about them in random order. One task was dropped because
-`demo-tasks` did not learn it: to name the most frequent of some votes.
+Each task is a function of a random generator and an approximate number of sentences to hide. It returns the sentences
+in document order, and questions about them in random order. One task was dropped because
+`demo-tasks` did not learn it: to name the most frequent vote.
 """
 
 import random
@@ -29,14 +29,14 @@ Sentences = list[str]
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and the value that answers it."""
+    """A question and its answer."""
 
     question: str
     value: str
 
 
 def _look_alikes(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """Make facts with one attribute, whose subjects share their adjective or noun with other subjects."""
+    """Generate facts about one attribute, with subjects that share an adjective or noun with other subjects."""
     side = int(n**0.5) + 1
     adjectives, nouns = rng.sample(ADJECTIVES, side), rng.sample(NOUNS, side)
     subjects = rng.sample([f"{a} {b}" for a in adjectives for b in nouns], n)
@@ -51,7 +51,7 @@ def _about_facts(rng: random.Random, facts: list[Fact]) -> tuple[Sentences, list
 
 
 def _overwritten(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """Make facts, half of which get a new value ("... is now ...") later in the document; questions ask for these."""
+    """Generate facts, half of which get a new value ("... is now ...") later on. Questions ask for new values."""
     facts = make_facts(rng, max(2, round(n / 1.5)))
     changed = facts[: len(facts) // 2]
     newer = {f.subject: replace(f, value=ATTRIBUTES[f.attribute](rng)) for f in changed}
@@ -67,7 +67,7 @@ def _overwritten(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]
 
 
 def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
-    """Make questions that each ask for two or three facts; the answer names all of them."""
+    """Generate questions that each ask for two or three facts. The answer names all of them."""
     attribute = rng.choice([name for name in ATTRIBUTES if name != "pass phrase"])
     facts = make_facts(rng, n, attributes=[attribute])
     hidden = [fact_sentence(fact, rng) for fact in facts]
@@ -83,7 +83,7 @@ def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
 
 
 def _links(rng: random.Random, n: int, links: int) -> tuple[Sentences, list[Question]]:
-    """Make chains of `links` names that end in a word; the answer spells out the chain."""
+    """Generate chains of `links` names that end in a word. The answer spells out the chain."""
     chains = max(2, n // links)
     names = iter(rng.sample([f"x{i}" for i in range(10, 100)], chains * links))
     hidden, questions = [], []
@@ -113,13 +113,13 @@ def make_task(
     count_tokens: Callable[[str], int],
     hidden: int = 16,
 ) -> tuple[str, list[Question]]:
-    """Return a document and questions, which can be asked alone or one after the other.
+    """Return a document, and questions that can be asked alone or one after the other.
 
     Args:
         name: key of `TASKS`.
-        rng: draws the facts and the document.
+        rng: random generator for the facts and the document.
         n_tokens: approximate length of the document.
-        count_tokens: returns the number of tokens of a text.
+        count_tokens: returns the number of tokens in a text.
         hidden: approximate number of sentences that matter, at most 90.
     """
     sentences, questions = TASKS[name](rng, hidden)

@@ -1,12 +1,12 @@
-"""The datasets `needle` and `suite`, which are generated.
+"""The generated datasets `needle` and `suite`.
 
 Needle in a haystack: a fact in a long document (Kamradt, "Needle In A Haystack: Pressure Testing LLMs", 2023; SnapKV's
 section 4.1). The facts come from `mlx_snapkv/demo/documents.py`: invented values of several tokens, which no model can
 guess.
 
-Suite: the tasks of `suite_tasks.py`, which show differences between policies, with many questions for each document.
+Suite: the tasks of `suite_tasks.py`, which show differences between policies, with many questions per document.
 
-The same arguments always make the same documents.
+The same arguments always generate the same documents.
 """
 
 import bisect
@@ -32,18 +32,18 @@ from .scores import scores_page
 RETRIEVAL = scores_page("Retrieval", "An answer is right if it contains the exact value.")
 ALONE = "An answer is right if it consists of the value and nothing else."
 SUITE = scores_page("Tasks that tell policies apart", ALONE)
-HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # limits for an answer
-QUESTION_TOKENS = 60  # tokens of a suite's question, including the chat template
+HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # maximum answer tokens
+QUESTION_TOKENS = 60  # tokens of a suite question, including the chat template
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Lengths and depths of the documents of `needle`; each document has one question.
+    """Lengths and depths of the documents for `needle`. Each document has one question.
 
     Attributes:
-        lengths: limits for the tokens of a prompt.
-        n_depths: number of depths, evenly spaced from the start, 0, to the end, 1; a single one is the middle.
-        n_documents: number of documents for each length and depth.
+        lengths: maximum prompt lengths in tokens.
+        n_depths: number of depths, evenly spaced from 0 (start) to 1 (end). A single depth is the middle.
+        n_documents: number of documents per length and depth.
     """
 
     lengths: Sequence[int]
@@ -76,10 +76,10 @@ def filled(
     """Return the longest document whose prompt has at most `length` tokens.
 
     Args:
-        length: limit of the prompt's tokens.
-        parts: depth, 0 to 1, and text of each part that the document must contain.
+        length: maximum prompt length in tokens.
+        parts: depth (0 to 1) and text of each part that the document must contain.
         filler: pieces of text for the rest.
-        n_prompt: returns the number of tokens of a document's prompt.
+        n_prompt: returns the length of a document's prompt in tokens.
 
     Raises: SnapKVError: the prompt is too long even with one piece of filler.
     """
@@ -95,7 +95,7 @@ def filled(
 
 
 def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
-    """Join the pieces, with each part inserted at its depth; parts of equal depth keep their order."""
+    """Join the pieces, with each part inserted at its depth. Parts of equal depth keep their order."""
     text = list(pieces)
     for i, (depth, part) in enumerate(sorted(parts, key=lambda part: part[0])):
         text.insert(round(depth * len(pieces)) + i, part)
@@ -103,14 +103,14 @@ def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
 
 
 def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
-    """Return a dataset whose documents hide `needles` facts, of which the question asks for one.
+    """Return a dataset whose documents hide `needles` facts. The question asks for one of them.
 
     Args:
         tokenizer: the model's tokenizer.
-        grid: lengths and depths; the fact that is asked for is at this depth, and the others are spread evenly.
+        grid: lengths and depths. The fact that is asked for is at this depth; the other facts are spread evenly.
         needles: number of facts in each document.
-        text: filler, which is cut between sentences, and repeated if it is too short; by default sentences like those
-            that the embedded models were trained on.
+        text: filler, which is cut between sentences, and repeated if it is too short. By default, the filler is
+            sentences like those in the embedded models' training data.
     """
 
     def make(place: Record) -> Document:
@@ -118,7 +118,7 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
         rng = random.Random(f"{grid.seed} {named}")
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        depths = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # depths of the others
+        depths = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # the other facts' depths
         parts = list(zip([place["depth"], *depths], sentences))
         filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
         if text is not None:
@@ -145,7 +145,7 @@ def suite(
     n_questions: int,
     seed: int = 0,
 ) -> Dataset:
-    """Return a dataset of documents for every task and length, with at most `n_questions` for each."""
+    """Return a dataset of documents for every task and length, with at most `n_questions` per document."""
 
     def make(place: Record) -> Document:
         rng = random.Random("{} {task} {length} {document}".format(seed, **place))
