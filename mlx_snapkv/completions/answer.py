@@ -46,7 +46,7 @@ class Completion:
         # Checked before parsing, so that the token that ends the reasoning still counts.
         if self._parser.state == "reasoning":
             self.n_reasoning += 1
-        if finish_reason != "stop":  # "stop": the end-of-answer token
+        if finish_reason != "stop":  # the end-of-answer token has no text
             self._detokenizer.add_token(token)
         if is_last:
             self._detokenizer.finalize()

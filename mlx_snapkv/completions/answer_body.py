@@ -33,7 +33,7 @@ def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str
     """Return a finished answer as an element of `choices`."""
     content: dict[str, Any]
     if answer.request.chat:
-        # An answer without text has content null if it has calls, and "" otherwise, as OpenAI's do.
+        # Like OpenAI, send null instead of an empty text if there are calls.
         no_text = None if answer.reply.calls else ""
         fields = message_fields(answer.reply, answer.request.uses_functions)
         content = {"message": {"role": "assistant", "content": no_text, **fields}}
@@ -56,7 +56,7 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # Streamed calls have an index. Calls of a complete answer have none, and start with the first.
+        # Streamed calls have an index. Calls of a complete answer have none, and the first one is the answer's first.
         if first_call.get("index", 0) == 0:
             fields["function_call"] = first_call["function"]
     return {name: value for name, value in fields.items() if value}

@@ -23,8 +23,8 @@ MAX_FIRST_END = 4096  # the same, before the answer starts
 REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # a schema's minimum counts
 # Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# Finding an end longer than SHORT_END takes milliseconds per token tried. Then the only tokens tried are the most
-# likely ones that together have probability CANDIDATES_SHARE.
+# If the short end is longer than this, trying a token takes milliseconds. Then only the most likely tokens are tried,
+# with a total probability of CANDIDATES_SHARE.
 SHORT_END = 32  # tokens
 CANDIDATES_SHARE = 0.99
 
@@ -88,7 +88,7 @@ class Constraint:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         is_next = n_answer == len(self._answer) + 1
-        # After a step back, any answer token may differ.
+        # After going back, any answer token may differ.
         first_new = -1 if is_next else self._n_prompt
         new = tokens[first_new:]
         # The mask depends only on the tokens, so the CPU builds it while the device computes the logits.

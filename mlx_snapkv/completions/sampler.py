@@ -11,7 +11,8 @@ from ..errors import OptionError
 from .body import Body, Defaults
 
 SAMPLING_FIELDS = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-# Below this, temperature and top_p mean greedy decoding. In float32, sampling would pick the most likely token or fail.
+# Smaller values of temperature or top_p mean greedy decoding, because sampling in float32 would pick the most likely
+# token or fail.
 NEARLY_ZERO = 1e-6
 
 

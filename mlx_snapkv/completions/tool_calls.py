@@ -39,7 +39,7 @@ def parse_tool_calls(
     calls = []
     for value in values:
         call = _tool_call(value)
-        if call is None:  # one invalid call means that the text is not a list of calls
+        if call is None:  # if one value is not a call, none is
             return []
         calls.append(call)
     return calls

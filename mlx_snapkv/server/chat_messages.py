@@ -24,7 +24,7 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """Return the format in the form that chat completions use."""
+        """Return the format as chat completions spell it."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.schema_}}
         return {"type": self.type}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of that one must be read again
+MAX_REREAD_SHARE = 16  # a prefix covers another of which at most 1/16 must be read again
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Prefix:
 
 
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
-    """Return (n_tokens, prefix) for the prefix that provides the most tokens of the prompt `ids`.
+    """Return the prefix that provides the most tokens of the prompt `ids`, as (n_tokens, prefix).
 
     Returns: `(0, None)` if no prefix fits.
     """

@@ -102,7 +102,7 @@ def test_a_shared_reading_equals_one_for_a_single_policy_bit_for_bit(
 
 
 def assert_continues_as_generate_step(model, reading, policy, n=24):
-    """Assert that tokens after the compression have the same answer and log-probabilities as generate_step's."""
+    """Assert that after the compression, tokens and log-probabilities equal those of generate_step."""
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
     cache, _ = reading.compress(policy, answering=True)

@@ -99,7 +99,7 @@ class ResponsesBody(BodyModel):
             _system_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
-            continue_final_message=False,  # the answer is a new item
+            continue_final_message=False,  # the answer is a new item, not a continuation
             response_format=self.text and self.text.format and self.text.format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
