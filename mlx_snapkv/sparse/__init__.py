@@ -1,1 +1,1 @@
-"""Sparse attention: the cache keeps all entries, and each prompt chunk or answer token reads only a few of them."""
+"""Sparse attention: caches keep all entries, and each prompt chunk or answer token reads only a few of them."""

@@ -1,4 +1,4 @@
-"""The base class of sparse caches, which compute the attention of their newest tokens themselves."""
+"""The base class for sparse caches, which compute attention themselves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..entries.queries import Captured
 
 
 class AttendingCache(LayerCache):
-    """A cache that selects, by the queries of its newest tokens, which entries these tokens read.
+    """A cache that lets the newest tokens' queries choose which entries to read.
 
-    An attention module appends the tokens' entries by `update_and_fetch`. mlx-lm's attention function, patched by
-    `models/patch.py`, then calls `attend`.
+    An attention module first calls `update_and_fetch` to append the tokens' entries. Then mlx-lm's attention function,
+    patched by `models/patch.py`, calls `attend`.
     """
 
     observes = chooses = True
@@ -27,12 +27,14 @@ class AttendingCache(LayerCache):
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the keys and values that the newest tokens read, and a bias for the cluster means among them.
+        """Choose the keys and values that the newest tokens read.
 
         Args:
-            captured: the queries of the newest tokens; the cache already holds the entries of these tokens.
-            keys: the keys that `update_and_fetch` returned.
-            values: the values that `update_and_fetch` returned.
+            captured: the newest tokens' queries. Their entries are already in the cache.
+            keys: keys returned by `update_and_fetch`.
+            values: values returned by `update_and_fetch`.
+
+        Returns: keys, values, and a bias for the cluster means among them, or None.
         """
 
     def attend(
@@ -44,15 +46,15 @@ class AttendingCache(LayerCache):
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Compute the attention of the newest tokens to the entries that `choose` selects for them.
+        """Compute the newest tokens' attention to the entries that `choose` returns.
 
         Args:
             queries: queries of the newest tokens, `(B, n_heads, L, head_dim)`.
-            keys: the keys that `update_and_fetch` returned.
-            values: the values that `update_and_fetch` returned.
-            scale: factor of the logits.
+            keys: keys returned by `update_and_fetch`.
+            values: values returned by `update_and_fetch`.
+            scale: scale of the logits.
             mask: None or "causal", aligned with the newest token.
-            sinks: `(n_heads,)` logits of attention sinks.
+            sinks: logits of attention sinks, `(n_heads,)`.
 
         Returns: `(B, n_heads, L, head_dim)`.
         """
@@ -64,11 +66,11 @@ class AttendingCache(LayerCache):
         )
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return mlx-lm's causal mask for the next `N` tokens over the entries that they read."""
+        """Return mlx-lm's causal mask for the next `N` tokens and the entries that they will read."""
         return create_attention_mask(N, self.n_before_next, return_array, window_size)
 
     def is_trimmable(self) -> bool:
-        """Return False: mlx-lm must not trim this cache. Conversations restore a copy instead."""
+        """Return False. mlx-lm must not trim this cache, and conversations restore a copy instead."""
         return False
 
 
@@ -76,9 +78,9 @@ def mask_with_bias(bias: mx.array, n: int, mask: Any = None) -> mx.array:
     """Return an additive mask `(B, n_heads, L, n)` for `n_means` cluster means followed by `n - n_means` entries.
 
     Args:
-        bias: the bias of the means' logits, `(B, n_heads, L, n_means)`.
-        n: number of means and entries together.
-        mask: mask of the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
+        bias: bias of the means' logits, `(B, n_heads, L, n_means)`.
+        n: total number of means and entries.
+        mask: mask for the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
     """
     B, H, L, n_means = bias.shape
     if isinstance(mask, str):

@@ -1,4 +1,4 @@
-"""The cache from which a sparse answer is decoded: each token chooses the entries that it reads."""
+"""The cache for decoding with sparse attention, where each token chooses the entries that it reads."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain
 from .token_ranking import Pair, TokenRanking
 
-# Every token reads this many newest entries. Beyond that, the older half joins the entries that tokens choose among.
+# Tokens read all of the newest entries, up to this number. Then they start to choose among the older half.
 MAX_RECENT = 512
 
 
 class SparseKVCache(AttendingCache):
-    """The cache of one layer while an answer is decoded with sparse attention.
+    """One layer's cache while an answer is decoded with sparse attention.
 
-    A token reads the sink, the entries that its own queries rank highest, the window, and the newest entries of the
-    answer. It chooses among the prompt's entries and the older entries of the answer; see `TokenRanking`.
+    Each token reads the sink, the entries that its queries rank highest, the window, and the answer's newest entries.
+    It chooses among the entries of the prompt and the older entries of the answer; see `TokenRanking`.
     """
 
     is_compressed = True
     keys = keys_property(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
-        """Start from a ranking of the prompt's entries; part of the answer may have been decoded already."""
+        """Start from a ranking of the prompt's entries. Part of the answer may already have been decoded."""
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = n_bytes(self.sample)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
-        """Copy the cache. The copy shares the prompt's entries with the original."""
+        """Copy the cache, but share the prompt's entries."""
         other = copy.copy(self)
         other.ranking = copy.deepcopy(self.ranking, memo)
         return other
@@ -49,7 +49,7 @@ class SparseKVCache(AttendingCache):
         return self.ranking.n_prompt + self.ranking.answer.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        """Append keys and values `(B, n_kv_heads, L, head_dim)` of new tokens; return them unchanged for `attend`."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return them unchanged for `attend`."""
         if self.ranking.n_read and self.ranking.n_newest > self._most_recent:
             self.ranking.choose_up_to(self.ranking.stop + MAX_RECENT // 2)
         self.ranking.answer.update_and_fetch(keys, values)
@@ -64,7 +64,7 @@ class SparseKVCache(AttendingCache):
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Compute the attention by the GPU kernels if they can, and otherwise like `AttendingCache.attend`."""
+        """Compute the attention with the GPU kernels if they support it, otherwise as in `AttendingCache.attend`."""
         if why_plain(self.ranking, queries) is None:
             return attend_token(self.ranking, Captured(queries, scale, sinks), self.offset - 1)
         return super().attend(queries, keys, values, scale, mask, sinks)
@@ -72,7 +72,10 @@ class SparseKVCache(AttendingCache):
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the cluster means, the chosen entries and the entries that every token reads, with the means' bias."""
+        """Return the keys and values that a token reads, and the bias of the cluster means among them.
+
+        These are the cluster means, the chosen entries, and the entries that every token reads.
+        """
         ranking = self.ranking
         if ranking.n_read == 0:
             return *ranking.read(None), None
@@ -84,16 +87,16 @@ class SparseKVCache(AttendingCache):
 
     @property
     def answer(self) -> Pair:
-        """Return the keys and values of the answer's tokens, `(B, n_kv_heads, n, head_dim)`."""
+        """Return the answer's keys and values, `(B, n_kv_heads, n, head_dim)` each."""
         return self.ranking.answer.keys_and_values()
 
     @property
     def state(self) -> tuple:
-        """Return the answer's buffers, which mlx-lm evaluates after each step."""
+        """Return the answer's buffers, for mlx-lm to evaluate after each step."""
         return self.ranking.answer.keys, self.ranking.answer.values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries that every token reads. Their positions are not recorded."""
+        """Return the entries that every token reads, without their positions."""
         return Entries(*self.ranking.read(None))
 
     @property
@@ -102,7 +105,7 @@ class SparseKVCache(AttendingCache):
         return self.ranking.view.read_keys(0, 1), self.ranking.view.read_values(0, 1)
 
     def size(self) -> int:
-        """Return the number of entries that a token reads, means included."""
+        """Return the number of entries that a token reads, including cluster means."""
         ranking = self.ranking
         return ranking.n_means + ranking.n_first + ranking.n_read + ranking.n_newest
 
@@ -113,10 +116,10 @@ class SparseKVCache(AttendingCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of the index and of the entries that one token reads."""
+        """Return the size in bytes of the index and of the entries that one token reads."""
         index = self.ranking.view.index
         return self._entry_nbytes * self.n_entries + (0 if index is None else index.nbytes)
 
     def empty(self) -> bool:
-        """Return False, because the prompt has been read."""
+        """Return False, because the prompt has already been read."""
         return False

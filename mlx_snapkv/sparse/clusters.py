@@ -1,8 +1,8 @@
-"""Clusters of entries with similar keys. Each cluster has a mean key and a mean value.
+"""Cluster entries with similar keys. Each cluster has a mean key and a mean value.
 
-Each block of 8,192 entries is clustered separately by k-means (Lloyd, 1982, "Least squares quantization in PCM"),
-starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring an answer closer to the
-answer of the full cache. The entries of an answer arrive 256 at a time, and form one cluster.
+Each block of 8,192 entries is clustered separately with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
+starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to those of
+the full cache. An answer's entries are added 256 at a time, and form one cluster each time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import mlx.core as mx
 from ..entries.quantization import join, rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Average number of entries per cluster. With smaller clusters a token reads more means, and therefore fewer entries
-# (measured by scripts/measure_rest.py).
+# Average number of entries per cluster. If clusters were smaller, a token would read more means and therefore fewer
+# entries (measured by scripts/measure_rest.py).
 CLUSTER_SIZE = 256
-CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE  # number of clusters in a whole block
-K_MEANS_ROUNDS = 2  # more rounds take longer and change no answer
+CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
+K_MEANS_ROUNDS = 2  # more rounds take longer without changing answers
 ONE = mx.array(1)
 
 
@@ -27,7 +27,7 @@ class Clusters(NamedTuple):
     """The clusters of a layer's first entries.
 
     Attributes:
-        ids: each entry's cluster, uint16 `(B, n_kv_heads, n)`, enough for 16 million entries.
+        ids: cluster id of each entry, uint16 `(B, n_kv_heads, n)`, which is enough for 16 million entries.
         keys: mean keys, `(B, n_kv_heads, n_clusters, head_dim)`.
         values: mean values, of the same shape.
     """
@@ -47,7 +47,7 @@ class Clusters(NamedTuple):
         return self.ids.shape[2]
 
     def whole_blocks(self) -> WholeBlocks | None:
-        """Return the clusters of whole blocks, which later entries do not change; None if no block is complete."""
+        """Return the clusters of complete blocks, which later entries won't change, or None if no block is complete."""
         if (n := self.n_entries // BLOCK_SIZE) == 0:
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
@@ -55,21 +55,21 @@ class Clusters(NamedTuple):
         return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
-        """Append the clusters of the entries that come next."""
+        """Return these clusters followed by those of the next entries."""
         return _join([self, other])
 
     def sizes(self, positions: mx.array) -> mx.array:
-        """Count the entries at uint32 `positions` `(B, n_kv_heads, k)` by cluster: `(B, n_kv_heads, n_clusters)`."""
+        """Count the entries at `positions` `(B, n_kv_heads, k)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
         return _sums(self.n, mx.take_along_axis(self.ids, positions, axis=-1), ONE)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """Count the entries `[start, stop)` in each cluster: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Count the entries `[start, stop)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
         sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
         mx.async_eval(sizes)
         return sizes
 
     def sizes_where(self, flags: mx.array) -> mx.array:
-        """Count the true flags `(B, n_kv_heads, m, n)` in each cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
+        """Count true flags `(B, n_kv_heads, m, n)` by cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
         counts = []
         for i in range(flags.shape[2]):
             counts.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
@@ -79,10 +79,10 @@ class Clusters(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeBlocks:
-    """Clusters of a layer's first whole blocks, stored between turns. Ids restart at 0 in each block and take one byte.
+    """Clusters of a layer's first complete blocks, stored between turns.
 
     Attributes:
-        ids: uint8 `(B, n_kv_heads, n)`.
+        ids: cluster id of each entry within its block, uint8 `(B, n_kv_heads, n)`.
         keys: mean keys, as in `Clusters`.
         values: mean values, as in `Clusters`.
     """
@@ -93,7 +93,7 @@ class WholeBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of ids and means."""
+        """Return the size in bytes of ids and means."""
         return self.ids.nbytes + self.keys.nbytes + self.values.nbytes
 
     @property
@@ -102,7 +102,7 @@ class WholeBlocks:
         return self.ids.shape[2]
 
     def of_first(self, n: int) -> WholeBlocks | None:
-        """Return the clusters of the whole blocks among the first `n` entries; None if there is no whole block."""
+        """Return the clusters of the complete blocks in the first `n` entries, or None if no block is complete."""
         if n >= self.n_entries:
             return self
         if (n := n // BLOCK_SIZE) == 0:
@@ -113,9 +113,9 @@ class WholeBlocks:
         )
 
     def clusters(self) -> Clusters:
-        """Convert to `Clusters`, whose ids continue from block to block."""
+        """Convert to `Clusters`, whose ids are unique across blocks."""
         first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
-        # GPU kernels would copy a non-contiguous view for every token.
+        # Non-contiguous means would be copied by the GPU kernels for every token.
         return Clusters(self.ids + first, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 
@@ -133,7 +133,7 @@ def _join(parts: list[Clusters]) -> Clusters:
 
 
 def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
-    """Sum int32 counts by cluster id `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
+    """Sum int32 `counts` by the cluster `ids` `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
     B, H, _ = ids.shape
     bins = ids + mx.arange(0, B * H * n, n).reshape(B, H, 1)
     counts = mx.broadcast_to(counts, bins.shape)
@@ -142,11 +142,11 @@ def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
 
 
 def clusters_of(entries: Any, start: int = 0) -> Clusters:
-    """Cluster the entries from position `start`, one block at a time.
+    """Cluster the entries from position `start` on, one block at a time.
 
     Args:
-        entries: object with `read_keys(first, stop)` and `read_values(first, stop)`, which return `(B, n_kv_heads, stop
-            - first, head_dim)`.
+        entries: object with `read_keys(first, stop)` and `read_values(first, stop)`, which return `(B, n_kv_heads, n,
+            head_dim)` for `n = stop - first`.
         start: position of the first entry to cluster.
     """
     blocks = []
@@ -178,9 +178,9 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
 
 
 def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
-    """Average the entries `(B, n_kv_heads, m, head_dim)` of each cluster: `(B, n_kv_heads, n, head_dim)`, 0 if empty.
+    """Average entries `(B, n_kv_heads, m, head_dim)` by cluster: `(B, n_kv_heads, n, head_dim)`.
 
-    Sums are float32: a sum of a few hundred numbers may overflow float16.
+    The mean of an empty cluster is 0. Sums are float32, because a few hundred float16 numbers could overflow.
     """
     members = (ids[:, :, None] == mx.arange(n, dtype=ids.dtype)[:, None]).astype(mx.float32)
     sums, sizes = members @ entries.astype(mx.float32), members.sum(axis=-1, keepdims=True)
@@ -188,7 +188,7 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
 
 
 def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
-    """Return the index of the nearest centre of each key, uint16 `(B, n_kv_heads, m)`."""
-    # The squared norm of the key is omitted from the distance: it does not change which centre is nearest.
+    """Return the index of each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
+    # The distance leaves out the key's squared norm, which does not change which centre is nearest.
     distances = mx.square(centres).sum(axis=-1)[:, :, None] + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(mx.uint16)

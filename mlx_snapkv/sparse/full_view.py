@@ -1,4 +1,4 @@
-"""A view of all entries of a layer, in memory or in files."""
+"""A view of all of a layer's entries, in memory or in files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .growing_rows import MakeSpill
 from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
-KEYS_QUANTISED_AT_ONCE = 4096  # limits the memory of float32 copies of keys
-# Number of evenly spaced ranges of the text from which keys are sampled for an index.
+KEYS_QUANTISED_AT_ONCE = 4096  # limits the memory for float32 copies of keys
+# Number of evenly spaced places in the text at which keys are sampled for an index.
 SAMPLED_PLACES = 16
 
 
 class FullView(Entries):
-    """All entries of a layer, read one block at a time.
+    """All of a layer's entries, read one block at a time.
 
     Args:
         views: views of successive entries, in order of position.
-        layer: the `AttentionLayer` of the model that the entries belong to.
+        layer: the `AttentionLayer` to which the entries belong.
 
     Attributes:
-        index: ranks the entries; if None, entries are ranked by their exact votes.
+        index: ranks the entries. If it is None, entries are ranked by exact votes.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FullView(Entries):
         views: Sequence[EntryView],
         layer: Any,
     ):
-        """Join the views. No entry is read yet."""
+        """Join the views without reading any entries."""
         super().__init__(None, None, layer=layer)
         self._entries = JoinedView(views)
         self.index: KeyIndex | None = None
@@ -46,27 +46,27 @@ class FullView(Entries):
         return self._entries.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a view of these entries, to which `extend` adds the entries of `view`. The index is copied."""
+        """Return a view of these entries that `extend` can lengthen by those of `view`. The index is copied."""
         entries = JoinedView([self._entries])
-        entries.limit = len(self)  # the store may grow
+        entries.limit = len(self)  # because the store may grow
         longer = FullView([entries, view], self.layer)
         longer._entries.limit = len(self)
         longer.index = copy.deepcopy(self.index)
         return longer
 
     def extend(self, n: int) -> None:
-        """Include the entries up to position `n`, and index their keys."""
+        """Extend the view up to position `n`, and index the new keys."""
         self._entries.limit = n
         if self.index is not None:
             self._complete(self.index)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers of keys and values; None unless all entries are plain and in memory."""
+        """Return the whole buffers of keys and values, or None unless all entries are plain and in memory."""
         return self._entries.buffers
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the unpacked keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
+        """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
         keys, values = self._entries.gather(positions)
         return keys, values
 
@@ -74,8 +74,8 @@ class FullView(Entries):
         """Index all keys. Return None if there are too few keys for an index.
 
         Args:
-            queries: sample of the queries that will search the index, `(B, n_heads, n, head_dim)`; with several
-                readers, the heads of one reader follow those of another. None gives all channels equal weight.
+            queries: sample of the queries that will search the index, `(B, n_heads, n, head_dim)`. If several layers
+                read the entries, their heads are concatenated. None weighs all channels equally.
         """
         n = len(self)
         if not ranks_by_index(n):
@@ -90,14 +90,14 @@ class FullView(Entries):
         return self._complete(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Index the keys that `index` lacks, or build a new index if the keys have outgrown it."""
+        """Add missing keys to `index`, or build a new index if the text has outgrown it."""
         n = len(self)
         if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
             return self.make_index(queries)
         return self._complete(index)
 
     def _complete(self, index: KeyIndex) -> KeyIndex:
-        """Append to `index` the keys that it lacks, and return it."""
+        """Add missing keys to `index`, and return it."""
         index.reserve(len(self))
         for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):
             index.append(self.read_keys(*span))
@@ -108,7 +108,7 @@ class FullView(Entries):
         return mx.depends(part, list(after)) if after else part
 
     def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
+        """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
         keys = self.map_blocks(
             lambda start, stop, earlier: self.read_keys(start, stop, earlier or after),
             spans(0, len(self)),
@@ -117,10 +117,10 @@ class FullView(Entries):
 
     @property
     def reads_allocate(self) -> bool:  # type: ignore[override]
-        """Return whether reads allocate memory. If they do, use each block before reading the next one."""
+        """Return whether reads allocate memory. If they do, evaluate each block before reading the next."""
         return self._entries.reads_allocate
 
     @property
     def make_spill(self) -> MakeSpill | None:
-        """Return the function that creates a spill file beside the entries; None if the entries are in memory."""
+        """Return the function that creates a spill file next to the entries, or None if they are in memory."""
         return self._entries.make_spill

@@ -1,6 +1,6 @@
-"""Arrays of rows that grow with a text, such as the codes of an index.
+"""Arrays whose rows grow with the text, such as an index's codes.
 
-The first rows are in memory; later rows may be in a file. Rows in the file never change, so copies share them.
+The first rows are in memory, and later rows may be in a file. Rows in the file never change, so copies share them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..entries.quantization import (
     write,
 )
 
-# If there is a file, rows of this many entries stay in memory. More would take more memory, fewer more reads.
+# Number of entries whose rows stay in memory if there is a spill file: a trade-off between memory and file reads.
 ENTRIES_IN_MEMORY = 1 << 16
-ENTRIES_MOVED = 1 << 15  # rows of this many entries move to the file together
+ENTRIES_MOVED = 1 << 15  # number of entries whose rows move to the file at a time
 
 
 class Spill(Protocol):
-    """A file for rows that do not stay in memory. `stores.file.SpillFile` implements it."""
+    """A file for rows that don't stay in memory. `stores.file.SpillFile` implements this protocol."""
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
         """Write rows, and return a function that reads them. Raises: SnapKVError: the disk is full."""
@@ -42,7 +42,7 @@ MakeSpill = Callable[[], Spill]
 
 
 class GrowingRows:
-    """Rows `(B, n_kv_heads, n, ...)` that are appended, and truncated at the end.
+    """An array of rows `(B, n_kv_heads, n, ...)` that can be appended to and truncated.
 
         [0 : n_first)                    in memory; all rows if there is no spill file
         [n_first : n_first + n_spilled)  in the spill file, in whole blocks
@@ -50,14 +50,14 @@ class GrowingRows:
 
     Args:
         empty: arrays with 0 rows, which define dtypes and shapes.
-        entries_per_row: number of entries that a row summarises: a page for page means, otherwise 1.
-        make_spill: creates a file for the rows after those of the first `ENTRIES_IN_MEMORY` entries.
+        entries_per_row: number of entries that a row summarises: the page size for page means, otherwise 1.
+        make_spill: creates a file for rows beyond the first `ENTRIES_IN_MEMORY` entries. None keeps all in memory.
     """
 
     def __init__(
         self, empty: Stored, entries_per_row: int = 1, make_spill: MakeSpill | None = None
     ):
-        """Start without rows. `make_spill` is called once."""
+        """Start without rows, and create the spill file if there is a `make_spill`."""
         self._first, self._last = _Buffer(empty), _Buffer(empty)
         self._n_in_memory = ENTRIES_IN_MEMORY // entries_per_row
         self._block_rows = ENTRIES_MOVED // entries_per_row
@@ -74,7 +74,7 @@ class GrowingRows:
 
     @property
     def reads_allocate(self) -> bool:
-        """Return whether `read` allocates memory. If it does, use each result before reading the next one."""
+        """Return whether `read` allocates memory. If it does, evaluate each result before reading the next."""
         return bool(self._block_readers)
 
     @property
@@ -84,21 +84,21 @@ class GrowingRows:
 
     @property
     def buffers(self) -> Stored | None:
-        """Return the arrays with all rows, followed by unused rows; None if rows may be in a file."""
+        """Return the whole arrays, including unused rows, or None if rows may be in a file."""
         return self._first.stored if self._spill is None else None
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in memory."""
+        """Return the size in bytes of the rows in memory."""
         return n_bytes(self.in_memory)
 
     @property
     def spilled_nbytes(self) -> int:
-        """Return the bytes in the spill file."""
+        """Return the size in bytes of the rows in the spill file."""
         return self._n_spilled * n_bytes(rows(self._first.stored, 0, 1))
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for `n` rows, or for as many of them as stay in memory."""
+        """Allocate memory for `n` rows, or for as many of them as will stay in memory."""
         self._first.reserve(n if self._spill is None else min(n, self._n_in_memory))
 
     def append(self, new: Stored) -> None:
@@ -122,7 +122,7 @@ class GrowingRows:
         last_start = self._first.n + self._n_spilled  # index of the first row in `_last`
         self._last.n = min(self._last.n, max(0, n - last_start))
         while self._block_readers and n < last_start:
-            # Remaining rows of a block that is cut return to memory.
+            # If this block is cut in the middle, the rows that remain return to memory.
             last_start -= self._block_rows
             read = self._block_readers.pop()
             if n > last_start:
@@ -130,19 +130,19 @@ class GrowingRows:
         self._first.n = min(self._first.n, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split `[start, stop)` into spans that `read` accepts: the rows of each span are in one array."""
+        """Split `[start, stop)` into spans that `read` accepts, each with its rows in a single array."""
         begin = self._first.n
         edges = {start, stop, *range(begin, begin + self._n_spilled + 1, self._block_rows)}
         yield from pairwise(sorted(edge for edge in edges if start <= edge <= stop))
 
     def read(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)`, which must be one of the `spans`."""
+        """Return the rows `[start, stop)`, which must be one of `spans`."""
         return rows(*self._locate(start, stop))
 
     def read_at_least(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)` for a matrix product. More rows may follow them.
+        """Return the rows `[start, stop)` for a matrix product, possibly followed by further rows.
 
-        MLX (0.32) can't multiply by a part of a quantised array on CUDA, and elsewhere it may copy the part.
+        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and on other backends it may copy the slice.
         """
         stored, start, stop = self._locate(start, stop)
         if start == 0 and 8 * stop >= 7 * n_rows(stored):
@@ -150,7 +150,7 @@ class GrowingRows:
         return each(mx.contiguous, rows(stored, start, stop))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
-        """Return the array that contains the rows `[start, stop)`, with their start and stop in that array."""
+        """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
         first = self._first.n
         if start < first:
             return self._first.stored, start, stop
@@ -162,12 +162,12 @@ class GrowingRows:
         return self._last.stored, start - n_before, stop - n_before
 
     def between(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)`, joined if they are in several arrays."""
+        """Return the rows `[start, stop)`, concatenated if they are in several arrays."""
         parts = [self.read(*span) for span in self.spans(start, stop)]
         return join(*parts) if parts else rows(self._first.stored, 0, 0)
 
     def __deepcopy__(self, memo: dict) -> GrowingRows:
-        """Copy the rows in memory. The copy shares the spill file, which is append-only."""
+        """Copy the rows in memory, but share the spill file, which is append-only."""
         other = copy.copy(self)
         other._first, other._last = copy.deepcopy((self._first, self._last), memo)
         other._block_readers = list(self._block_readers)
@@ -175,7 +175,7 @@ class GrowingRows:
 
 
 class _Buffer:
-    """Rows in memory: `n` rows, then unused ones."""
+    """Rows in memory: `n` used ones, followed by unused ones."""
 
     def __init__(self, stored: Stored):
         self.stored = stored

@@ -1,14 +1,14 @@
-"""An index of keys, which ranks entries by their attention without reading the keys.
+"""An index of keys that ranks entries by their attention without reading the keys.
 
 Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. We first scale each
-channel by the size of the queries in it, so that the components explain the variance of the logits. The index keeps
-half of `head_dim` components in 4 bits each, which is 17/128 of the bytes of bfloat16 keys. A quarter of the
-components in 8 bits would take as many bytes, but fails for models whose keys vary in all directions.
+channel by the magnitude of the queries in it, so that the components explain the variance of the logits. The index
+keeps `head_dim / 2` components of 4 bits each, which takes 17/128 of the memory of bfloat16 keys. Half as many
+components of 8 bits would take the same memory, but fail for models whose keys vary in all directions.
 
-The codes are MXFP4 (OCP Microscaling Formats v1.0, section 5.1): 4-bit floats, of which 32 share a power of two. MLX
-multiplies by these codes directly, in one operation. Integer codes with sixteen even steps rank slightly better (the
-best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, with MXFP4 12.2%, with exact logits 11.3%), but need
-two float32 copies of all codes for every token.
+The codes are MXFP4 (OCP Microscaling Formats v1.0, section 5.1): 4-bit floats, where groups of 32 share a power of two.
+MLX multiplies by these codes directly, in one operation. Integer codes with sixteen even steps rank slightly better
+(the best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, compared with 12.2% for MXFP4 and 11.3% for exact
+logits), but need two float32 copies of all codes for every token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..entries.queries import Queries
 from ..entries.spans import spans
 from .growing_rows import GrowingRows, MakeSpill
 
-EXACT_ENTRIES = 8192  # up to this number of entries, a token ranks them by exact attention
-MAX_SAMPLED_KEYS = 4096  # number of keys from which the principal components are computed
+EXACT_ENTRIES = 8192  # up to this number of entries, tokens rank them by exact attention
+MAX_SAMPLED_KEYS = 4096  # maximum number of keys for computing the principal components
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 MXFP4_GROUP = 32  # components that share a power of two
-LOGIT_BYTES = 64 << 20  # limit for the float32 logits of one step
-LOGIT_DIVISOR_IN_FILES = 8  # codes in a file get an eighth of `LOGIT_BYTES`, to save memory
+LOGIT_BYTES = 64 << 20  # maximum size of the float32 logits in one step
+LOGIT_DIVISOR_IN_FILES = 8  # an eighth of that if codes are in a file, to save memory
 
 
 def ranks_by_index(n: int) -> bool:
@@ -42,10 +42,11 @@ class KeyIndex:
     """Codes of a layer's keys, in order of position.
 
     Args:
-        keys: sample `(B, n_kv_heads, n, head_dim)` from which the components are computed. The sample is not indexed.
-        queries: sample `(B, n_heads, m, head_dim)` by which channels are weighted; the heads of a GQA group are
-            adjacent. None gives all channels equal weight.
-        make_spill: creates a file for codes that do not stay in memory; see `GrowingRows`.
+        keys: sample of keys from which the components are computed, `(B, n_kv_heads, n, head_dim)`. The sample itself
+            is not indexed.
+        queries: sample of queries by which channels are weighted, `(B, n_heads, m, head_dim)`, with the heads of a GQA
+            group adjacent. None weighs all channels equally.
+        make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
 
     Attributes:
         n_sampled_from: number of keys that the sample represents.
@@ -58,7 +59,7 @@ class KeyIndex:
         queries: mx.array | None = None,
         make_spill: MakeSpill | None = None,
     ):
-        """Compute the components from the sample. No key is indexed yet."""
+        """Compute the components from the samples. No key is indexed yet."""
         B, H, self.n_sampled_from, D = keys.shape
         sample = keys.astype(mx.float32)
         size = _size(D)
@@ -66,8 +67,8 @@ class KeyIndex:
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
         vectors = _principal(centred, size)
-        # Keys are scaled so that the sample's components are at most 1. Queries are scaled inversely, so logits do not
-        # change.
+        # Scale the keys so that no component of the sample exceeds 1, and the queries inversely, so that logits stay
+        # the same.
         largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
         padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
         self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
@@ -81,28 +82,28 @@ class KeyIndex:
 
     @property
     def projection(self) -> mx.array:
-        """Return the projection of queries to components, float32 `(B, n_kv_heads, head_dim, components)`."""
+        """Return the matrix that projects queries to components, float32 `(B, n_kv_heads, head_dim, components)`."""
         return self._of_queries
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in memory."""
+        """Return the size in bytes in memory."""
         return self.codes.nbytes
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for `n` keys, so that `append` copies no codes."""
+        """Allocate memory for `n` keys, so that `append` doesn't have to copy codes."""
         self.codes.reserve(n)
 
     def append(self, keys: mx.array) -> None:
-        """Index the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
+        """Index the next tokens' keys, `(B, n_kv_heads, L, head_dim)`."""
         centred = keys.astype(mx.float32) - self._mean
         self.codes.append(mx.quantize(centred @ self._of_keys, **MXFP4))
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether `n` is at least twice the number of keys that the components represent.
+        """Return whether a text of `n` keys is at least twice as long as the one that the components were sampled from.
 
-        Late keys of a text differ from early ones, if only by their rotation, so the components stop fitting.
+        Late keys differ from early ones, if only by their rotation, so the components gradually stop fitting.
         """
         return n >= 2 * self.n_sampled_from
 
@@ -112,12 +113,12 @@ class KeyIndex:
 
     @property
     def state(self) -> list[mx.array]:
-        """Return the arrays of a saved index, except its codes."""
+        """Return the arrays to save, without the codes."""
         return [self._mean, self._of_keys, self._of_queries]
 
     @classmethod
     def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
-        """Recreate a saved index without codes, which `fill` adds; None if it does not fit the shape of `keys`."""
+        """Recreate a saved index without its codes, which `fill` adds. Return None if it does not fit `keys`."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
@@ -132,13 +133,13 @@ class KeyIndex:
         return index
 
     def fill(self, codes: Iterable[Stored]) -> None:
-        """Append the codes of a saved index."""
+        """Add the codes of a saved index."""
         for block in codes:
             self.codes.append(block)
         self.n_sampled_from = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
-        """Copy the codes. The copy shares the components, which never change."""
+        """Copy the codes, but share the components, which never change."""
         other = copy.copy(self)
         other.codes = copy.deepcopy(self.codes, memo)
         return other
@@ -146,11 +147,11 @@ class KeyIndex:
     def relevance(self, observed: Queries, n: int) -> mx.array:
         """Score the first `n` keys by how close they come to a query's largest logit.
 
-        The score of a key is its logit minus the query's largest logit, in nats; the maximum is taken over the queries
-        and over the heads of a GQA group. Scores order the entries almost as the softmax does, without exponentials.
-        Causality is ignored: every query sees all `n` keys.
+        A key's score is its logit minus the query's largest logit, in nats, maximised over the queries and over the
+        heads of the GQA group. The order is almost the same as with a softmax, but no exponentials are needed. There
+        is no causal mask: every query sees all `n` keys.
 
-        Returns: `(B, n_kv_heads, n)` float32, at most 0; 0 is best.
+        Returns: `(B, n_kv_heads, n)` float32, at most 0. Higher is better.
         """
         queries = _scaled(observed.vectors, observed.scale, self._mean.shape[1]) @ self._of_queries
         parts = list(self._parts(self._block(observed.vectors), n))
@@ -159,7 +160,7 @@ class KeyIndex:
             for part in parts:
                 logits.append(self._logits(queries, *part, logits[-1:]))
             return _below(mx.concatenate(logits, axis=3))
-        # The logits do not fit in memory, so they are computed twice: for the maximum, then for the distances to it.
+        # The logits don't fit in memory, so compute them twice: once for the maximum, once for the distances from it.
         tops: list[mx.array] = []
         for part in parts:
             tops.append(self._logits(queries, *part, tops[-1:]).max(axis=3, keepdims=True))
@@ -171,7 +172,7 @@ class KeyIndex:
         return mx.concatenate(below, axis=-1)
 
     def _parts(self, block: int, n: int) -> Iterator[tuple[int, int]]:
-        """Split the first `n` keys into spans of at most `block` keys whose codes are in one array."""
+        """Split the first `n` keys into spans of at most `block` keys, each with its codes in a single array."""
         for first, last in self.codes.spans(0, n):
             yield from spans(first, last, block)
 
@@ -180,19 +181,19 @@ class KeyIndex:
         return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.reads_allocate else LOGIT_BYTES
 
     def _block(self, heads: mx.array) -> int:
-        """Return the number of keys whose logits are computed in one step, for queries `(B, n_heads, m, head_dim)`."""
+        """Return how many keys to score in one step, for queries `(B, n_heads, m, head_dim)`."""
         return max(MXFP4_GROUP, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
 
     def _logits(
         self, queries: mx.array, start: int, stop: int, after: Sequence[mx.array] = ()
     ) -> mx.array:
-        """Return the logits of the keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
+        """Return the logits of keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
 
         Args:
             queries: queries projected to components, `(B, n_kv_heads, group * m, components)`.
             start: first key.
             stop: position after the last key.
-            after: arrays that are evaluated first, so that only one step's logits are in memory.
+            after: arrays to evaluate first, so that only one step's logits are in memory.
         """
         queries = mx.depends(queries, list(after)) if after else queries
         n = stop - start
@@ -203,7 +204,7 @@ class KeyIndex:
 
 
 def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
-    """Return the root mean square by channel of queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
+    """Return each channel's RMS over queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
     B, _, _, D = queries.shape
     squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
     return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
@@ -212,35 +213,35 @@ def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
 def _principal(centred: mx.array, n: int) -> mx.array:
     """Return the first `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
-    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # `eigh` would abort the process
-    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # smallest variance first
+    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # or `eigh` aborts the process
+    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending variance
     return vectors[..., : -n - 1 : -1]
 
 
 def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
-    """Scale queries `(B, n_heads, m, head_dim)` and group them: `(B, n_kv_heads, group * m, head_dim)` float32."""
+    """Scale queries `(B, n_heads, m, head_dim)` and group them by KV head: `(B, n_kv_heads, group * m, head_dim)`."""
     B, _, _, D = heads.shape
     return (heads.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
 
 
 def _below(logits: mx.array) -> mx.array:
-    """Return the maximum over queries of `logit - the largest logit of the query`, shape `(B, n_kv_heads, n)`."""
+    """Return each key's maximum over queries of `logit - the query's largest logit`, `(B, n_kv_heads, n)`."""
     return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
 
 
 def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.array:
-    """Multiply queries by the first `n` codes: `(B, n_kv_heads, group * m, n)` float32 logits."""
+    """Multiply queries by the first `n` codes: float32 logits `(B, n_kv_heads, group * m, n)`."""
     return mx.quantized_matmul(queries, codes, powers, transpose=True, **MXFP4)[..., :n]
 
 
 def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
-    """Return empty arrays of codes and powers of two for the shape of `keys`."""
+    """Return empty arrays of codes and powers of two for keys of this shape."""
     B, H, _, D = keys.shape
     return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
 
 
 def index_bytes(keys: mx.array) -> int:
-    """Return the bytes of an index of keys `(B, n_kv_heads, n, head_dim)`."""
+    """Return the size in bytes of an index for keys `(B, n_kv_heads, n, head_dim)`."""
     B, H, n, D = keys.shape
     return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
 
@@ -251,11 +252,11 @@ def _size(head_dim: int) -> int:
 
 
 def _padded(head_dim: int) -> int:
-    """Return the number of components that are stored, including padding to whole MXFP4 groups."""
+    """Return the number of stored components, including padding to whole MXFP4 groups."""
     return -(-_size(head_dim) // MXFP4_GROUP) * MXFP4_GROUP
 
 
 def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """Return (width, dtype) of a key's codes, eight of which share a uint32, and of its powers of two."""
+    """Return (width, dtype) of a key's codes, which are packed by eight into a uint32, and of its powers of two."""
     width = _padded(head_dim)
     return (width // 8, mx.uint32), (width // MXFP4_GROUP, mx.uint8)

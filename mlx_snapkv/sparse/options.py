@@ -1,4 +1,4 @@
-"""The options of sparse attention: what chunks of a prompt and tokens of an answer read of all entries."""
+"""The options of sparse attention: which entries prompt chunks and answer tokens read."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK_SIZE = 512  # prompt tokens that are read at a time and choose together
-CHUNK_WINDOW = 256  # a chunk reads this many tokens before it
-# Last tokens of a prompt, which read more entries because the question is among them.
+CHUNK_SIZE = 512  # number of prompt tokens that are read, and choose entries, together
+CHUNK_WINDOW = 256  # number of tokens just before a chunk that it always reads
+# Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
 LAST_TOKENS = 512
-FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if `when` is "faster"
-LAST_CHOSEN = 16384  # entries that the last tokens choose, at least; all entries of shorter prompts
-# If entries are in files, the last tokens choose 4 times as many as other chunks.
+FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if when="faster"
+LAST_CHOSEN = 16384  # minimum number of entries that the last tokens choose
+# If entries are in files, the last tokens choose only 4 times as many entries as other chunks.
 LAST_FACTOR_IN_FILES = 4
-# Neighbouring entries that a chunk chooses together. The KL after needles in 4,096 tokens (SmolLM2-135M) was 0.0046,
-# 0.0123 with pages of 8, and 0.0064 with pages of 32.
+# Number of neighbouring entries that are chosen together. The KL after needles in 4,096 tokens (SmolLM2-135M) was
+# 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
 PAGE_SIZE = 16
-# The default budget of a token of the answer: 1/16 of the entries, and at least 1,024.
+# An answer token reads 1/16 of the entries by default, but at least 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
-# Entries that a chunk chooses by default: at least 1,024, 1/32 of the prompt, and the number whose attention costs a
-# quarter of the model's other products. More take longer and lose less (measured by scripts/measure_sparse.py).
+# A chunk's default number of chosen entries: 1,024, 1/32 of the prompt, or as many as cost a quarter of the model's
+# other matrix products to attend to, whichever is largest. Choosing more takes longer and loses less accuracy
+# (measured by scripts/measure_sparse.py).
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-# Last queries of the prompt, for which an index is made; the residual is weighed for fewer.
+# Number of queries at the end of the prompt from which the index is built. The residual is fitted to fewer.
 N_VOTERS = 16
 
 
 class Reach(NamedTuple):
-    """Numbers of entries that a chunk reads before it: the first, the chosen ones, and the newest, in whole pages."""
+    """How many earlier entries a chunk reads: at the start, by choice, and just before it. All are whole pages."""
 
     n_sink: int
     n_chosen: int
@@ -51,47 +52,49 @@ class Reach(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Return the most entries that a chunk reads; a window may begin in the middle of a page."""
+        """Return the maximum number of earlier entries that a chunk reads. Its window may begin inside a page."""
         return self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE - 1
 
     def before_choice(self, n_prompt: int, n_held: int = 0) -> int:
-        """Return how many tokens come before the first chunk that chooses; `n_prompt` if only the last chunk could."""
+        """Return the position of the first chunk that chooses entries, or `n_prompt` if only the last tokens could."""
         n = max(n_held, self.most) + CHUNK_SIZE
         return n if n < n_prompt - LAST_TOKENS else n_prompt
 
     def of_last(self, in_files: bool) -> Reach:
-        """Return how many entries the last tokens read, which are fewer if entries are in files."""
+        """Return how many entries the prompt's last tokens read. With entries in files, they read fewer."""
         n = LAST_FACTOR_IN_FILES * self.n_chosen if in_files else max(LAST_CHOSEN, self.n_chosen)
         return self._replace(n_chosen=n)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Hyperparameters):
-    """All entries stay; a token reads a sink, a recent window and the entries that its own queries choose.
+    """Keep all entries, but let each token read only a sink, a recent window and the entries that its queries choose.
 
-    A prompt of no more tokens than the budget is left to mlx-lm.
+    If the prompt fits the budget, mlx-lm's full attention is used.
 
     Attributes:
-        top_k: entries that a token of the answer chooses per KV head, by the logits of its own queries.
-        budget: all entries that it reads, instead of `top_k`: a number, or a share of the prompt ("6.25%"); by default
-            1/16 of the prompt, and at least 1,024.
-        n_sink: number of first entries, which every token reads.
-        n_window: number of the prompt's last entries, which every token reads, or a share of the budget. A token also
-            reads the answer's latest 256 tokens or more, and chooses among its older ones as in the prompt.
+        top_k: number of entries that an answer token chooses per KV head, ranked by the logits of its own queries.
+        budget: total number of entries that an answer token reads, instead of `top_k`: a number, or a share of the
+            prompt ("6.25%"). The default is 1/16 of the prompt, but at least 1,024.
+        n_sink: number of entries at the start that every token reads.
+        n_window: number of entries at the end of the prompt that every token reads, or a share of the budget. A token
+            also reads at least the latest 256 tokens of the answer, and chooses among the older ones as in the prompt.
         residual: how a token sees the entries that it does not read: as "means" of clusters, or not at all ("none").
-            A cluster has about 256 similar keys. Its mean entry is weighed by two factors a head, which are found at
-            the prompt's end (`sparse/residual.py`).
-        read: how chunks of the prompt read: few entries ("sparse"), or everything before them ("dense"), as mlx-lm
-            does. With "sparse" a chunk reads the sink, the 256 tokens before it, itself, and pages of 16 neighbours
-            that its own queries choose.
-        read_top_k: entries that a chunk chooses per KV head: a number, or a share of the prompt; by default the most
-            of 1,024, of 1/32 of the prompt, and of the entries whose attention costs a quarter of the model's other
-            products.
-        when: when chunks and tokens choose: while that is "faster" on this machine, or "always". With "faster" at least
-            the first 16 tokens of an answer read all entries, and with "always" the first two. Entries in 8 or 4 bits
-            or in files are always chosen from. A batch measures nothing, and follows the speed record.
-        store: where all entries stay: in memory ("memory", or in few bits "8bit" and "4bit"), or in a "file".
-        store_dir: folder of the files, by default TMPDIR. Entries do not depend on it, so the string form lacks it.
+            A cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors, which
+            are fitted at the end of the prompt (`sparse/residual.py`).
+        read: how prompt chunks read: only a few entries ("sparse"), or everything before them ("dense"), as in mlx-lm.
+            With "sparse", a chunk reads the sink, the 256 tokens before it, itself, and the pages of 16 neighbouring
+            entries that its queries choose.
+        read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. The default is
+            1,024, 1/32 of the prompt, or as many entries as cost a quarter of the model's other matrix products to
+            attend to, whichever is largest.
+        when: when chunks and tokens choose: only while that is "faster" on this machine, or "always". With "faster", at
+            least the first 16 tokens of an answer read all entries. With "always", the first two do. If entries are
+            in files, or stored in 8 or 4 bits, tokens always choose. A batch does not measure speed, but follows the
+            speed record.
+        store: where to keep all entries: in memory ("memory", or "8bit" and "4bit" to quantise them), or in a "file".
+        store_dir: folder for the files, TMPDIR by default. Entries do not depend on the folder, so the string form
+            leaves it out.
     """
 
     name = "sparse"
@@ -114,7 +117,7 @@ class Sparse(Hyperparameters):
     store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 
     def __post_init__(self):
-        """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict."""
+        """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict each other."""
         super().__post_init__()
         if self.top_k is not None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
@@ -127,19 +130,19 @@ class Sparse(Hyperparameters):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
-        """Return "budget" if it follows from `top_k`."""
+        """Return "budget" if it follows from `top_k`, otherwise None."""
         return "budget" if self.top_k is not None else None
 
     def entries(self, n_prompt: int) -> int:
-        """Return the number of a prompt's entries that a token of the answer reads per KV head."""
+        """Return the number of a prompt's entries that an answer token reads per KV head."""
         if self.budget is None:
             return max(MIN_BUDGET, n_prompt // BUDGET_SHARE)
         return amount(self.budget, n_prompt)
 
     def quota(self, n_prompt: int) -> Quota:
-        """Return the entries of a prompt that a token of the answer reads in each full-attention layer.
+        """Return the quota of prompt entries that an answer token reads in each full-attention layer.
 
-        Raises: SnapKVError: the budget's share of the prompt is less than one entry.
+        Raises: SnapKVError: the budget is a share that comes to less than one entry.
         """
         n_entries = self.entries(n_prompt)
         if n_entries < 1:
@@ -149,20 +152,20 @@ class Sparse(Hyperparameters):
         return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk()
 
     def fits(self, n_prompt: int) -> bool:
-        """Return whether a token would read all entries of a prompt of `n_prompt` tokens."""
+        """Return whether an answer token would read all entries of a prompt of `n_prompt` tokens."""
         return n_prompt <= self.entries(n_prompt)
 
     @property
     def reads_sparsely(self) -> bool:
-        """Return whether prompt chunks read only entries that they choose."""
+        """Return whether prompt chunks choose the entries that they read."""
         return self.read == "sparse"
 
     def reach(self, n_prompt: int, n_cheap: int = 0) -> Reach:
-        """Return how many entries a chunk reads in a prompt of `n_prompt` tokens.
+        """Return how many earlier entries a chunk reads in a prompt of `n_prompt` tokens.
 
         Args:
-            n_prompt: number of tokens of the prompt.
-            n_cheap: entries whose attention takes no more than `CHEAP_SHARE` of the model's other products.
+            n_prompt: prompt length in tokens.
+            n_cheap: number of entries that cost at most `CHEAP_SHARE` of the model's other products to attend to.
         """
         if self.read_top_k is None:
             chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)

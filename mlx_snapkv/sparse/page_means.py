@@ -1,4 +1,4 @@
-"""Mean keys of pages, by which the chunks of a prompt choose the pages that they read."""
+"""Mean keys of pages, from which prompt chunks choose the pages that they read."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from .options import PAGE_SIZE
 
 
 class PageMeans:
-    """Mean keys of a layer's first pages. If the entries are in files, means of a long text move to a file, too."""
+    """Mean keys of a layer's first pages. If entries are in files, the means of a long text move to a file too."""
 
-    _means: GrowingRows | None = None  # None if there is no page yet
+    _means: GrowingRows | None = None  # None until there is a page
     _quantization: Quantization | None = None
 
     def __len__(self) -> int:
-        """Return the number of pages that have means."""
+        """Return the number of pages whose means have been computed."""
         return 0 if self._means is None else len(self._means)
 
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
-        """Return the arrays in memory, which are part of a cache's `state`."""
+        """Return the arrays in memory, for the cache's `state`."""
         return () if self._means is None else self._means.in_memory
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of means in memory."""
+        """Return the size in bytes of the means in memory."""
         return 0 if self._means is None else self._means.nbytes
 
     @property
     def file_nbytes(self) -> int:
-        """Return the bytes of means in a file."""
+        """Return the size in bytes of the means in a file."""
         return 0 if self._means is None else self._means.spilled_nbytes
 
     def truncate(self, n: int) -> None:
-        """Keep the means of the first `n` pages, and drop the others."""
+        """Drop all means but those of the first `n` pages."""
         if self._means is not None:
             self._means.truncate(n)
 
     def parts(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
-        """Return functions that each read the mean keys of some of the `pages`.
+        """Return functions that each read the mean keys of some of the `pages`, after computing missing means.
 
-        Missing means are computed from the view first. Each function returns `(B, n_kv_heads, n, head_dim)` float32.
+        Each function returns `(B, n_kv_heads, n, head_dim)` float32.
         """
         means = self._extended(view, pages.stop)
 
@@ -57,7 +57,7 @@ class PageMeans:
         return [partial(read, *span) for span in means.spans(pages.start, pages.stop)]
 
     def _extended(self, view: FullView, stop: int) -> GrowingRows:
-        """Compute missing means of the first `stop` pages, and return all means."""
+        """Compute any missing means of the first `stop` pages, and return all means."""
         if (done := len(self)) >= stop and self._means is not None:
             return self._means
         new = view.map_blocks(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
@@ -74,15 +74,15 @@ def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) 
 
 
 def page_means(entries: mx.array) -> mx.array:
-    """Average the entries `(B, n_kv_heads, n, head_dim)` of each page; `n` is a multiple of `PAGE_SIZE`.
+    """Average entries `(B, n_kv_heads, n, head_dim)` page by page, where `n` is a multiple of `PAGE_SIZE`.
 
-    Sums are float32, because float16 may overflow.
+    Sums are float32 because float16 could overflow.
     """
     summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
     return summed.mean(axis=3).astype(entries.dtype)
 
 
 def means_quantization(head_dim: int) -> Quantization | None:
-    """Return the 8-bit quantisation of mean keys; None if MLX can't quantise keys of this size."""
+    """Return the 8-bit quantisation for mean keys, or None if MLX can't quantise keys of this size."""
     group_sizes = groups_dividing([head_dim])
     return Quantization(8, group_sizes[-1]) if group_sizes else None

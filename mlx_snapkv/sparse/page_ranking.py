@@ -1,4 +1,4 @@
-"""Rank pages by their mean keys, to choose the pages that a chunk of a prompt reads."""
+"""Choose the pages that a prompt chunk reads, ranked by their mean keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .page_means import PageMeans
 from .residual import grouped_logits
 
 # Number of evenly spaced queries of a chunk that rank the pages. The KL after needles in 4,096 tokens (SmolLM2-135M)
-# was 0.006, 0.010 with 32 queries, and 0.008 with 128 queries.
+# was 0.006, compared with 0.010 for 32 queries and 0.008 for 128.
 RANKING_QUERIES = 64
 
 
@@ -21,12 +21,12 @@ class PageRanking:
     """Selects the entries that a chunk reads: the sink, the pages that its queries rank highest, and the newest tokens.
 
     Args:
-        view: view of all entries of the layer.
-        means: mean keys of the pages; missing means are added when a chunk needs them.
-        reach: number of entries that a chunk reads. If there are fewer, the chunk reads all.
-        last: number of entries that chunks from position `last_from` on read.
-        last_from: position at which the prompt's last tokens begin, which read more entries.
-        chooses: returns whether a chunk that starts at a position may choose; if not, the chunk reads all entries.
+        view: view of all of the layer's entries.
+        means: mean keys of the pages. Missing means are computed when a chunk needs them.
+        reach: how many entries a chunk reads. If there are fewer, the chunk reads all of them.
+        last: how many entries the prompt's last tokens read.
+        last_from: position of the first of these last tokens.
+        chooses: returns whether a chunk that starts at the given position may choose. If not, it reads all entries.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PageRanking:
         last_from: float,
         chooses: Callable[[int], bool] = lambda start: True,
     ):
-        """Store the view, the means and the numbers of entries to read."""
+        """Store the arguments."""
         self._view = view
         self.means = means
         self._reach = reach
@@ -57,10 +57,10 @@ class PageRanking:
         return (self._first + n - stop) * PAGE_SIZE + start if n else start
 
     def read(self, captured: Captured, start: int) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of the entries that a chunk reads, in order of position.
+        """Return the keys and values of the earlier entries that a chunk reads, in order of position.
 
         Args:
-            captured: the chunk's queries; the heads of a GQA group are adjacent.
+            captured: the chunk's queries, with the heads of a GQA group adjacent.
             start: position of the chunk's first token.
         """
         stop, n = self._pages(start)
@@ -74,7 +74,7 @@ class PageRanking:
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def _pages(self, start: int) -> tuple[int, int]:
-        """Return `(stop, n)`: the chunk at `start` chooses `n` of the pages before `stop`, or reads all if `n` is 0."""
+        """Return `(stop, n)`: a chunk at `start` chooses `n` of the pages before `stop`, or reads all if `n` is 0."""
         reach = self._last if start >= self._last_from else self._reach
         stop = max(0, start - reach.n_window) // PAGE_SIZE
         n = reach.n_chosen // PAGE_SIZE
@@ -82,9 +82,9 @@ class PageRanking:
         return stop, 0 if reads_all else n
 
     def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
-        """Return the `n` pages that get the largest share of any query's attention.
+        """Return the `n` pages that get the largest share of some query's attention.
 
-        Sampled queries of all heads of a GQA group attend to the mean keys of the pages.
+        A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.
 
         Returns: uint32 `(B, n_kv_heads, n)`, unordered.
         """
@@ -97,15 +97,15 @@ class PageRanking:
 
 
 def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) -> mx.array:
-    """Return the log of each page's largest attention share over all queries: `(B, n_kv_heads, n_pages)`.
+    """Return the log of each page's largest attention share over all queries, `(B, n_kv_heads, n_pages)`.
 
     Args:
-        queries: `(B, n_heads, n, head_dim)`, float32 and scaled.
+        queries: scaled float32 queries, `(B, n_heads, n, head_dim)`.
         parts: functions that each return the mean keys of some pages, `(B, n_kv_heads, n, head_dim)` float32.
     """
     if len(parts) == 1:
         return _shares_in_one(queries, parts[0]())
-    # Logits are computed twice, part by part, so that memory does not grow with the text.
+    # Compute the logits twice, part by part, so that memory does not grow with the text.
     total = mx.array(-mx.inf)
     for part in parts:
         logits = grouped_logits(queries, part())
@@ -119,9 +119,10 @@ def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) 
 
 
 def _shares_in_one(queries: mx.array, means: mx.array) -> mx.array:
-    """Compute `_largest_shares` if all means are in one array.
+    """Compute `_largest_shares` for means that are in a single array.
 
-    Queries are processed in groups, because the logits of all queries would take several times the memory of the means.
+    Queries are processed in groups, because the logits of all queries would take several times as much memory as the
+    means.
     """
     B, H, _, D = means.shape
     queries = queries.reshape(B, H, -1, D)

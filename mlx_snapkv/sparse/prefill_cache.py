@@ -1,9 +1,9 @@
-"""The cache with which a prompt is read sparsely: no entry is evicted, and each chunk reads few earlier entries.
+"""The cache for sparse prefill: no entry is evicted, but each chunk reads only a few of the earlier entries.
 
-In each layer and KV head, a chunk reads the sink, the tokens just before it, itself, and the pages that its own queries
+In each layer and KV head, a chunk reads the sink, the tokens just before it, itself, and the pages that its queries
 choose (`page_ranking.py`). QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024, arXiv:2407.02490) and XAttention
-(Xu et al., 2025, arXiv:2503.16428) read prompts in this way on CUDA. Here the chosen entries are gathered, so that a
-chunk needs only one ordinary call of the attention function.
+(Xu et al., 2025, arXiv:2503.16428) do the same on CUDA. Here the chosen entries are gathered into one array, so that a
+chunk needs a single, ordinary call of the attention function.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .stored_cache import StoredKVCache
 
 
 class SparsePrefillKVCache(AttendingCache):
-    """The cache of one layer while a prompt is read sparsely. It appends to the cache of all entries, and reads few.
+    """One layer's cache during sparse prefill. It wraps the cache of all entries.
 
     Args:
-        stored: the cache that holds all entries.
+        stored: the cache of all entries.
         ranking: selects the entries that a chunk reads.
 
     Attributes:
-        n_read: largest number of earlier entries that a chunk has chosen to read; None if no chunk has chosen.
+        n_read: largest number of earlier entries that any chunk has read by choice, or None if none has chosen yet.
     """
 
     keys = keys_property(lambda cache: cache.stored.growing)
     n_read: int | None = None
-    _reads_all = True  # whether the newest tokens read all entries
+    _reads_all = True  # whether the current chunk reads all entries
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
-        """Read on from the cache of all entries, which may hold earlier turns."""
+        """Continue from the cache of all entries, which may contain earlier turns."""
         self.stored = stored
         self._ranking = ranking
 
@@ -55,9 +55,10 @@ class SparsePrefillKVCache(AttendingCache):
         return self._ranking.n_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys and values `(B, n_kv_heads, L, head_dim)`; return those of all entries if the chunk reads all.
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`.
 
-        Otherwise return the new keys and values; `attend` adds the earlier entries that the chunk reads.
+        If the chunk reads all entries, return their keys and values. Otherwise return only the new ones, because
+        `attend` adds the earlier entries that the chunk reads.
         """
         self._reads_all = not self.reads_some
         if self._reads_all:
@@ -68,7 +69,7 @@ class SparsePrefillKVCache(AttendingCache):
     def choose(
         self, captured: Captured, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, None]:
-        """Return the keys and values that a chunk reads, including its own, and record the queries that will vote."""
+        """Return the keys and values that a chunk reads, including its own. Also record the queries that will vote."""
         self.stored.record(captured)
         if not self._reads_all:
             keys, values = join(self._read_before(captured), (keys, values))
@@ -83,26 +84,26 @@ class SparsePrefillKVCache(AttendingCache):
         return self._ranking.read(captured, start)
 
     def size(self) -> int:
-        """Return the number of earlier entries that the next chunk reads, by which mlx-lm makes its mask."""
+        """Return the number of earlier entries that the next chunk reads, which mlx-lm needs for its mask."""
         return self.n_before_next
 
     @property
     def state(self) -> tuple:
-        """Return entries, recorded queries and page means, which mlx-lm evaluates after each chunk."""
+        """Return entries, recorded queries and page means, for mlx-lm to evaluate after each chunk."""
         return *self.stored.state, self._ranking.means.in_memory
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return all entries, with the recorded queries."""
+        """Return all entries, with the recorded queries as voters."""
         return self.stored.held(n_queries)
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of all entries, unpacked."""
+        """Return the size in bytes that all entries would have in a full, unquantised cache."""
         return self.stored.full_nbytes
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all entries in memory."""
+        """Return the size in bytes of all entries in memory."""
         return self.stored.nbytes
 
     def empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""Make prompt caches that keep their entries in a store, and convert caches between stores."""
+"""Build prompt caches that keep their entries in a store, and convert caches from one store to another."""
 
 from typing import Any
 
@@ -22,20 +22,20 @@ from .stores import STORES, Store
 
 
 def in_files(store: str | None) -> bool:
-    """Return whether the store with this name keeps entries in files."""
+    """Return whether the store named `store` keeps entries in files."""
     return store is not None and STORES[store].in_files
 
 
 def make_caches(model, sparse: Sparse | None) -> list:
-    """Return empty caches for a model. With sparse attention, its full-attention layers keep all entries in the store.
+    """Build empty caches for a model. With sparse attention, the caches of full-attention layers use its store.
 
     Args:
         model: an mlx-lm model.
-        sparse: sparse attention, with the store and its folder; None makes mlx-lm's own caches.
+        sparse: options of sparse attention, including the store and its folder. None builds mlx-lm's own caches.
 
     Raises:
-        SnapKVError: the model's entries can't be kept that way.
-        UnsupportedModelError: its entries can't be compressed.
+        SnapKVError: the store does not support the model.
+        UnsupportedModelError: models of this type can't be compressed.
     """
     caches = make_prompt_cache(model)
     if sparse is None:
@@ -53,9 +53,9 @@ def make_caches(model, sparse: Sparse | None) -> list:
 def store_quantization(
     model, layers: list[AttentionLayer], store: str | None
 ) -> Quantization | None:
-    """Return the quantisation of a store's entries, with a group size that divides the heads; None if they stay plain.
+    """Return the quantisation that a store uses for a model, or None if its entries are plain.
 
-    Raises: SnapKVError: the store can't quantise this model's entries.
+    Raises: SnapKVError: the store can't quantise the model's entries.
     """
     if store is None or (bits := STORES[store].bits) is None:
         return None
@@ -67,7 +67,7 @@ def store_quantization(
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
     """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
-    Raises: SnapKVError: the prompt cache is compressed, or the store can't keep this model's entries.
+    Raises: SnapKVError: the prompt cache is compressed, or the store does not support the model.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
@@ -81,22 +81,22 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Replace the caches of full-attention layers in `caches` by those of `into`, and move the entries there.
+    """Replace the caches of full-attention layers in `caches` with those in `into`, and move the entries there.
 
-    Raises: SnapKVError: a layer's cache does not hold all entries.
+    Raises: SnapKVError: a layer's cache does not have all entries.
     """
     for layer in attention_layers(model, into):
         layer.put(caches, _move_into(layer.cache_in(into), layer.cache_in(caches)))
 
 
 def caches_to_continue(model, caches: list, store: str | None) -> list:
-    """Return caches for a caller to continue from: mlx-lm's own, or `StoredKVCache` if entries are in files."""
+    """Return caches from which a caller can continue: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
     are_in_files = in_files(store) or file_store_of(caches) is not None
     return caches if are_in_files else caches_to_save(model, caches)
 
 
 def caches_to_save(model, caches: list) -> list:
-    """Return caches that can be saved: mlx-lm's own kinds, or `StoredKVCache` if entries are in files."""
+    """Return caches that can be saved: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
     forms = list(caches)
     if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
@@ -105,7 +105,7 @@ def caches_to_save(model, caches: list) -> list:
 
 
 def caches_to_batch(model, caches: list) -> list:
-    """Return caches that mlx-lm can batch: stored and quantised entries are unpacked into a `KVCache`."""
+    """Return caches that mlx-lm can batch. Stored and quantised entries are unpacked into a `KVCache`."""
     forms = list(caches)
     for layer in attention_layers(model, caches):
         cache = layer.entries_in(caches)
@@ -119,11 +119,11 @@ def caches_to_batch(model, caches: list) -> list:
 
 
 def _move_into(empty: Any, cache: Any) -> Any:
-    """Move the entries of `cache` into the cache `empty`, and return the cache that now has them.
+    """Move the entries of `cache` to `empty`, and return whichever cache has the entries afterwards.
 
-    A cache that is compressed, or whose store is the right one already, is returned unchanged.
+    If `cache` is compressed, or already uses the same store, its entries stay where they are.
 
-    Raises: SnapKVError: `cache` does not hold all entries.
+    Raises: SnapKVError: `cache` does not have all entries.
     """
     wanted = layer_cache(empty)
     loaded = layer_cache(cache)
@@ -139,23 +139,23 @@ def _move_into(empty: Any, cache: Any) -> Any:
         return empty
     if wanted.store is None:
         return full_cache(loaded.stored_entries().with_quantization(None), loaded.sparse_from)
-    empty.fill(loaded.stored_entries())  # without dequantising: quantising twice would lose more
+    empty.fill(loaded.stored_entries())  # not dequantised: quantising twice would lose precision
     empty.sparse_from = loaded.sparse_from
     return empty
 
 
 def _is_same_store(a: Store | None, b: Store | None) -> bool:
-    """Return whether two stores have the same name and quantisation, so that no entry has to move."""
+    """Return whether two stores have the same name and quantisation, so that entries can stay where they are."""
     if a is None or b is None:
         return False
     return a.name == b.name and a.quantization == b.quantization
 
 
 def file_store_of(caches: list) -> str | None:
-    """Return the name of the store if entries are in files, otherwise None."""
+    """Return the name of the caches' store if it keeps entries in files, otherwise None."""
     return next((cache.store.name for cache in books(caches)), None)
 
 
 def books(prompt_cache: list) -> list:
-    """Return those caches whose entries are in files."""
+    """Return the caches whose entries are in files."""
     return [cache for cache in layer_caches(prompt_cache) if cache.in_files]

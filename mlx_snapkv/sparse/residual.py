@@ -1,14 +1,14 @@
-"""The residual of sparse attention: unread entries, represented by one mean entry per cluster of similar keys.
+"""The residual of sparse attention: each cluster's unread entries are represented by a mean entry.
 
-A head gives the mean key of a cluster the logit
+A head gives a cluster's mean key the logit
 
     t * (q . mean key) + log(number of unread entries in the cluster) + log a
 
-The mean of a cluster's logits is the logit of its mean key. By Jensen's inequality, the exponential of this logit never
-exceeds the cluster's share of the softmax. But a head may weight the values of a cluster unevenly, so heads differ in
-how well the mean value represents the cluster. The mass `a` and the temperature `t` of each head are chosen at the end
+The logit of the mean key is the mean of the cluster's logits, so by Jensen's inequality, its exponential never exceeds
+the mean of the exponentials. But a head may weigh the values in a cluster unevenly, so the mean value represents the
+cluster better for some heads than for others. Each head's mass `a` and temperature `t` are therefore chosen at the end
 of the prompt: full attention is computed for the last queries, and the pair whose output comes closest is selected.
-RetroInfer (Chen et al., 2025, arXiv:2505.02922) also estimates by clusters, with a = t = 1. SparQ (Ribar et al., 2024,
+RetroInfer (Chen et al., 2025, arXiv:2505.02922) also uses clusters, with a = t = 1. SparQ (Ribar et al., 2024,
 arXiv:2312.04985) uses one mean value for all unread entries.
 """
 
@@ -27,26 +27,26 @@ from ..entries.attention import HIDDEN
 from ..entries.spans import BLOCK_SIZE, spans
 from .clusters import Clusters
 
-MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 ignores the residual
+MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 turns the residual off
 TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
-# Number of last queries by which mass and temperature are chosen. Sixteen would take four times as long. The KL of
-# SmolLM2-135M would be 0.0077 instead of 0.0090 after 1,400 tokens, and equal after 6,000 tokens.
+# Number of last queries from which mass and temperature are chosen. Sixteen would take four times as long. The KL of
+# SmolLM2-135M would be 0.0077 instead of 0.0090 after 1,400 tokens, but the same after 6,000 tokens.
 WEIGHING_QUERIES = 4
-# number of entries of a long text from which full attention is estimated for these queries
+# Number of entries from which the full attention of these queries is estimated in a long text.
 SAMPLED_ENTRIES = 1 << 16
-SAMPLED_RUN = 256  # number of adjacent entries in a sample
+SAMPLED_RUN = 256  # number of adjacent entries in each sample
 
-SMALLEST_MASS = 1e-30  # avoids the logarithm of 0, which is replaced by `HIDDEN` afterwards
+SMALLEST_MASS = 1e-30  # avoids log(0), which is replaced by `HIDDEN` afterwards
 
 
 class Residual(NamedTuple):
-    """The clusters of a layer's entries, and the factors by which each head weighs the cluster means.
+    """A layer's clusters, and the factors by which each head weighs the cluster means.
 
     Attributes:
-        clusters: the clusters of all entries.
+        clusters: clusters of all entries.
         choosable: number of entries in each cluster that a token may choose, `(B, n_kv_heads, n_clusters)`.
-        log_mass: log `a` of each head, `(B, n_kv_heads, group, 1, 1)`; `HIDDEN` for a = 0.
-        temperature: `t` of each head, of the same shape.
+        log_mass: each head's log `a`, or `HIDDEN` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
+        temperature: each head's `t`, of the same shape.
     """
 
     clusters: Clusters
@@ -55,7 +55,7 @@ class Residual(NamedTuple):
     temperature: mx.array
 
     def unread(self, positions: mx.array) -> mx.array:
-        """Count the unread entries of each cluster, int32 `(B, n_kv_heads, n_clusters)`.
+        """Count the unread entries in each cluster, int32 `(B, n_kv_heads, n_clusters)`.
 
         Args:
             positions: positions of the chosen entries, uint32 `(B, n_kv_heads, k)`.
@@ -63,21 +63,21 @@ class Residual(NamedTuple):
         return self.choosable - self.clusters.sizes(positions)
 
     def bias(self, queries: mx.array, scale: float, positions: mx.array) -> mx.array:
-        """Return the bias of the cluster means' logits, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
+        """Return a bias for the logits of the cluster means, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
 
-        Added to the logit `scale * (q . mean key)`, the bias gives the logit in the formula of this module: `bias = (t
-        - 1) * logit + log(number of unread entries in the cluster) + log a`. The bias is `HIDDEN` if the token reads
-        all entries of the cluster, or if a = 0.
+        The attention computes the logit `scale * (q . mean key)`. The bias turns this logit into the one in the module
+        docstring: `bias = (t - 1) * logit + log(number of unread entries in the cluster) + log a`. It is `HIDDEN` if
+        the token reads all entries of the cluster, or if a = 0.
 
         Args:
-            queries: `(B, n_heads, L, head_dim)`; the heads of a GQA group are adjacent.
-            scale: factor of the logits.
+            queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.
+            scale: scale of the logits.
             positions: positions of the chosen entries, uint32 `(B, n_kv_heads, k)`.
         """
         n_unread = self.unread(positions)[:, :, None, None]
         logits = scale * grouped_logits(queries, self.clusters.keys)
         bias = _bias(logits, n_unread, self.log_mass, self.temperature)
-        if queries.dtype == mx.float16:  # an infinite bias would make the output NaN
+        if queries.dtype == mx.float16:  # an infinite bias would turn the output into NaN
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
 
@@ -97,7 +97,7 @@ def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
     """Multiply queries by keys, per KV head: float32 logits `(B, n_kv_heads, group, L, n)`.
 
     Args:
-        queries: `(B, n_heads, L, head_dim)`; the heads of a GQA group are adjacent.
+        queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.
         keys: `(B, n_kv_heads, n, head_dim)`.
     """
     B, H, _, D = keys.shape
@@ -106,21 +106,21 @@ def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
     return mx.unflatten(logits, 2, (-1, queries.shape[2]))
 
 
-# The softmax's denominator and the weighted sum of values of some entries, both times `exp(-top logit)`.
+# The softmax denominator of some entries and the weighted sum of their values, both scaled by `exp(-top logit)`.
 Sums = tuple[mx.array, mx.array]
-PAIRS = list(product(MASSES, TEMPERATURES))  # the first pair ignores the residual
+PAIRS = list(product(MASSES, TEMPERATURES))  # the first pair has no residual
 
 
 @dataclass(frozen=True)
 class Example:
-    """The prompt's last queries, with the entries that each would have read if the answer had begun there.
+    """The prompt's last queries, and the entries that each of them would read with sparse attention.
 
     Attributes:
-        queries: scaled queries `(B, n_heads, m, head_dim)`; the heads of a GQA group are adjacent.
-        read: bool `(B, n_kv_heads, m, n)`, true for entries that a query would have read.
-        middle: positions of the entries that queries choose among. Each query reads all other entries up to its own.
+        queries: scaled queries, `(B, n_heads, m, head_dim)`, with the heads of a GQA group adjacent.
+        read: mask of the entries that each query would read, bool `(B, n_kv_heads, m, n)`.
+        middle: positions of the entries that the queries choose among. A query reads all other entries up to its own.
         first: position of the first query.
-        sinks: logits `(n_heads,)` of the model's attention sinks, if it has any.
+        sinks: logits of the model's attention sinks, `(n_heads,)`, or None.
     """
 
     queries: mx.array
@@ -130,16 +130,17 @@ class Example:
     sinks: mx.array | None = None
 
     def sees(self, positions: mx.array) -> mx.array:
-        """Return a causal mask for entries at `positions` `(n,)`: bool `(m, n)`."""
+        """Return a causal mask for the entries at `positions` `(n,)`: bool `(m, n)`."""
         return positions <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
 
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Yield `(spans, weight)`: spans of entries to read together, and how many entries each of these represents.
+        """Yield `(spans, weight)`: spans to read together, and how many entries each of their entries represents.
 
-        The spans cover all entries of a short text, and a sample of the middle of a long text.
+        In a short text, the spans cover all entries. In a long text, they cover a sample of the middle and everything
+        else.
         """
         n_entries = self.read.shape[-1]
-        # A page has `SAMPLED_RUN` entries. The whole pages of the middle are numbered from `first` to `stop`.
+        # Here, a page has `SAMPLED_RUN` entries. The middle contains the whole pages `[first, stop)`.
         first = math.ceil(self.middle.start / SAMPLED_RUN)
         stop = self.middle.stop // SAMPLED_RUN
         step = math.ceil((stop - first) * SAMPLED_RUN / SAMPLED_ENTRIES)
@@ -153,12 +154,12 @@ class Example:
             at_once = pages[i : i + pages_at_once]
             page_spans = [(page * SAMPLED_RUN, (page + 1) * SAMPLED_RUN) for page in at_once]
             yield page_spans, (stop - first) / len(pages)
-        # The entries outside the middle are all read.
+        # Read all entries outside these pages.
         for span in (*spans(0, first * SAMPLED_RUN), *spans(stop * SAMPLED_RUN, n_entries)):
             yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
-        """Return `exp(logit - top)` of the attention sinks, or 0; `top` is `(B, n_kv_heads, group, m, 1)` float32."""
+        """Return the sinks' `exp(logit - top)`, or 0 without sinks. `top` is `(B, n_kv_heads, group, m, 1)` float32."""
         if self.sinks is None:
             return mx.array(0.0)
         by_head = mx.unflatten(self.sinks.astype(mx.float32), 0, (top.shape[1], -1))
@@ -166,13 +167,13 @@ class Example:
 
 
 def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
-    """Measure how far each head's output is from full attention, for each pair (mass, temperature) of `PAIRS`.
+    """Measure how far each head's output is from full attention, for each (mass, temperature) in `PAIRS`.
 
     Args:
         entries: object with `read_keys(start, stop)` and `read_values(start, stop)`, which return
-            `(B, n_kv_heads, stop - start, head_dim)`. Each block is read once; a long text is sampled.
-        clusters: the clusters of all entries.
-        example: queries for which full attention is computed.
+            `(B, n_kv_heads, stop - start, head_dim)`. Each block is read once, and a long text is sampled.
+        clusters: clusters of all entries.
+        example: queries for which to compare the outputs.
 
     Returns: squared distances, summed over the queries, `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
@@ -195,7 +196,7 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
 
 
 def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sums]:
-    """Return each query's top logit, and its `Sums` over all entries and over the entries that it would have read."""
+    """Return each query's top logit, and its `Sums` over all entries and over the entries that it would read."""
     top = mx.array(HIDDEN)
     full = read = mx.array(0.0), mx.array(0.0)
     for entry_spans, weight in example.sampled_spans():
@@ -218,7 +219,7 @@ def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sum
 
 
 def _add(sums: Sums, factor: mx.array, weights: mx.array, values: mx.array) -> Sums:
-    """Rescale sums by `factor` to a new top logit, and add weights and weighted values."""
+    """Rescale `sums` to a new top logit by `factor`, then add weights and weighted values."""
     total, weighted = sums
     return total * factor + weights.sum(
         axis=-1, keepdims=True
@@ -226,8 +227,8 @@ def _add(sums: Sums, factor: mx.array, weights: mx.array, values: mx.array) -> S
 
 
 def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
-    """Return log mass and temperature of the smallest distance, `(B, n_kv_heads, group, 1, 1)` each."""
-    # Two separate arrays, because a kernel would copy a view for every token.
+    """Return the log mass and temperature with the smallest distance, `(B, n_kv_heads, group, 1, 1)` each."""
+    # Return separate arrays, because a kernel would copy views for every token.
     best = mx.argmin(distances, axis=0)
     mass, temperature = (mx.array(factors)[best] for factors in zip(*PAIRS))
     log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN)

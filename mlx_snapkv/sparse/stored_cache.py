@@ -1,4 +1,4 @@
-"""The KV cache of all entries, which keeps them in a store between turns."""
+"""The KV cache that keeps all entries, in a store between turns."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _FILES_MISSING = (
 
 @loadable
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
-    """The KV cache of all entries of a layer, which also records post-RoPE queries of the positions `[first, last)`.
+    """A KV cache that keeps all of a layer's entries, and records post-RoPE queries at positions `[first, last)`.
 
-    The plain store in memory always holds all entries. Any other store holds the entries of earlier turns. Each call of
-    the attention reads them again, so that only one layer's entries are in memory at a time.
+    A plain in-memory store always has all entries. Any other store has the entries of earlier turns, which are read
+    again for each attention call, so that only one layer's entries are in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` writes only the index and the first entry, which gives the
-    shapes. `saved.book` saves the files beside it, and sets the store when a cache is loaded.
+    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index and the first entry, from which shapes
+    are taken. `saved.book` saves the files next to the prompt cache, and sets the store when it is loaded.
 
     Args:
         first: first position whose query is recorded.
         last: position after the last recorded query.
-        capacity: number of entries to allocate at once, so that prefill never reallocates the buffers.
-        layer: the layer of the model.
-        store: keeps entries between turns; None is plain memory.
+        capacity: number of entries to allocate up front, so that prefill never reallocates the buffers.
+        layer: the cache's `AttentionLayer`.
+        store: keeps entries between turns. None means plain memory.
 
     Attributes:
-        growing: the entries since the last `offload`; all entries if the store is plain memory.
+        growing: entries since the last `offload`, or all entries if the store is plain memory.
         page_means: mean keys of the first pages, if entries are in files.
-        clusters: clusters of the entries of earlier turns.
-        index: index of the keys of earlier turns; None if they were too few.
+        clusters: clusters of earlier turns' entries.
+        index: index of earlier turns' keys, or None if there were too few keys.
     """
 
     grows = converts_to_save = True
@@ -64,7 +64,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def __init__(
         self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
     ):
-        """Start with the entries of the store, which may be empty."""
+        """Start with the store's entries, if there are any."""
         super().__init__(first, last)
         self.layer = layer
         self.store = store or MemoryStore()
@@ -74,13 +74,13 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing.step = capacity
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Prepare for a prompt of `capacity` tokens: forget earlier queries, record those of `[first, last)`."""
+        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`."""
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
     @property
     def _n_stored(self) -> int:
-        """Return the number of entries that are in the store and not in `growing`."""
+        """Return the number of entries in the store that are not in `growing`."""
         return 0 if self.growing is self.store.cache else self.store.n_entries
 
     @property
@@ -89,19 +89,19 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return self._n_stored + self.growing.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return those of all entries."""
+        """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return the keys and values of all entries."""
         if self._n_stored:
-            mx.eval(keys, values)  # also evaluates the layer before, and frees its entries
+            mx.eval(keys, values)  # also evaluates the previous layer, which frees its entries
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def add(self, keys: mx.array, values: mx.array) -> None:
-        """Append keys and values. Entries that were in `growing` move to the store first."""
+        """Append keys and values, after moving earlier entries from `growing` to the store."""
         self.offload()
         self.growing.update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of all entries. To save memory, stored keys are evaluated before stored values."""
+        """Return the keys and values of all entries. Keys are evaluated before values to save memory."""
         if self._n_stored == 0:
             return self.growing.keys_and_values()
         keys, values = self.store.entries()
@@ -112,7 +112,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return keys, values
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return all entries, with all recorded queries as voters. `n_queries` is ignored."""
+        """Return all entries, with all recorded queries as voters (`n_queries` is ignored)."""
         keys, values = self.keys_and_values()
         voters = None
         if self.n_queries:
@@ -120,35 +120,35 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
-        """Move all entries to the store, and return them without unpacking them."""
+        """Move all entries to the store, and return them as they are stored."""
         self.offload()
         return self.store.all_entries()
 
     def cache_to_save(self) -> Any:
-        """Return this cache if entries are in files; otherwise mlx-lm's cache with all entries."""
+        """Return this cache if entries are in files, otherwise an mlx-lm cache with all entries."""
         self.offload()
         return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
 
     def extend(self, keys: mx.array, values: mx.array) -> None:
-        """Append keys and values of tokens that have read only some of the entries."""
+        """Append keys and values of tokens that were computed with sparse attention."""
         if self.sparse_from is None:
             self.sparse_from = self.offset
         self.growing.step = KVCache.step
         self.growing.update_and_fetch(keys, values)
 
     def offload(self) -> None:
-        """Move the entries to the store. Raises: SnapKVError: the disk is full; the entries then stay in memory."""
+        """Move all entries to the store. Raises: SnapKVError: the disk is full; entries then stay in memory."""
         if self.growing is not self.store.cache and self.growing.offset:
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
 
     def views(self) -> list[Store]:
-        """Return the stores that hold entries, in order of position."""
+        """Return the non-empty stores, in order of position."""
         stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
         return [store for store in stores if store.n_entries]
 
     def fill(self, entries: Entries) -> None:
-        """Add entries to this cache, which must be empty."""
+        """Fill this cache, which must be empty."""
         if self.growing is self.store.cache:
             self.growing.keys, self.growing.values = entries.plain()
             self.growing.offset = len(entries)
@@ -156,7 +156,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.store.append(entries)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores entries and index to their present state. It may be called repeatedly."""
+        """Return a function that restores the current entries and index. It can be called more than once."""
         trim = super().restorer()
         n_stored = self._n_stored
         growing = copy.copy(self.growing)
@@ -166,7 +166,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             was_offloaded = self._n_stored > n_stored
             self.index = index  # a turn may have replaced the index
             trim()
-            if was_offloaded:  # entries that were not quantised before must not be quantised twice
+            if was_offloaded:  # restore plain entries: quantised ones would be quantised again
                 self.store.truncate(n_stored)
                 self.growing = copy.copy(growing)
 
@@ -177,19 +177,19 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return create_attention_mask(N, self.offset, return_array, window_size)
 
     def size(self) -> int:
-        """Return the number of entries, one for every token."""
+        """Return the number of entries, which is the number of tokens."""
         return self.offset
 
     def empty(self) -> bool:
-        """Return whether the cache has no entries."""
+        """Return whether the cache is empty."""
         return self.offset == 0
 
     def is_trimmable(self) -> bool:
-        """Return True, because entries are only appended."""
+        """Return True, because entries are only ever appended."""
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the `n` newest tokens, or all if there are fewer, and return the number dropped."""
+        """Drop the `n` newest tokens, or all if there are fewer. Return the number dropped."""
         n = min(self.offset, n)
         left = n - self.growing.trim(n)
         if left:
@@ -205,33 +205,33 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of entries in memory, without index and means."""
+        """Return the size in bytes of entries in memory, without index and means."""
         return sum(store.nbytes for store in self.views())
 
     @property
     def full_nbytes(self) -> int:
-        """Return the bytes of all entries, counted as if they were unpacked."""
+        """Return the size in bytes that all entries would have in a full, unquantised cache."""
         return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of entries, codes and page means in files."""
+        """Return the size in bytes of entries, codes and page means in files."""
         codes = 0 if self.index is None else self.index.codes.spilled_nbytes
         return self.store.file_nbytes + codes + self.page_means.file_nbytes
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the bytes in memory of entries, index and means."""
+        """Return the size in bytes of entries, index and means in memory."""
         return self.nbytes + self.index_nbytes + self._means_nbytes
 
     @property
     def _means_nbytes(self) -> int:
-        """Return the bytes in memory of page means and clusters."""
+        """Return the size in bytes of page means and clusters in memory."""
         return self.page_means.nbytes + (0 if self.clusters is None else self.clusters.nbytes)
 
     @property
     def index_nbytes(self) -> int:
-        """Return the bytes of the index in memory; 0 without an index."""
+        """Return the size in bytes of the index in memory, or 0 without an index."""
         return 0 if self.index is None else self.index.nbytes
 
     @property
@@ -240,16 +240,16 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return self.store.first_entry or self.growing.keys_and_values()
 
     def validate(self) -> str | None:
-        """Return None: files are checked when they are opened and read."""
+        """Return None, because files are checked when they are opened and read."""
         return None
 
     @property
     def state(self) -> tuple:
-        """Return the arrays of a running request, or what is saved if entries are in files and none is running."""
+        """Return the arrays of a running request. Between requests, return what to save if entries are in files."""
         first = None if self.growing.offset else self.store.first_entry
         if first is not None:
             return *first, None if self.index is None else self.index.state
-        # mlx-lm's prefill loop evaluates the state, and the queries must be evaluated with it.
+        # Include the queries, because mlx-lm's prefill loop evaluates the state.
         return self.growing.keys, self.growing.values, self._queries, self.moments.sums
 
     @state.setter

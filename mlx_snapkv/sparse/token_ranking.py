@@ -1,4 +1,4 @@
-"""Choose the entries that a token of an answer reads, by an index or by exact votes."""
+"""Choose the entries that an answer token reads, by an index or by exact votes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim
 
 
 class TokenRanking:
-    """Selects the entries that each token of an answer reads, by the scores that the token's own queries give them.
+    """Selects the entries that each answer token reads, scored by the token's own queries.
 
-    Entries are numbered by their position in prompt and answer:
+    Entries are numbered by their position in the prompt and the answer:
 
         [0 : n_first)      the sink, which every token reads
-        [n_first : stop)   entries that a token chooses among; the residual represents the others
-        [stop : n)         the window and the newest entries of the answer, which every token reads
+        [n_first : stop)   entries that a token chooses among; the residual represents the unchosen ones
+        [stop : n)         the window and the answer's newest entries, which every token reads
 
     Args:
-        prompt: all entries of the prompt; without an index they are ranked by their exact votes.
+        prompt: all of the prompt's entries. Without an index, they are ranked by exact votes.
         quota: how many entries a token reads, including sink and window.
 
     Attributes:
-        view: the prompt's entries, and the older entries of the answer that tokens choose among.
-        answer: all entries of the answer.
-        residual: cluster means of unread entries; None before `weigh_residual`, or if every token reads all entries.
-        n_prompt: number of the prompt's entries.
+        view: the prompt's entries, and the older entries of the answer, among which tokens choose.
+        answer: all of the answer's entries.
+        residual: cluster means of unread entries. None before `weigh_residual`, or if tokens read all entries.
+        n_prompt: number of entries in the prompt.
         n_first: number of entries in the sink.
         stop: position after the last entry that tokens choose among.
     """
@@ -46,7 +46,7 @@ class TokenRanking:
     residual: Residual | None = None
 
     def __init__(self, prompt: FullView, quota: Quota):
-        """Place sink and window in the prompt. The answer is still empty."""
+        """Place sink and window in the prompt, and start an empty answer."""
         self.n_prompt = n = len(prompt)
         self._prompt = prompt
         self._heads = prompt.key_reader().shape[:2]  # B and n_kv_heads
@@ -58,7 +58,7 @@ class TokenRanking:
         self._set_always_read()
 
     def __deepcopy__(self, memo: dict) -> TokenRanking:
-        """Copy the ranking. The copy shares the prompt's entries."""
+        """Copy the ranking, but share the prompt's entries."""
         other = copy.copy(self)
         other.answer = copy.deepcopy(self.answer, memo)
         other.view = self._prompt.followed_by(MemoryStore(cache=other.answer))
@@ -68,19 +68,19 @@ class TokenRanking:
 
     @property
     def prompt_buffers(self) -> Pair | None:
-        """Return the buffers of the prompt's entries; None if entries are quantised or in files (see `EntryView`)."""
+        """Return the prompt's buffers, or None if entries are quantised or in files; see `EntryView`."""
         return self._prompt.buffers
 
     @property
     def answer_buffers(self) -> Pair:
-        """Return the buffers of the answer's entries, of which there must be at least one."""
+        """Return the answer's buffers. The answer must have at least one entry."""
         keys: Any = self.answer.keys
         values: Any = self.answer.values
         return keys, values
 
     @property
     def n_window(self) -> int:
-        """Return the number of entries in the window: the prompt's last entries, which every token reads."""
+        """Return the number of entries at the end of the prompt that every token reads."""
         return max(0, self.n_prompt - self.stop)
 
     @property
@@ -90,7 +90,7 @@ class TokenRanking:
 
     @property
     def n_newest(self) -> int:
-        """Return the number of entries in the window and after it, which every token reads."""
+        """Return the number of entries from the start of the window on, all of which every token reads."""
         return self.n_prompt + self.answer.offset - self.stop
 
     @property
@@ -99,7 +99,7 @@ class TokenRanking:
         return 0 if self.residual is None else self.residual.clusters.n
 
     def choose(self, captured: Captured, start: int) -> mx.array:
-        """Choose entries for the queries of all tokens from position `start` on, together.
+        """Choose one set of entries for the queries of all tokens from position `start` on.
 
         Returns: positions, uint32 `(B, n_kv_heads, n_read)`.
         """
@@ -108,11 +108,11 @@ class TokenRanking:
         return self._best(queries, self.stop)
 
     def read(self, positions: mx.array | None) -> Pair:
-        """Return the keys and values that a token reads: cluster means, chosen entries, and the entries of every token.
+        """Return the keys and values that a token reads: cluster means, chosen entries, and what all tokens read.
 
         Args:
-            positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`; None returns only the entries that
-                every token reads.
+            positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`. None returns only the entries that
+                all tokens read.
         """
         parts: list[Pair] = []
         always = mx.broadcast_to(self._always_read, (*self._heads, self._always_read.size))
@@ -128,7 +128,7 @@ class TokenRanking:
         return join(*parts)
 
     def choose_up_to(self, stop: int) -> None:
-        """Move `stop` to a later position: tokens choose among the entries before it, instead of reading them all.
+        """Move `stop` to a later position, so that tokens choose among the entries before it instead of reading all.
 
         Entries of the answer are indexed, and form a new cluster.
         """
@@ -147,12 +147,12 @@ class TokenRanking:
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
-        """Compute the positions of sink and window, which every token reads."""
+        """Update the positions in the prompt that every token reads: sink and window."""
         window = range(min(self.stop, self.n_prompt), self.n_prompt)
         self._always_read = mx.array([*range(self.n_first), *window], mx.uint32)
 
     def _best(self, queries: Queries, stop: int) -> mx.array:
-        """Return the highest-scoring positions between the sink and `stop`, uint32 `(B, n_kv_heads, n)`."""
+        """Return the positions of the best entries between the sink and `stop`, uint32 `(B, n_kv_heads, n)`."""
         if self.view.index is not None:
             scores = self.view.index.relevance(queries, stop)
         else:
@@ -160,17 +160,17 @@ class TokenRanking:
         return best_positions(scores[..., self.n_first : stop], self._n_chosen, self.n_first)
 
     def _choosable(self, clusters: Clusters) -> mx.array:
-        """Count the entries of each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
+        """Count the entries in each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
         return clusters.sizes_between(self.n_first, self.stop)
 
     def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
-        If tokens read all entries, nothing is done.
+        Do nothing if tokens read all entries.
 
         Args:
             queries: the prompt's last queries.
-            earlier: clusters of the first entries, if an earlier turn made them.
+            earlier: clusters of the first entries from an earlier turn, if there are any.
         """
         if self.n_read in (0, self.stop - self.n_first):
             return
@@ -188,12 +188,12 @@ class TokenRanking:
             start,
             queries.sinks,
         )
-        # All queries are processed together, because reading the entries may mean reading files.
+        # Process all queries together, because entries may have to be read from files.
         factors = best_factors(distances(self.view, clusters, example))
         self.residual = Residual(clusters, self._choosable(clusters), *factors)
 
     def _clusters(self, earlier: WholeBlocks | None) -> Clusters:
-        """Return the clusters of all entries: `earlier`, followed by new clusters of the other entries."""
+        """Return the clusters of all entries. Only entries without an `earlier` cluster are clustered."""
         if earlier is None:
             return clusters_of(self.view)
         clusters = earlier.clusters()
@@ -202,10 +202,10 @@ class TokenRanking:
         return clusters.followed_by(clusters_of(self.view, earlier.n_entries))
 
     def _would_read(self, query: Queries) -> mx.array:
-        """Return which entries a token of the prompt would read in an answer: bool `(B, n_kv_heads, 1, n)`.
+        """Return the mask of entries that a prompt token would read if it belonged to the answer.
 
         Args:
-            query: the token's queries, and its position.
+            query: the token's queries and position.
 
         Returns: bool `(B, n_kv_heads, 1, n)`.
         """

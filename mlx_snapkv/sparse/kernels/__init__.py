@@ -1,1 +1,1 @@
-"""GPU kernels that choose entries and compute attention for one token of one request."""
+"""GPU kernels that choose entries and compute sparse attention for a single token."""

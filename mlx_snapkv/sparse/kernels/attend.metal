@@ -1,28 +1,28 @@
-  // Attend to one split of a token's items, for the GROUP query heads of a KV head. One threadgroup per split and KV
-  // head. Keys and values are read in place, once for all query heads.
+  // Attend to one split of a token's items, for the GROUP query heads of a KV head. There is one threadgroup per split
+  // and KV head. Keys and values are read in place, once for all query heads.
   //
-  // The items: means of unread entries | chosen positions | the sink [0, sink_stop) | the window and the newest entries
-  // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later ones of `own_keys` and
+  // Items, in this order: cluster means | chosen entries | sink [0, sink_stop) | window and newest entries
+  // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later entries are rows of `own_keys` and
   // `own_values`.
   //
   // Inputs:
-  //   queries                (n_heads, D), the heads of a KV head together
+  //   queries                (n_heads, D), with the query heads of a KV head adjacent
   //   keys, values           (n_kv_heads, capacity, D)
   //   own_keys, own_values   (n_kv_heads, capacity, D)
   //   mean_keys, mean_values (n_kv_heads, n_means, D)
-  //   unread                 (n_kv_heads, n_means) uint32, how many entries a mean stands for
+  //   unread                 (n_kv_heads, n_means) uint32, number of entries that a mean represents
   //   log_mass, temperature  (n_heads) float32
   //   positions              (n_kv_heads, n_chosen) uint32
   // Outputs, float32:
-  //   partial  (n_heads, n_splits, D), sums of weighted values
-  //   top      (n_heads, n_splits), the largest logit
-  //   total    (n_heads, n_splits), the sum of weights exp(logit - top)
+  //   partial  (n_heads, n_splits, D), weighted sum of values
+  //   top      (n_heads, n_splits), largest logit
+  //   total    (n_heads, n_splits), sum of weights exp(logit - top)
   constexpr uint TEAM = 8;                         // lanes that share a key
-  constexpr uint TEAMS = THREADS / TEAM, EACH = ATTEND_BLOCK / TEAMS;  // EACH: items of a team
+  constexpr uint TEAMS = THREADS / TEAM, EACH = ATTEND_BLOCK / TEAMS;  // EACH: items per team
   constexpr uint COLUMNS = D / 4, PARTS = THREADS / COLUMNS;  // threads that share a value; parts of the block
-  constexpr float HIDDEN = -1e30f;                 // finite, so that no infinity is subtracted from another
+  constexpr float HIDDEN = -1e30f;                 // finite, because subtracting infinities gives NaN
   threadgroup float query[GROUP * D], weight[GROUP * ATTEND_BLOCK], part_sum[PARTS * D];
-  threadgroup float maximum[GROUP], rescale[GROUP], mass[GROUP];  // rescale: the factor for earlier sums
+  threadgroup float maximum[GROUP], rescale[GROUP], mass[GROUP];  // rescale: factor for earlier sums
   threadgroup uint place[ATTEND_BLOCK];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, team = tid / TEAM, member = tid % TEAM;
@@ -41,20 +41,20 @@
   if (tid < GROUP) { maximum[tid] = HIDDEN; mass[tid] = 0; }
   float sum[GROUP][4];
   UNROLL for (uint g = 0; g < GROUP; g++) { UNROLL for (uint j = 0; j < 4; j++) sum[g][j] = 0; }
-  // The address of an item's row in the means, the prompt's buffer or the answer's buffer.
+  // Address of an item's row in the means, the prompt's buffer or the answer's buffer.
   #define ROW(item, at, of_means, of_prompt, of_answer) ((item) < n_means ? of_means + means_start + ulong(at) * D \
       : (at) < n_prompt ? of_prompt + head_start + ulong(at) * row_stride \
                         : of_answer + own_start + ulong((at) - n_prompt) * own_row_stride)
 
   for (uint block = first; block < stop; block += ATTEND_BLOCK) {
     for (uint i = tid; i < ATTEND_BLOCK; i += THREADS) {
-      const uint item = min(block + i, stop - 1), at = item - n_means;  // `at` is used for entries only
+      const uint item = min(block + i, stop - 1), at = item - n_means;  // `at` is only used for entries
       place[i] = item < n_means ? item : at < n_chosen ? positions[kv_head * n_chosen + at]
           : at < n_chosen + sink_stop ? at - n_chosen : window_start + (at - n_chosen - sink_stop);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Logits. A number of a query is read once for the EACH keys of a team.
+    // Logits. Each query element is read once for all EACH keys of a team.
     const device T* key[EACH];
     float logit[EACH][GROUP];
     UNROLL for (uint e = 0; e < EACH; e++) {
@@ -108,7 +108,7 @@
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // Values. Neighbouring threads read neighbouring numbers of a row.
+    // Values. Neighbouring threads read neighbouring elements of a row.
     if (part < PARTS) {
       UNROLL for (uint g = 0; g < GROUP; g++) { UNROLL for (uint j = 0; j < 4; j++) sum[g][j] *= rescale[g]; }
       for (uint i = part; i < min(uint(ATTEND_BLOCK), stop - block); i += PARTS) {
@@ -122,7 +122,7 @@
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  // Add the sums of the parts, one query head at a time, which fits in threadgroup memory for every D.
+  // Add up the parts' sums, one query head at a time, so that they fit in threadgroup memory for every D.
   UNROLL for (uint g = 0; g < GROUP; g++) {
     const uint row = (kv_head * GROUP + g) * n_splits + split;
     if (part < PARTS) { UNROLL for (uint j = 0; j < 4; j++) part_sum[part * D + column + j] = sum[g][j]; }

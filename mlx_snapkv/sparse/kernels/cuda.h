@@ -1,5 +1,5 @@
-// The header of the kernels on CUDA: the words of Metal's language that the bodies use. In a body, `threadgroup` occurs
-// only where an array is declared, and `device` only in types of pointers.
+// Header of the kernels on CUDA. It defines the parts of the Metal language that the kernel bodies use. The bodies use
+// `threadgroup` only to declare arrays, and `device` only in pointer types.
 #define UNROLL _Pragma("unroll")
 typedef unsigned int uint;
 typedef unsigned short ushort;
@@ -11,13 +11,13 @@ typedef unsigned int atomic_uint;
 #define threadgroup_position_in_grid blockIdx
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
-#define threadgroup_barrier(flags) __syncthreads()           // orders global memory within the block, too
+#define threadgroup_barrier(flags) __syncthreads()           // also orders global memory within the block
 
 #define atomic_load_explicit(at, order) (*(const volatile unsigned int*)(at))
 #define atomic_store_explicit(at, x, order) (*(volatile unsigned int*)(at) = (x))
 #define atomic_fetch_add_explicit(at, x, order) atomicAdd((at), (x))
 
-// Numbers that are read at once.
+// A vector that is loaded in one read.
 template <class N, int size> struct alignas(size * sizeof(N)) vec {
   N numbers[size];
   __device__ N operator[](uint i) const { return numbers[i]; }
@@ -30,7 +30,7 @@ template <class To, class From> __device__ inline To as_type(From x) {
   return y;
 }
 
-// A warp is a SIMD group; all 32 lanes take part.
+// A SIMD group is a warp, and all of its 32 lanes take part.
 template <class N> __device__ inline N simd_shuffle(N x, uint from) { return __shfl_sync(0xFFFFFFFFu, x, from); }
 template <class N> __device__ inline N simd_shuffle_xor(N x, uint mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
 template <class N> __device__ inline N simd_sum(N x) {
@@ -50,5 +50,5 @@ template <class N> __device__ inline N simd_prefix_exclusive_sum(N x) {
   return sum - x;
 }
 
-// Last: __device__ itself is a macro with this word in it.
+// This must come last, because __device__ is a macro whose expansion contains the word.
 #define device

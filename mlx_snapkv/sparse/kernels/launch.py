@@ -1,15 +1,15 @@
-"""Launch the four GPU kernels of a sparse token: score, select, attend and merge.
+"""Launch the four GPU kernels for a token with sparse attention: score, select, attend and merge.
 
-The bodies of the kernels compile as Metal and as CUDA; `metal.h` and `cuda.h` are their headers. All lengths and
-counts are in the array `params`, so that kernels are not recompiled when a text grows:
+The kernel bodies compile both as Metal and as CUDA, with `metal.h` and `cuda.h` as their headers. All lengths and
+counts are passed in the array `params`, so that kernels are not recompiled when the text grows:
 
     0 means             4 entries                    8 stride of a head of own_keys  12 scale, as the bits of a float
     1 chosen entries    5 entries of the prompt      9 stride of a row of own_keys   13 capacity of codes
     2 end of the sink   6 stride of a head of keys  10 items of a split              14 capacity of cluster ids
     3 window's start    7 stride of a row of keys   11 splits                        15 groups of score, see `choose`
 
-Each call launches its kernels and no other operation. Arguments are the whole buffers of the caches, including unused
-rows, because MLX would copy a slice.
+A call launches its kernels and no other operations. It passes the caches' whole buffers, including unused rows, because
+MLX would copy a slice.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import mlx.core as mx
 import numpy as np
 
 THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
-SCORE_BLOCK = 1024  # entries in a block of `score`
-ATTEND_BLOCK = 128  # items in a block of `attend`; an item is an entry or a mean
-SCORE_GROUPS = 128  # threadgroups of `score`; each one projects the queries again
-MAX_SPLITS = 128  # maximum number of parts into which a token's items are split
+SCORE_BLOCK = 1024  # entries per block in `score`
+ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
+SCORE_GROUPS = 128  # threadgroups for `score`, each of which projects the queries again
+MAX_SPLITS = 128  # maximum number of splits of a token's items
 MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
-N_PARAMS = 16  # an array of fewer than 8 numbers would be in Metal's constant memory
+N_PARAMS = 16  # MLX puts arrays of fewer than 8 numbers into Metal's constant memory
 NO_SINK = -1e30
 
 INPUTS = {
@@ -45,7 +45,7 @@ OUTPUTS: dict[str, dict[str, mx.Dtype | None]] = {
     "score": {"block_maxima": mx.float32, "offsets": mx.float16},
     "select": {"positions": mx.uint32, "unread": mx.uint32, "ranks": mx.uint16},
     "attend": {"partial": mx.float32, "top": mx.float32, "total": mx.float32},
-    "merge": {"output": None},  # None: the dtype of the queries
+    "merge": {"output": None},  # None means the queries' dtype
 }
 
 Buffer = tuple[mx.array, mx.array]  # keys and values `(1, n_kv_heads, capacity, head_dim)`
@@ -57,9 +57,9 @@ class Means(NamedTuple):
     Attributes:
         keys: mean keys `(1, n_kv_heads, n_means, head_dim)`, in the queries' dtype.
         values: mean values, of the same shape and dtype.
-        unread: number of unread entries of each cluster, uint32 or int32 `(1, n_kv_heads, n_means)`; see `choose`.
-        log_mass: log mass of each head, float32 `(1, n_kv_heads, group, 1, 1)`; see `Residual`.
-        temperature: temperature of each head, float32, of the same shape.
+        unread: number of unread entries in each cluster, uint32 or int32 `(1, n_kv_heads, n_means)`; see `choose`.
+        log_mass: each head's log mass, float32 `(1, n_kv_heads, group, 1, 1)`; see `Residual`.
+        temperature: each head's temperature, of the same shape and dtype.
     """
 
     keys: mx.array
@@ -82,24 +82,24 @@ def choose(
     ids: mx.array | None = None,
     choosable: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Choose the `k` entries of `[first, stop)` with the highest scores, and count the unread entries of each cluster.
+    """Choose the `k` highest-scoring entries in `[first, stop)`, and count the unread entries in each cluster.
 
-    A score is `KeyIndex.relevance` in half precision. Ties go to lower positions.
+    Scores are those of `KeyIndex.relevance`, in half precision. Ties go to lower positions.
 
     Args:
-        queries: `(1, n_heads, 1, head_dim)`; the heads of a GQA group are adjacent.
-        scale: factor of the logits.
-        projection: projection of queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
+        queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
+        scale: scale of the logits.
+        projection: matrix that projects queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
         codes: the index's codes, uint32 `(1, n_kv_heads, capacity, K / 8)`.
         powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
         k: number of entries to choose, from 1 to `stop - first`.
         first: end of the sink.
         stop: start of the window.
-        ids: the cluster of each entry, uint16 `(1, n_kv_heads, n)`; None without means.
-        choosable: number of entries of each cluster in `[first, stop)`, int32 `(1, n_kv_heads, n_means)`, for at most
-            `MAX_MEANS` clusters; None without means.
+        ids: cluster id of each entry, uint16 `(1, n_kv_heads, n)`, or None without means.
+        choosable: number of each cluster's entries in `[first, stop)`, int32 `(1, n_kv_heads, n_means)`, or None
+            without means. There can be at most `MAX_MEANS` clusters.
 
-    Returns: positions, uint32 `(1, n_kv_heads, k)`, ascending; and the clusters' unread entries, uint32
+    Returns: ascending positions, uint32 `(1, n_kv_heads, k)`, and the number of unread entries in each cluster, uint32
         `(1, n_kv_heads, n_means)`, or None without means.
     """
     shape = Shape.of(queries, codes)
@@ -146,17 +146,17 @@ def attend(
     """Attend to the means, the chosen entries, the sink `[0, first)`, and the newest entries `[stop, n)`.
 
     Args:
-        queries: `(1, n_heads, 1, head_dim)`; the heads of a GQA group are adjacent.
+        queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
         prompt: buffers whose first `n_prompt` rows are the prompt's entries, in the queries' dtype.
-        answer: buffers of the entries from position `n_prompt` on; ignored if `n == n_prompt`.
-        scale: factor of the logits.
-        n_prompt: number of entries in `prompt`.
-        n: number of entries in prompt and answer.
+        answer: buffers of the entries from position `n_prompt` on. Ignored if `n == n_prompt`.
+        scale: scale of the logits.
+        n_prompt: number of entries in the prompt.
+        n: total number of entries in prompt and answer.
         first: end of the sink.
         stop: start of the window.
-        positions: positions of the chosen entries, uint32 `(1, n_kv_heads, k)`; None if no entry was chosen.
-        means: cluster means; None ignores unread entries.
-        sinks: `(n_heads,)` logits of attention sinks.
+        positions: positions of the chosen entries, uint32 `(1, n_kv_heads, k)`, or None if no entry was chosen.
+        means: cluster means, or None to ignore unread entries.
+        sinks: logits of attention sinks, `(n_heads,)`.
 
     Returns: `(1, n_heads, 1, head_dim)` in the queries' dtype.
     """
@@ -220,7 +220,7 @@ def run(
 
 @lru_cache(None)
 def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
-    """Build a kernel for a head size, a GQA group size, and a dtype of queries and entries."""
+    """Build a kernel for the given head size, GQA group size, and dtype of queries and entries."""
     on_cuda = mx.cuda.is_available()
     make: Any = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
     built = make(
@@ -229,7 +229,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         output_names=list(OUTPUTS[name]),
         source=_read(f"{name}.metal"),
         header=header(name) + _read("cuda.h" if on_cuda else "metal.h"),
-        ensure_row_contiguous=True,  # MLX copies a view that is not contiguous; whole buffers are not copied
+        ensure_row_contiguous=True,  # copies non-contiguous views, but no whole buffers
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
 
@@ -240,7 +240,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
 
 
 def header(name: str) -> str:
-    """Return `#define` lines for the constants that a kernel uses."""
+    """Return the `#define` lines for a kernel's constants."""
     constants = {
         "THREADS": THREADS[name],
         "SCORE_BLOCK": SCORE_BLOCK,
@@ -270,7 +270,7 @@ def params_of(
     id_capacity: int = 0,
     n_score_groups: int = 0,
 ) -> mx.array:
-    """Return the array `params`, which all layers of a token share."""
+    """Return the array `params`, which all layers share for a token."""
     items = n_means, n_chosen, first, stop, n, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
     index = code_capacity, id_capacity, n_score_groups
@@ -278,20 +278,20 @@ def params_of(
 
 
 def _splits(n_items: int) -> tuple[int, int]:
-    """Return the number of items per split, a multiple of `ATTEND_BLOCK`, and the number of splits."""
+    """Return the number of items per split, which is a multiple of `ATTEND_BLOCK`, and the number of splits."""
     n_blocks = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
     return ATTEND_BLOCK * n_blocks, math.ceil(n_items / (ATTEND_BLOCK * n_blocks))
 
 
 def _strides(buffer: mx.array) -> tuple[int, int]:
-    """Return the strides of a head and of a row of a contiguous buffer, in elements."""
+    """Return a contiguous buffer's head stride and row stride, in elements."""
     _, _, capacity, head_dim = buffer.shape
     return capacity * head_dim, head_dim
 
 
 @lru_cache(None)
 def _absent(dtype: mx.Dtype) -> mx.array:
-    """Return a placeholder for an argument that the kernel does not read."""
+    """Return a placeholder for an argument that the kernel won't read."""
     return mx.array([0] * N_PARAMS, dtype)
 
 
@@ -303,5 +303,5 @@ def _no_means(dtype: mx.Dtype) -> tuple[mx.array, ...]:
 
 @lru_cache(None)
 def _no_sinks(n_heads: int) -> mx.array:
-    """Return logits of attention sinks that get no attention."""
+    """Return sink logits that are too low to attract attention."""
     return mx.array([NO_SINK] * n_heads, mx.float32)

@@ -1,9 +1,9 @@
-  // Merge the splits of a query head into its attention. One threadgroup per query head.
+  // Merge a query head's splits into its attention output. There is one threadgroup per query head.
   //
   // Inputs:
-  //   partial, top, total  the outputs of `attend`
-  //   sinks                (n_heads), the logits of attention sinks; very negative for models without sinks. A sink takes
-  //                        a share of the softmax and has no value.
+  //   partial, top, total  outputs of `attend`
+  //   sinks                (n_heads), logits of attention sinks, very negative for models without sinks. A sink takes a
+  //                        share of the softmax but has no value.
   // Output:
   //   output  (n_heads, D), in the model's dtype T
   constexpr uint COLUMNS = D / 4, PARTS = THREADS / COLUMNS;  // threads that share a row; rows read at once
@@ -13,7 +13,7 @@
   const uint part = tid / COLUMNS, column = 4 * (tid % COLUMNS);
   const float sink = float(sinks[head]);
 
-  // Every SIMD group finds the maximum for itself, which is cheaper than a barrier.
+  // Every SIMD group computes the maximum itself, which is cheaper than a barrier.
   float maximum = sink;
   for (uint s = lane; s < n_splits; s += 32) maximum = max(maximum, top[head * n_splits + s]);
   maximum = simd_max(maximum);

@@ -1,2 +1,2 @@
-// The header of the kernels on Metal. Loops over arrays in registers must be unrolled.
+// Header of the kernels on Metal. Loops over register arrays must be unrolled.
 #define UNROLL _Pragma("clang loop unroll(full)")

@@ -1,21 +1,21 @@
-  // Score entries for the GROUP query heads of a KV head: logits of the index, from the MXFP4 codes of its components.
+  // Score entries for the GROUP query heads of a KV head: compute logits from the MXFP4 codes in the index.
   //
-  // n_groups threadgroups for each KV head take blocks of SCORE_BLOCK entries in turn. Each code is decoded once for
+  // For each KV head, n_groups threadgroups take turns at blocks of SCORE_BLOCK entries. Each code is decoded once for
   // all query heads.
   //
   // Inputs:
-  //   queries     (n_heads, D), the heads of a KV head together
-  //   projection  (n_kv_heads, D, K) float32, from queries to components
-  //   codes       (n_kv_heads, capacity, K / 8) uint32, eight codes per word, the first one in the lowest bits
+  //   queries     (n_heads, D), with the query heads of a KV head adjacent
+  //   projection  (n_kv_heads, D, K) float32, projects queries to components
+  //   codes       (n_kv_heads, capacity, K / 8) uint32, eight codes per word, starting with the lowest bits
   //   powers      (n_kv_heads, capacity, K / 32) uint8, powers of two with a bias of 127
   // Outputs:
-  //   block_maxima  (n_heads, n_blocks) float32, the largest logit of each block
+  //   block_maxima  (n_heads, n_blocks) float32, largest logit in each block
   //   offsets       (n_heads, n_scored) half, logit minus the block's maximum, at least -65504
   //
-  // A logit that is infinite or NaN counts as the lowest.
+  // An infinite or NaN logit counts as the lowest.
   constexpr uint K = (D + 63) / 64 * 32;                 // components: half of D, in whole groups of 32
   constexpr uint WORDS = K / 8, POWERS = K / 32;
-  constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries of a thread
+  constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries per thread
   constexpr uint PARTS = THREADS / K;                    // threads that share a component, each with some channels
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
@@ -27,14 +27,14 @@
   const uint n_blocks = (n_scored + SCORE_BLOCK - 1) / SCORE_BLOCK;
   const float scale = as_type<float>(params[12]);
 
-  // E2M1: one bit of sign, two of exponent, one of mantissa.
+  // E2M1: one sign bit, two exponent bits, one mantissa bit.
   if (tid < 16) {
     const uint exponent = (tid >> 1) & 3u, mantissa = tid & 1u;
     const float size = exponent == 0 ? 0.5f * float(mantissa)
                                      : (1.0f + 0.5f * float(mantissa)) * float(1u << (exponent - 1));
     decoded[tid] = tid < 8 ? size : -size;
   }
-  // Neighbouring threads compute neighbouring components, so that they read neighbouring numbers. A number of the
+  // Neighbouring threads compute neighbouring components, so that their reads are adjacent. Each element of the
   // projection is read once for all query heads.
   const uint part = tid / K, c = tid % K;
   float sum[GROUP];
@@ -53,8 +53,8 @@
   }
 
   for (uint block = threadgroup_position_in_grid.x; block < n_blocks; block += n_groups) {
-    // A thread takes the entries tid, tid + THREADS, ... of the block, so that neighbouring threads read neighbouring
-    // entries. After the last entry it takes the last entry again, which changes no maximum.
+    // A thread takes the block's entries tid, tid + THREADS, ..., so that neighbouring threads read neighbouring
+    // entries. Beyond the end, it repeats the last entry, which does not affect the maximum.
     float logit[EACH][GROUP];
     uint row[EACH];
     UNROLL for (uint e = 0; e < EACH; e++) {
@@ -66,7 +66,7 @@
       float power[EACH];
       UNROLL for (uint e = 0; e < EACH; e++) {
         word[e] = *(const device vec<uint, 4>*)(codes + row[e] * WORDS + 4 * p);
-        // The bits are those of a float: 0 becomes 0 instead of 2^-127, and 255 becomes infinity.
+        // Use the byte as a float's exponent: 0 becomes 0 instead of 2^-127, and 255 becomes infinity.
         power[e] = as_type<float>(uint(powers[row[e] * POWERS + p]) << 23);
       }
       UNROLL for (uint w = 0; w < 4; w++) {

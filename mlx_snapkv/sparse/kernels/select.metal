@@ -1,23 +1,23 @@
-  // Select the n_chosen entries of [sink_stop, window_start) with the highest scores. One threadgroup per KV head.
+  // Select the n_chosen highest-scoring entries in [sink_stop, window_start). There is one threadgroup per KV head.
   //
-  // Positions ascend, and ties go to lower positions. An entry's score is the maximum over the group's query heads of its
-  // logit minus the head's largest logit among the entries [0, window_start), so a score is at most 0. Scores are
-  // compared in half precision.
+  // Positions are ascending, and ties go to lower positions. For each query head of the group, take an entry's logit
+  // minus the head's largest logit in [0, window_start). The entry's score is the maximum over the heads, so it is at
+  // most 0. Scores are compared in half precision.
   //
   // Inputs:
-  //   block_maxima, offsets  the outputs of `score`
-  //   ids        (n_kv_heads, id_capacity) uint16, the cluster of each entry
-  //   choosable  (n_kv_heads, n_means) int32, each cluster's entries in [sink_stop, window_start)
+  //   block_maxima, offsets  outputs of `score`
+  //   ids        (n_kv_heads, id_capacity) uint16, cluster id of each entry
+  //   choosable  (n_kv_heads, n_means) int32, number of each cluster's entries in [sink_stop, window_start)
   // Outputs:
   //   positions  (n_kv_heads, n_chosen) uint32
   //   unread     (n_kv_heads, n_means) uint32, `choosable` minus the selected entries; not written without means
-  //   ranks      (n_kv_heads, n_scored) uint16, used only here: an entry's distance below the best score, as bits of a half
+  //   ranks      (n_kv_heads, n_scored) uint16, scratch: distance of each entry below the best score, as bits of a half
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
   threadgroup atomic_uint histogram[256], selected[MAX_MEANS];
   threadgroup float largest[GROUP];
   threadgroup uint simd_better[SIMD_GROUPS], simd_equal[SIMD_GROUPS];
-  threadgroup uint cut[2];  // known bits of the last selected rank; how many entries with these bits are selected
+  threadgroup uint cut[2];  // known bits of the last selected rank; number of entries with these bits to select
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
   const uint n_means = params[0], n_chosen = params[1], first = params[2], stop = params[3];
@@ -36,31 +36,31 @@
   for (uint c = tid; c < n_means; c += THREADS) atomic_store_explicit(&selected[c], 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A rank is the bits of the distance below the best score as a half, which rise with the distance.
+  // A rank is an entry's distance below the best score as the bits of a half, which increase with the distance.
   for (uint i = first + tid; i < stop; i += THREADS) {
     float score = LOWEST;
     for (uint g = 0; g < GROUP; g++) {
       const uint head = kv_head * GROUP + g;
       const float block_offset = block_maxima[head * n_blocks + i / SCORE_BLOCK] - largest[g];
-      // A query head without a finite logit has no vote. `max` of NaN and a number is the number.
+      // A query head without any finite logit has no vote. `max(NaN, x)` is x.
       if (largest[g] > LOWEST) score = max(score, float(offsets[head * n_scored + i]) + block_offset);
     }
-    // The mask drops the sign of -0.
+    // The mask clears the sign of -0.
     ranks[kv_head * n_scored + i] = as_type<ushort>(half(min(-score, 65504.0f))) & 0x7FFFu;
   }
-  // Find the last selected rank by two histograms: of its upper 8 bits, then of its lower 7 bits.
+  // Find the last selected rank with two histograms: first of the upper 8 bits, then of the lower 7 bits.
   for (uint round = 0; round < 2; round++) {
     for (uint i = tid; i < 256; i += THREADS) atomic_store_explicit(&histogram[i], 0u, memory_order_relaxed);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint upper = cut[0], left = cut[1];
-    // Each thread reads the ranks that it wrote itself, so none waits for another.
+    // Each thread only reads ranks that it has written itself, so no device barrier is needed yet.
     for (uint i = first + tid; i < stop; i += THREADS) {
       const uint rank = ranks[kv_head * n_scored + i];
       if (round == 0) atomic_fetch_add_explicit(&histogram[rank >> 7], 1u, memory_order_relaxed);
       else if (rank >> 7 == upper) atomic_fetch_add_explicit(&histogram[rank & 127u], 1u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (simd == 0) {  // 8 bins for each lane
+    if (simd == 0) {  // 8 bins per lane
       uint in_lane = 0;
       for (uint b = 0; b < 8; b++) in_lane += atomic_load_explicit(&histogram[8 * lane + b], memory_order_relaxed);
       uint before = simd_prefix_exclusive_sum(in_lane);
@@ -77,8 +77,8 @@
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  // Each SIMD group writes the positions of a stretch of entries, after those of the stretches before it.
-  threadgroup_barrier(mem_flags::mem_device);  // from here on threads read ranks that others wrote
+  // Each SIMD group handles a stretch of entries, and writes its positions after those of the earlier stretches.
+  threadgroup_barrier(mem_flags::mem_device);  // from here on, threads read ranks written by others
   const uint last = cut[0], n_equal = cut[1];
   const uint stretch = (stop - first + THREADS - 1) / THREADS * 32;
   const uint from = min(stop, first + simd * stretch), to = min(stop, from + stretch);
@@ -106,7 +106,7 @@
         atomic_fetch_add_explicit(&selected[ids[kv_head * id_capacity + i]], 1u, memory_order_relaxed);
       }
     }
-    better = simd_shuffle(better_before + is_better, 31);  // the last lane has counted them all
+    better = simd_shuffle(better_before + is_better, 31);  // the last lane has the total
     equal = simd_shuffle(equal_before + is_equal, 31);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -1,4 +1,4 @@
-"""Compare the GPU kernels with the plain path on this machine before they are used."""
+"""Self-test that compares the GPU kernels with the plain path on this machine before they are used."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 16  # query heads per KV head
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
-# Sizes of the layer that the test uses.
+# Sizes of the test layer.
 N_KV_HEADS, N_PROMPT, N_ANSWER, FREE_ROWS = 2, 4100, 7, 249
 K, N_SINK, STOP, N_CLUSTERS = 300, 4, 4036, 17
-HALF_ROUNDING = 2e-3  # relative; the kernels compute scores in half precision
-# Largest tolerated difference, relative to the largest number of the plain path's float32 output.
+HALF_ROUNDING = 2e-3  # relative error of the kernels' scores, which have half precision
+# Maximum difference, relative to the largest value in the plain path's float32 output.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Return the reason why the kernels are not used for this shape and dtype; None if they pass their self-test.
+    """Return the reason why the kernels are not used for a shape and dtype, or None if they pass the self-test.
 
-    The test runs once per process for each shape and dtype. No error is raised.
+    The test runs once per process for each shape and dtype, and never raises an error.
 
     Args:
         head_dim: head size of queries, keys and values.
-        group: query heads per KV head.
+        group: number of query heads per KV head.
         dtype: dtype of queries, keys and values.
     """
     if not (mx.metal.is_available() or mx.cuda.is_available()):
@@ -51,7 +51,7 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
 
 @lru_cache(None)
 def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Run the self-test, and return the reason of a failure; None if the test passes."""
+    """Run the self-test, and return the reason if it fails, otherwise None."""
     try:
         return found_difference(head_dim, group, dtype)
     except Exception as error:  # raised by the compiler or the device
@@ -60,7 +60,7 @@ def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
 
 
 def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Compare the kernels with the plain path on random entries, and describe the difference, if any."""
+    """Compare the kernels with the plain path on random entries. Describe the difference, if there is one."""
     case = _Case(head_dim, group, dtype)
     positions, unread = choose(
         case.queries,
@@ -101,20 +101,20 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
         expected = case.attention(positions)
         difference = mx.abs(output.astype(mx.float32) - expected).max()
         error = float((difference / mx.abs(expected).max()).item())  # type: ignore[arg-type]
-    if not error <= TOLERANCES[dtype]:  # also for NaN
+    if not error <= TOLERANCES[dtype]:  # true for NaN as well
         return f"the kernels' attention differs from the plain path by {error:.1g} of its largest number"
     return None
 
 
 class _Case:
-    """A token and a layer of random entries. The random numbers are the same in every run."""
+    """A token, and a layer of random entries that are the same in every run."""
 
     def __init__(self, head_dim: int, group: int, dtype: mx.Dtype):
-        """Create queries, entries, their index and their residual."""
+        """Create the queries and the entries, with their index and residual."""
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)
-        # Channels of real keys differ in size, and all keys share a component.
+        # Imitate real keys, whose channels differ in magnitude and which all share a component.
         sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
         self.prompt, self.answer = (
@@ -123,7 +123,7 @@ class _Case:
         keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
-        with mx.stream(mx.cpu):  # float32 products on a GPU may round their factors
+        with mx.stream(mx.cpu):  # because GPUs may round the factors of float32 products
             self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
         self.codes, self.powers = index.codes.in_memory[:2]
         self.projection = index.state[2]
@@ -139,7 +139,7 @@ class _Case:
         mx.eval(self.__dict__)
 
     def are_best(self, positions: mx.array) -> bool:
-        """Return whether `positions` ascend and have the K highest scores, up to half-precision rounding."""
+        """Return whether `positions` are ascending and have the K highest scores, up to half-precision rounding."""
         scores = np.array(self._scores)[0, :, N_SINK:]
         for row, chosen in zip(scores, np.array(positions)[0].astype(np.int64) - N_SINK):
             if chosen[0] < 0 or chosen[-1] >= row.size or (np.diff(chosen) <= 0).any():
@@ -150,11 +150,11 @@ class _Case:
         return True
 
     def unread(self, positions: mx.array) -> mx.array:
-        """Count the unread entries of each cluster, `(1, n_kv_heads, n_clusters)`."""
+        """Count the unread entries in each cluster, `(1, n_kv_heads, n_clusters)`."""
         return self.residual.choosable - self.residual.clusters.sizes(positions)
 
     def attention(self, positions: mx.array) -> mx.array:
-        """Compute the attention by the plain path in float32, `(1, n_heads, 1, head_dim)`."""
+        """Compute the attention with the plain path in float32, `(1, n_heads, 1, head_dim)`."""
         queries = self.queries.astype(mx.float32)
         n_always = N_SINK + N_PROMPT - STOP
         always = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)]).astype(mx.uint32)
@@ -176,7 +176,7 @@ class _Case:
 
 
 def _buffers(sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
-    """Return random keys and values of `n` entries. Unused rows are NaN, to show if a kernel reads them."""
+    """Return buffers with `n` random entries. Unused rows are NaN, so that the test fails if a kernel reads them."""
     shape = 1, N_KV_HEADS, n, sizes.shape[-1]
     of_keys, of_values = mx.random.split(seed)
     keys = (mx.random.normal(shape, key=of_keys) + 2) * sizes

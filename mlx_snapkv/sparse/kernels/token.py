@@ -1,4 +1,4 @@
-"""Compute the attention of one token of a sparse answer by the GPU kernels."""
+"""Compute the sparse attention of one answer token with the GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
-    """Return the reason why MLX's operations compute the attention of these queries; None if the kernels do.
+    """Return the reason why the kernels can't compute the attention of these queries, or None if they can.
 
     Args:
         ranking: chooses the entries that the queries read.
-        queries: `(B, n_heads, L, head_dim)` of the newest tokens.
+        queries: queries of the newest tokens, `(B, n_heads, L, head_dim)`.
     """
     B, n_heads, L, head_dim = queries.shape
     if (B, L) != (1, 1):
@@ -37,12 +37,12 @@ def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
 
 
 def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx.array:
-    """Compute the attention `(1, n_heads, 1, head_dim)` of one token. `why_plain` must have returned None for it.
+    """Compute one token's attention, `(1, n_heads, 1, head_dim)`. Call this only if `why_plain` returns None.
 
     Args:
         ranking: chooses the entries that the token reads.
-        captured: the token's queries; `ranking.answer` already holds the token's own entry.
-        position: the token's position, counted from the start of the prompt.
+        captured: the token's queries. The token's own entry is already in `ranking.answer`.
+        position: position of the token, counted from the start of the prompt.
     """
     queries, scale, sinks, *_ = captured
     assert ranking.prompt_buffers is not None
@@ -71,9 +71,9 @@ def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx
 def _choose(
     ranking: TokenRanking, captured: Captured, position: int
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the positions that the token chooses, and each cluster's number of unread entries (None without means).
+    """Return the positions that the token chooses, and the number of unread entries per cluster (None without means).
 
-    MLX's operations choose if there is no index in memory, or if there are more clusters than the kernels can count.
+    If there is no index in memory, or more clusters than the kernels can count, plain MLX operations are used.
     """
     queries, scale, *_ = captured
     index, residual = ranking.view.index, ranking.residual

@@ -1,4 +1,4 @@
-"""Stores for the entries of sparse attention, one module per kind of store."""
+"""Stores that keep entries for sparse attention, one module per kind of store."""
 
 import importlib
 import pkgutil
@@ -8,7 +8,7 @@ from .base import EntryView as EntryView
 from .base import JoinedView as JoinedView
 from .base import Store as Store
 
-# Error sentences and help texts list these two stores first.
+# Error messages and help texts list these two stores first.
 # isort: off
 from .memory import MemoryStore as MemoryStore
 from .file import FileStore as FileStore

@@ -1,4 +1,4 @@
-"""The base classes of stores, which keep a layer's entries, and the registry of stores."""
+"""Base classes for stores, which keep a layer's entries, and the registry of stores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,61 +11,61 @@ from ...entries.entries import Entries
 from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
 from ..growing_rows import MakeSpill
 
-STORES: dict[str, type["Store"]] = {}  # value of the option `store` -> class
+STORES: dict[str, type["Store"]] = {}  # value of the `store` option -> class
 
 
 class EntryView(ABC):
     """A read-only view of a layer's entries, by position. Keys and values are `(B, n_kv_heads, n, head_dim)`."""
 
     n_entries: int
-    quantization: Quantization | None  # quantisation of the entries; None if they are plain
-    # Whether `read` allocates memory; if so, use each result before reading the next.
+    quantization: Quantization | None  # None if the entries are plain
+    # Whether `read` allocates memory. If it does, evaluate each result before reading the next.
     reads_allocate: bool = False
-    make_spill: MakeSpill | None = None  # creates a spill file; None if the entries are in memory
+    make_spill: MakeSpill | None = None  # creates a spill file, if the entries are in files
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)`; None unless plain and in memory."""
+        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)`, or None unless plain and in memory."""
         return None
 
     @abstractmethod
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)` as they are stored, quantised or plain."""
+        """Return the stored KEYS or VALUES of entries `[start, stop)`, quantised or plain."""
 
     @abstractmethod
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the KEYS or VALUES of entries `[start, stop)`, dequantised."""
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
         return unpack(self.stored(which, start, stop), self.quantization)
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of entries `[start, stop)`, dequantised. The default is all entries."""
+        """Return the dequantised keys and values of entries `[start, stop)`, by default of all entries."""
         stop = self.n_entries if stop is None else stop
         return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
 
 class Store(EntryView):
-    """The entries of a layer, which can be appended and truncated.
+    """A layer's entries, which can be appended to and truncated.
 
-    A subclass with a `name` is registered: the option `store=NAME` then makes one such store for each layer.
+    Subclasses with a `name` are registered, and can be selected with the option `store=NAME`.
     """
 
     name: ClassVar[str]
-    bits: ClassVar[int | None] = None  # bits per number; None if entries are plain
-    in_files: bool = False  # whether entries are in files, which a saved cache keeps in a folder
-    folder: str | None = None  # folder of new files; None is TMPDIR
-    cache: Any = None  # mlx-lm's cache that holds the entries, if they are in memory
-    # Keys and values `(B, n_kv_heads, 1, head_dim)` of the first entry, if entries are in files. Saved caches take
+    bits: ClassVar[int | None] = None  # bits per value, or None for plain entries
+    in_files: bool = False  # whether entries are in files, which are saved in a folder
+    folder: str | None = None  # folder for new files; None means TMPDIR
+    cache: Any = None  # the mlx-lm cache that stores the entries, if they are in memory
+    # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. Saved caches take
     # their shapes from it.
     first_entry: tuple[mx.array, mx.array] | None = None
-    nbytes: int  # bytes in memory
-    file_nbytes: int = 0  # bytes in files
+    nbytes: int  # size in bytes in memory
+    file_nbytes: int = 0  # size in bytes in files
 
     @abstractmethod
     def __init__(self, quantization: Quantization | None = None):
-        """Create an empty store that quantises entries by `quantization`; None keeps them plain."""
+        """Create an empty store that quantises entries, or keeps them plain if `quantization` is None."""
 
     def __init_subclass__(cls) -> None:
         """Register the class if it defines a `name`."""
@@ -74,18 +74,18 @@ class Store(EntryView):
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Append entries. Raises: SnapKVError: the disk is full; the store is then unchanged."""
+        """Append entries. Raises: SnapKVError: the disk is full; the store stays unchanged."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:
-        """Keep the first `n` entries, and drop the others."""
+        """Drop all but the first `n` entries."""
 
     def reads(self, path: Path) -> bool:
         """Return whether the store reads the saved file at `path`."""
         return False
 
     def all_entries(self) -> Entries:
-        """Return all entries without dequantising them."""
+        """Return all entries as they are stored."""
         keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
         return Entries(keys, values, quantization=self.quantization)
 
@@ -100,7 +100,7 @@ class JoinedView(EntryView):
     limit: int | None = None
 
     def __init__(self, views: Sequence[EntryView]):
-        """Join views, which are in order of position."""
+        """Join views, given in order of position."""
         self._parts: list[Any] = list(views)
 
     @property
@@ -116,16 +116,16 @@ class JoinedView(EntryView):
 
     @property
     def make_spill(self) -> MakeSpill | None:  # type: ignore[override]
-        """Return the function that creates spill files for the first view that has one; None if all are in memory."""
+        """Return the first view's function for creating spill files, or None if all entries are in memory."""
         return next((part.make_spill for part in self._parts if part.make_spill is not None), None)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the buffers of the view; None if it joins several views, or if entries are not plain and in memory."""
+        """Return the whole buffers, or None if there are several views or entries are not plain and in memory."""
         return self._parts[0].buffers if len(self._parts) == 1 else None
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each view that overlaps the entries `[start, stop)`, with the overlap's start and stop in that view."""
+        """Yield each view that overlaps `[start, stop)`, with the overlap's start and stop in this view."""
         first = 0
         for part in self._parts:
             a, b = max(start - first, 0), min(stop - first, part.n_entries)
@@ -134,11 +134,11 @@ class JoinedView(EntryView):
             first += part.n_entries
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)` as stored. All views must use one quantisation."""
+        """Return the stored KEYS or VALUES of entries `[start, stop)`. All views must have the same quantisation."""
         return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the KEYS or VALUES of entries `[start, stop)`, dequantised and joined."""
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
         return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
@@ -148,7 +148,7 @@ class JoinedView(EntryView):
         for part, _, n in self._within(0, self.n_entries):
             if n == self.n_entries:
                 return part.gather(positions)
-            # Clip positions that belong to other views. Their entries are placeholders, which are replaced below.
+            # Positions in other views are clipped. They give placeholders, which are replaced below.
             entries = part.gather(mx.clip(positions, first, first + n - 1) - first)
             if gathered:
                 from_part = (positions >= first)[..., None]

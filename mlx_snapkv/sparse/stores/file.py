@@ -1,4 +1,4 @@
-"""The store that keeps a layer's entries in two files, keys and values, read through `numpy.memmap`."""
+"""A store that keeps a layer's keys and values in two files, and reads them through `numpy.memmap`."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from .base import EntryView, JoinedView, Store
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a file: for each token, one row for each of `heads` `(B, n_kv_heads)`."""
+    """The layout of a file: each token has one row per head, for `heads` of shape `(B, n_kv_heads)`."""
 
     heads: tuple[int, ...]
-    # Dtype and width of each array of a row: one plain array, or the numbers, scales and biases of quantised entries.
+    # Dtype and width of each part of a row: one part if plain, or the values, scales and biases of quantised entries.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod
     def of(cls, stored: Stored) -> Layout:
-        """Return the layout for keys or values of one layer, plain or quantised."""
+        """Return the layout for one layer's keys or values, plain or quantised."""
         parts = arrays(stored)
         return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
     @property
     def row(self) -> int:
-        """Return the bytes of a row, which is one token of one head."""
+        """Return the size of a row in bytes. A row is one token of one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
     def token(self) -> int:
-        """Return the bytes of a token's rows in all heads."""
+        """Return the size in bytes of a token's rows for all heads."""
         return math.prod(self.heads) * self.row
 
     def to_bytes(self, stored: Stored) -> memoryview:
-        """Convert rows `(B, n_kv_heads, n, ...)` to the bytes of a file."""
+        """Convert rows `(B, n_kv_heads, n, ...)` to bytes for the file."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
         return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:
-        """Convert items `(B, n_kv_heads, n)` of a file to rows `(B, n_kv_heads, n, ...)`."""
+        """Convert the file's items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`."""
         whole = mx.array(np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, self.row))
         edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
         split = zip(mx.split(whole, edges, axis=-1), self.parts)
@@ -65,19 +65,19 @@ class Layout:
 
 
 class EntryFile:
-    """An open file of a layer's keys or values. It is closed when this object is deleted.
+    """An open file with a layer's keys or values, which is closed when this object is deleted.
 
     Attributes:
         n_rows: number of tokens in the file.
-        is_shared: whether copies of a store read the file, which must then not be truncated.
+        is_shared: whether copies of a store use the file. A shared file must not be truncated.
     """
 
-    path: Path | None = None  # set if the file belongs to a saved prompt and never changes
+    path: Path | None = None  # set if the file belongs to a saved prompt, and so never changes
     is_shared = False
     _map: Any = None
 
     def __init__(self, layout: Layout, file: Any):
-        """Use an open file, which is empty or was written in this layout."""
+        """Use an open file, which must be empty or have this layout."""
         self.layout = layout
         self.n_rows = 0
         self._file = file
@@ -86,13 +86,13 @@ class EntryFile:
     def append(self, stored: Stored) -> None:
         """Append rows. Raises: OSError; EntryFileError: earlier rows are missing."""
         start = self.n_rows * self.layout.token
-        self._require(start)  # otherwise the system would fill the gap with zeros
+        self._require(start)  # or the system would fill the gap with zeros
         data = self.layout.to_bytes(stored)
         write_at(self._file, data, start)
         self.n_rows += len(data) // self.layout.token
 
     def cut(self, n: int) -> None:
-        """Keep the first `n` rows, and drop all others, even incomplete ones."""
+        """Drop everything after the first `n` rows, including incomplete rows."""
         self.n_rows = n
         size = n * self.layout.token
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class EntryFile:
         return self.layout.from_bytes(rows[positions, batch[..., None], head[..., None]])
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """Map the file as items `(n, B, n_kv_heads)`, one per row, and check that the rows at `positions` exist."""
+        """Check that the rows at `positions` exist, and map the file as items `(n, B, n_kv_heads)`, one per row."""
         n = int(positions.max(initial=0)) + 1
         self._require(n * self.layout.token)
         if self._map is None or len(self._map) < n:  # the file has grown
@@ -125,9 +125,9 @@ class EntryFile:
         return self._map
 
     def _require(self, n_bytes: int) -> None:
-        """Check that the file has at least `n_bytes`, because reading a map beyond its end would kill the process.
+        """Check that the file has at least `n_bytes`. Reading a memory map past the end of the file kills the process.
 
-        Raises: EntryFileError: the file is shorter.
+        Raises: EntryFileError: the file is too short.
         """
         if (size := os.fstat(self._file.fileno()).st_size) < n_bytes:
             why = f"it should have {n_bytes:,} bytes and has {size:,}"
@@ -135,20 +135,20 @@ class EntryFile:
 
 
 class SavedFile(EntryFile):
-    """A file of a saved prompt. It never changes, and each piece's checksum is compared when the piece is first read.
+    """A saved prompt's file. It never changes, and the checksum of each piece is verified when it is first read.
 
     Args:
-        path: the saved file.
-        layout: the layout of the rows.
+        path: path of the saved file.
+        layout: layout of the rows.
         n_rows: number of tokens.
-        checksums: the CRC-32 of each piece of `piece` rows, uint32; the last piece may be shorter.
-        piece: rows per piece.
+        checksums: CRC-32 of each piece of `piece` tokens, uint32. The last piece may be shorter.
+        piece: number of tokens per piece.
 
-    Raises: SnapKVError: the file can't be opened, or has another size.
+    Raises: SnapKVError: the file can't be opened, or has the wrong size.
     """
 
     def __init__(self, path: Path, layout: Layout, n_rows: int, checksums: np.ndarray, piece: int):
-        """Open the file and check its size."""
+        """Open the file, and check its size."""
         self.path = path
         with refusing(f"{path} can't be read"):
             super().__init__(layout, path.open("rb", buffering=0))
@@ -159,7 +159,7 @@ class SavedFile(EntryFile):
         self._require(n_rows * layout.token)
 
     def _rows(self, positions: np.ndarray) -> np.ndarray:
-        """Map the file, and compare the checksums of pieces that are read for the first time."""
+        """Map the file, and verify the checksums of pieces that have not been read before."""
         rows = super()._rows(positions)
         pieces = positions // self._piece
         pieces = np.unique(pieces[self._unchecked[pieces]])
@@ -187,12 +187,12 @@ class SavedFile(EntryFile):
 
 
 class SpillFile:
-    """A temporary file for rows that do not stay in memory, such as the codes of an index."""
+    """A temporary file for rows that don't stay in memory, such as an index's codes."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """Note the folder. The first `put` creates the file."""
-        self._folder = folder  # None is TMPDIR
-        self._file: EntryFile | None = None  # set by the first `put`
+        """Store the folder. The file itself is created by the first `put`."""
+        self._folder = folder  # None means TMPDIR
+        self._file: EntryFile | None = None
 
     def put(self, stored: Stored) -> Callable[[], Stored]:
         """Append rows, and return a function that reads them. Raises: EntryFileError: the disk is full."""
@@ -209,7 +209,7 @@ class SpillFile:
 
 @dataclass(frozen=True)
 class _Part(EntryView):
-    """The first `n_entries` entries of two files, keys and values."""
+    """The first `n_entries` entries of a pair of files, with keys and values."""
 
     files: Sequence[EntryFile]
     n_entries: int = 0
@@ -218,7 +218,7 @@ class _Part(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: no file is a saved one, and none has further rows."""
+        """Return whether entries can be appended: no file is a saved one, or already has further rows."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -230,17 +230,17 @@ class _Part(EntryView):
 
 
 class FileStore(JoinedView, Store):
-    """Plain entries in files, one of keys and one of values.
+    """Plain entries in files, with keys in one file and values in another.
 
-    A copy shares the files with the original. The first of them to append extends the files; the other starts new
-    files. Saved files are never extended.
+    A copy shares its files with the original. Whichever of the two is appended to first extends the files, and the
+    other one starts new files. Saved files are never extended.
 
     Args:
         quantization: ignored, because entries in files are plain.
-        files: saved files of keys and of values, which hold the first `n_entries` entries.
+        files: the saved files of keys and values that contain the first `n_entries` entries.
         n_entries: number of entries in `files`.
-        first_entry: keys and values of the first entry, which saves reading them.
-        folder: folder of new files; None is TMPDIR.
+        first_entry: key and value of the first entry, so that they need not be read.
+        folder: folder for new files. None means TMPDIR.
     """
 
     name = "file"
@@ -255,18 +255,18 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        """Start with the saved files, if any. The first `append` creates new files."""
+        """Start with saved files, if there are any. The first `append` creates new files."""
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
         super().__init__([_Part(files, n_entries)] if n_entries else [])
 
     def make_spill(self) -> SpillFile:
-        """Create a spill file for rows that are derived from these entries."""
+        """Create a spill file for rows that are computed from the entries."""
         return SpillFile(self.folder)
 
     def append(self, entries: Entries) -> None:
-        """Append entries to the last files, or to new ones if these are shared. An error leaves the store unchanged."""
+        """Append entries, starting new files if the last ones can't grow. An error leaves the store unchanged."""
         new = entries.with_quantization(None)
         stored = new.stored_keys, new.stored_values
         earlier_parts = self._parts
@@ -288,7 +288,7 @@ class FileStore(JoinedView, Store):
         self._parts = [*earlier_parts, replace(part, n_entries=part.n_entries + len(new))]
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` entries. Files that a copy or a saved prompt reads are not truncated."""
+        """Drop all but the first `n` entries. Files that belong to a copy or a saved prompt are not truncated."""
         while self.n_entries > n:
             part = self._parts.pop()
             if (left := n - self.n_entries) <= 0:
@@ -299,7 +299,7 @@ class FileStore(JoinedView, Store):
                     file.cut(left)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
-        """Return a store that shares the files, which from then on are not truncated."""
+        """Return a store that shares the files. Shared files are no longer truncated."""
         other = FileStore(first_entry=self._first_entry, folder=self.folder)
         other._parts = list(self._parts)
         for file in (file for part in self._parts for file in part.files):
@@ -308,25 +308,25 @@ class FileStore(JoinedView, Store):
 
     @property
     def first_entry(self) -> tuple[mx.array, mx.array] | None:  # type: ignore[override]
-        """Return keys and values of the first entry, which may be read from its file; None without entries."""
+        """Return the first entry's key and value, which may be read from files, or None if the store is empty."""
         if self._first_entry is None and self.n_entries:
             return self.entries(0, 1)
         return self._first_entry
 
     def reads(self, path: Path) -> bool:
-        """Return whether one of the files is the saved file at `path`."""
+        """Return whether the store reads the saved file at `path`."""
         return any(file.path == path for part in self._parts for file in part.files)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of the entries in all files."""
+        """Return the size in bytes of the entries in all files."""
         return sum(
             file.layout.token * part.n_entries for part in self._parts for file in part.files
         )
 
 
 def temporary_file(folder: str | None) -> Any:
-    """Create an unnamed temporary file in `folder`; None is TMPDIR. Raises: OSError."""
+    """Create an unnamed temporary file in `folder`, or in TMPDIR if it is None. Raises: OSError."""
     return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0, dir=folder)
 
 
@@ -339,7 +339,7 @@ def write_at(file: Any, data: memoryview, start: int) -> None:
 
 
 def no_room(error: OSError, folder: str | None) -> EntryFileError:
-    """Return an error for a file that can't be created or written in `folder`."""
+    """Build the error for a file that can't be created or written in `folder`."""
     why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
     if error.errno == errno.EMFILE:
         why = f"{error.strerror}; run ulimit -n 4096 before it"

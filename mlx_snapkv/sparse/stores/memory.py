@@ -22,11 +22,11 @@ from .base import Store
 
 
 class MemoryStore(Store):
-    """Entries in a cache of mlx-lm.
+    """Entries in an mlx-lm cache.
 
     Args:
-        quantization: quantisation of a new cache; None keeps entries plain.
-        cache: an existing `KVCache` or `QuantizedKVCache` to use; None creates one.
+        quantization: quantisation of a new cache, or None for plain entries.
+        cache: an existing `KVCache` or `QuantizedKVCache` to use. None creates a new one.
     """
 
     name = "memory"
@@ -48,35 +48,35 @@ class MemoryStore(Store):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the cache's buffers; None if they are quantised or not allocated yet."""
+        """Return the cache's buffers, or None if they are quantised or not allocated yet."""
         is_plain = self.quantization is None and self.n_entries > 0
         return (self.cache.keys, self.cache.values) if is_plain else None
 
     def append(self, entries: Entries) -> None:
-        """Quantise entries if the store does, and append them to the cache's buffers."""
+        """Append entries to the cache's buffers, quantised like the store."""
         new = entries.with_quantization(self.quantization)
         cache = self.cache
         n = self.n_entries
         stored = new.stored_keys, new.stored_values
         if cache.keys is None or n + len(new) > n_rows(cache.keys):
             before = rows((cache.keys, cache.values) if n else stored, 0, n)
-            # Reallocation copies all entries, so buffers grow by an eighth at a time.
+            # Reallocation copies all entries, so buffers grow by at least an eighth.
             cache.keys, cache.values = with_new_rows(before, max(KVCache.step, len(new), n // 8))
         write((cache.keys, cache.values), n, stored)
         cache.offset += len(new)
         mx.eval(cache.keys)
-        mx.eval(cache.values)  # keys first, to limit memory
+        mx.eval(cache.values)  # after the keys, to limit memory
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` entries. The buffers keep their size."""
+        """Drop all but the first `n` entries. The buffers keep their size."""
         self.cache.trim(max(0, self.n_entries - n))
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the KEYS or VALUES of entries `[start, stop)` as they are stored."""
+        """Return the stored KEYS or VALUES of entries `[start, stop)`."""
         return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
-        """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, dequantised."""
+        """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
         keys, values = arrays(self.cache.keys), arrays(self.cache.values)
         taken = take_entries((*keys, *values), positions)
         parts = taken[: len(keys)], taken[len(keys) :]
@@ -85,7 +85,7 @@ class MemoryStore(Store):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the bytes of all entries, without unused rows."""
+        """Return the size of all entries in bytes, not counting unused rows."""
         return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 
