@@ -58,7 +58,7 @@ class AutoRequest:
     Attributes:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
-        may_be_sparse: whether sparse attention is possible. It must be if `store` is set.
+        may_be_sparse: whether sparse attention is possible. Ignored if `store` is set.
         store: the store that the user asked for, which requires sparse attention.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: limit on the size of the entries in bytes.

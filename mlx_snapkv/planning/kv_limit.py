@@ -13,7 +13,9 @@ STEPS = 16  # `longest_prompt` tries multiples of 1/16 of a prompt's length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
-    """Return how many bytes of KV memory this machine has left after the weights and the largest prompt chunk.
+    """Return how many bytes this machine has left for KV memory.
+
+    The weights and one chunk of the longest prompt are subtracted from the memory for models.
 
     Args:
         footprint: estimates the memory of requests.

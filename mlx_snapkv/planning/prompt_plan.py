@@ -143,10 +143,10 @@ def compressed_chunk_size(
 
     With schedule="block", it is `limit`, but at most the policy's `block`.
 
-    With schedule="once", it is the policy's `prefill_chunk` or, by default, `limit`. If queries vote, the size is
-    adjusted so that they end up in a short last chunk. Without this, all queries of a long chunk would stay in memory
-    until the voting ones were copied, and prefill would need more memory than in mlx-lm. A prompt that fits in one
-    chunk is not split.
+    With schedule="once", it is the policy's `prefill_chunk` or, by default, `limit` up to `largest_chunk()`. If queries
+    vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long chunk
+    would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A prompt
+    that fits in one chunk is not split.
 
     Chunks whose scores would take too much memory are later split into pieces; see `scores`.
 

@@ -163,7 +163,7 @@ class Plan(PromptPlan):
         return whole if reading.n_before == self.n_prompt else reading.n_before
 
     def chunk_size(self, limit: int | None) -> int:
-        """Return the number of tokens per chunk, which is at most `limit` unless chunks choose entries."""
+        """Return the number of tokens per chunk, where `limit` is the caller's `prefill_step_size`."""
         if self.reason is not None:
             return limit or PREFILL_STEP_SIZE
         if self.compress is not None:
