@@ -23,8 +23,8 @@ MAX_FIRST_END = 4096  # the same, before the answer starts
 REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # a schema's minimum counts
 # Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# If the short end is longer than this, trying a token takes milliseconds. Then only the most likely tokens are tried,
-# with a total probability of CANDIDATES_SHARE.
+# If the short end is longer than this, trying a token takes milliseconds. Then fewer tokens are tried: the most likely
+# ones that together have probability CANDIDATES_SHARE.
 SHORT_END = 32  # tokens
 CANDIDATES_SHARE = 0.99
 

@@ -54,7 +54,7 @@ def softmax(x):
 
 
 def read_by(logits, own):
-    """Return masks `(N,)` of what a query at position `own` with logits `(GROUP, N)` reads, and of what it sees."""
+    """Return two masks `(N,)`: what a query at position `own` with logits `(GROUP, N)` reads, and what it sees."""
     seen = np.arange(logits.shape[1]) <= own
     share = softmax(np.where(seen, logits, -np.inf)).mean(axis=0)
     stop = own - QUOTA.n_window
