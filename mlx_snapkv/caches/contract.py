@@ -87,7 +87,7 @@ class LayerCache(ABC):
         return self.keys, self.values  # type: ignore[attr-defined]
 
     def validate(self) -> str | None:
-        """Check a loaded cache, and return a description of the problem if it is inconsistent, otherwise None."""
+        """Describe what is wrong with a loaded cache, or return None if it is consistent."""
         n_rows, *other_numbers = {x.shape[2] for x in arrays(self.sample)}
         is_sound = (
             not other_numbers

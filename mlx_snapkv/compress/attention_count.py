@@ -40,7 +40,7 @@ class AttentionCount:
 
         Args:
             shape: shape of the result, `(B, n_kv_heads, n)`.
-            votes: returns the attention that queries `(B, n_heads, L, head_dim)` give to the entries, of that shape.
+            votes: takes queries `(B, n_heads, L, head_dim)`, and returns the attention that they give to each entry.
         """
         if not self.counts and self.received is None:
             return None

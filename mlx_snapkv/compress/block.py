@@ -150,7 +150,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries that there will be after one more token."""
+        """Return the number of entries after one more token."""
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def evict(self) -> None:
@@ -242,7 +242,7 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return how many rows the next buffers need, at least `size()`, if there are `n_before` now."""
+        """Return the number of rows for new buffers, at least `size()`. There are `n_before` rows now."""
         is_unlimited = self.quota.entries >= UNLIMITED
         n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
         if n_before == 0 and self.expected_size:

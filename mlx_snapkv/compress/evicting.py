@@ -160,7 +160,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self._n
 
     def validate(self) -> str | None:
-        """Check a loaded cache, and return a description of the problem if it is inconsistent, otherwise None."""
+        """Describe what is wrong with a loaded cache, or return None if it is consistent."""
         if problem := super().validate():
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)

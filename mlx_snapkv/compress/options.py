@@ -16,9 +16,9 @@ THEN = " then "  # separates two policies in a string
 class Compress:
     """Evict entries by `policy` while the prompt is read, and by `decode_policy` at its end and during the answer.
 
-    By default, both are the same policy. Before a different `decode_policy`, `policy` must have schedule="block" and
-    keeps at least the sink and the window of `decode_policy`, which also determines which queries vote at the end of
-    the prompt.
+    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block". It then keeps
+    at least the sink and the window of `decode_policy`, which also determines which queries vote at the end of the
+    prompt.
 
     Raises: SnapKVError: there is a `decode_policy`, but `policy` has schedule="once".
     """

@@ -73,7 +73,7 @@ class Policy(Hyperparameters, ABC):
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
-        """Score the entries: lazy `(B, n_kv_heads, T)` float32. Higher means keep."""
+        """Return the entries' scores as a lazy array, `(B, n_kv_heads, T)` float32. Higher means keep."""
 
     @property
     def observes(self) -> bool:

@@ -147,7 +147,7 @@ class SnapKVCache(EvictingCache):
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries that there will be after one more token."""
+        """Return the number of entries after one more token."""
         return min(self._n + 1, self.n_keep)
 
     def _shrink(self, L: int) -> None:

@@ -207,7 +207,7 @@ class Entries:
         return latest
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        """Compute the votes of the last queries unless they are shared: `(len(counts), B, n_kv_heads, T)` float32."""
+        """Return `latest_votes` as one array, `(len(counts), B, n_kv_heads, T)` float32, reusing shared votes."""
         shared = {} if self.shared_votes is None else self.shared_votes
         indices = self.voters.indices
         key = (len(self), indices.start, indices.stop, *counts)
@@ -231,7 +231,7 @@ class Entries:
         if (start, stop) == (0, len(self)):
             return self
         part = self._map(lambda x: x[:, :, start:stop])
-        # The key of shared votes has the number of entries but not their start.
+        # Shared votes are keyed by the number of entries, but not by their start.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:

@@ -18,7 +18,7 @@ Read = Callable[[mx.array], mx.array]
 
 
 class Captured(NamedTuple):
-    """The queries of one call of an attention module, whose entries are already in the cache.
+    """The queries of one attention call. The call's entries are already in the cache.
 
     Attributes:
         queries: post-RoPE queries, `(B, n_heads, L, head_dim)`.
@@ -247,7 +247,7 @@ class Recorder:
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, which are evaluated between two decoded tokens."""
+        """Return the recorded arrays, to be evaluated after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
     def inherit(self, recorder: Any) -> None:

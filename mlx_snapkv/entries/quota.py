@@ -16,7 +16,7 @@ class Quota:
     n_window: int
 
     def shrunk(self) -> Quota:
-        """If sink and window together exceed the quota, scale both down to fill half of it."""
+        """Scale sink and window down in proportion if they don't fit. They then get half of `entries`."""
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:
             return self

@@ -78,7 +78,7 @@ def _refusal(owners: list[CacheOwner]) -> str | None:
 
 
 def _refusal_of_unknown_layers(model) -> str:
-    """Return the reason for a model of a supported type in which no attention module was found."""
+    """Return the reason why a model of a supported type has no known attention modules."""
     # The model may wrap layers of an unsupported type.
     inner = {type_of(module) for module in model.layers[0].modules()}
     reasons = [REFUSED[name] for name in inner if name in REFUSED]

@@ -75,7 +75,7 @@ def from_first(work: Callable[[], T]) -> T:
 
 
 def _shared(value: Any) -> Any:
-    """Broadcast the `value` of rank 0: a sum over all ranks, in which the other ranks contribute zeros."""
+    """Broadcast rank 0's `value` by summing over all ranks, with zeros on the others."""
     # mlx-lm computes ahead in its own stream, and its sums could be mixed up with ours.
     mx.synchronize(generation_stream)
     is_first = rank() == 0

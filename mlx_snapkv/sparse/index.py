@@ -30,7 +30,7 @@ MAX_SAMPLED_KEYS = 4096  # maximum number of keys for computing the principal co
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 MXFP4_GROUP = 32  # components that share a power of two
 LOGIT_BYTES = 64 << 20  # maximum size of the float32 logits in one step
-LOGIT_DIVISOR_IN_FILES = 8  # an eighth of that if codes are in a file, to save memory
+LOGIT_DIVISOR_IN_FILES = 8  # divides `LOGIT_BYTES` if codes are in a file, to save memory
 
 
 def ranks_by_index(n: int) -> bool:
@@ -87,7 +87,7 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes in memory."""
+        """Return the size in bytes of the codes in memory."""
         return self.codes.nbytes
 
     def reserve(self, n: int) -> None:

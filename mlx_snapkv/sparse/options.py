@@ -19,8 +19,8 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK_SIZE = 512  # number of prompt tokens that are read, and choose entries, together
-CHUNK_WINDOW = 256  # number of tokens just before a chunk that it always reads
+CHUNK_SIZE = 512  # number of prompt tokens per chunk, which choose entries together
+CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
 # Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
 LAST_TOKENS = 512
 FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if when="faster"
@@ -33,9 +33,9 @@ PAGE_SIZE = 16
 # An answer token reads 1/16 of the entries by default, but at least 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
-# A chunk's default number of chosen entries: 1,024, 1/32 of the prompt, or as many as cost a quarter of the model's
-# other matrix products to attend to, whichever is largest. Choosing more takes longer and loses less accuracy
-# (measured by scripts/measure_sparse.py).
+# Default number of entries that a chunk chooses: the largest of 1,024, 1/32 of the prompt, and the number of
+# entries whose attention costs a quarter as much as the model's other matrix products. Choosing more takes longer and
+# loses less accuracy (measured by scripts/measure_sparse.py).
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
@@ -44,7 +44,7 @@ N_VOTERS = 16
 
 
 class Reach(NamedTuple):
-    """How many earlier entries a chunk reads: at the start, by choice, and just before it. All are whole pages."""
+    """Numbers of earlier entries that a chunk reads: sink, chosen entries and window, all in whole pages."""
 
     n_sink: int
     n_chosen: int
@@ -86,8 +86,8 @@ class Sparse(Hyperparameters):
             With "sparse", a chunk reads the sink, the 256 tokens before it, itself, and the pages of 16 neighbouring
             entries that its queries choose.
         read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. The default is
-            1,024, 1/32 of the prompt, or as many entries as cost a quarter of the model's other matrix products to
-            attend to, whichever is largest.
+            the largest of 1,024, 1/32 of the prompt, and the number of entries whose attention costs a quarter as much
+            as the model's other matrix products.
         when: when chunks and tokens choose: only while that is "faster" on this machine, or "always". With "faster", at
             least the first 16 tokens of an answer read all entries. With "always", the first two do. If entries are
             in files, or stored in 8 or 4 bits, tokens always choose. A batch does not measure speed, but follows the
@@ -165,7 +165,7 @@ class Sparse(Hyperparameters):
 
         Args:
             n_prompt: prompt length in tokens.
-            n_cheap: number of entries that cost at most `CHEAP_SHARE` of the model's other products to attend to.
+            n_cheap: number of entries whose attention costs at most `CHEAP_SHARE` of the model's other products.
         """
         if self.read_top_k is None:
             chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)

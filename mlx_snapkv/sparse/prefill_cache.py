@@ -27,7 +27,7 @@ class SparsePrefillKVCache(AttendingCache):
         ranking: selects the entries that a chunk reads.
 
     Attributes:
-        n_read: largest number of earlier entries that any chunk has read by choice, or None if none has chosen yet.
+        n_read: largest number of earlier entries read by a chunk that chose them, or None if no chunk has chosen yet.
     """
 
     keys = keys_property(lambda cache: cache.stored.growing)

@@ -19,20 +19,20 @@ class SnapKV(Policy):
     """Keep a sink, a recent window and the `top_k` entries with the most votes. By default, evict once, after prefill.
 
     Attributes:
-        top_k: number of entries to keep per KV head because of their votes.
+        top_k: number of entries to keep per KV head for their votes.
         n_sink: number of entries at the start that are always kept.
         n_window: number of most recent entries that are always kept, or a share of the budget ("25%").
         budget: total number of entries to keep, or a share of the prompt ("25%"), instead of `top_k`. The default is
-            the smallest budget that leaves room for `top_k` voted entries.
+            the smallest budget in which sink and window leave room for `top_k` entries.
         obs_window: number of the prompt's last queries that vote (the paper's L_obs).
         pool_kernel: width of the pooling over votes, which should be about the length of the values to find; 1 disables
             pooling (section 4.1).
         pool: "avg" and "max" pool over the neighbours on both sides, as in the paper, and need an odd width. "forward"
             takes the maximum of an entry's own votes, which matter for plain text, and two contrasts, which matter for
             exact values. A contrast is the mean vote of the prompt's last 32 or 64 queries minus the mean vote of the
-            earlier ones, averaged over the entry and the `pool_kernel - 1` entries before it: to look up a value, a
-            model attends to the words before the value and continues from there. Entries that all queries attend to,
-            such as line breaks, have no contrast.
+            earlier ones, averaged over the entry and the `pool_kernel - 1` entries before it, because a model that
+            looks up a value attends to the words before the value and continues from there. Entries that all queries
+            attend to, such as line breaks, have no contrast.
         lookahead: number of answer tokens to decode from all entries before the prompt is compressed, so that their
             queries vote too.
         min_ctx: prompt length in tokens below which nothing is evicted.
@@ -130,10 +130,10 @@ class SnapKV(Policy):
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     """Return mean votes, `(B, n_kv_heads, T)` float32, and contrasts, `(n, B, n_kv_heads, T)`.
 
-    The mean votes weigh the mean over all queries and the mean over the last 32 queries equally. A contrast is
-    `max(0, mean of the last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one
-    for its last 64, and both count lookahead queries among the last. If there are too few queries for any contrast, the
-    mean takes its place.
+    Mean votes are the average of two means: over all queries, and over the last 32. A contrast is `max(0, mean of the
+    last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one for its last 64.
+    Both count lookahead queries among the last. If there are too few queries for any contrast, the mean takes its
+    place.
     """
     indices = entries.voters.indices
     n_queries = len(indices)
@@ -153,7 +153,7 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool votes `(..., T)` over `kernel` entries: those on both sides, or for "forward" those before the entry.
+    """Pool votes `(..., T)` over windows of `kernel` entries, which are centred or, for "forward", end at the entry.
 
     At the ends, "max" ignores missing neighbours, and averages count them as zeros.
     """

@@ -2,7 +2,7 @@
   // and KV head. Keys and values are read in place, once for all query heads.
   //
   // Items, in this order: cluster means | chosen entries | sink [0, sink_stop) | window and newest entries
-  // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later entries are rows of `own_keys` and
+  // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later ones of `own_keys` and
   // `own_values`.
   //
   // Inputs:

@@ -3,10 +3,10 @@
 The kernel bodies compile both as Metal and as CUDA, with `metal.h` and `cuda.h` as their headers. All lengths and
 counts are passed in the array `params`, so that kernels are not recompiled when the text grows:
 
-    0 means             4 entries                    8 stride of a head of own_keys  12 scale, as the bits of a float
-    1 chosen entries    5 entries of the prompt      9 stride of a row of own_keys   13 capacity of codes
-    2 end of the sink   6 stride of a head of keys  10 items of a split              14 capacity of cluster ids
-    3 window's start    7 stride of a row of keys   11 splits                        15 groups of score, see `choose`
+    0 means             4 entries                8 head stride of own_keys  12 scale, as the bits of a float
+    1 chosen entries    5 prompt entries         9 row stride of own_keys   13 capacity of codes
+    2 end of the sink   6 head stride of keys   10 items per split          14 capacity of cluster ids
+    3 window's start    7 row stride of keys    11 splits                   15 groups of score, see `choose`
 
 A call launches its kernels and no other operations. It passes the caches' whole buffers, including unused rows, because
 MLX would copy a slice.

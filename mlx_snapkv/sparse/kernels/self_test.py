@@ -21,7 +21,7 @@ DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 # Sizes of the test layer.
 N_KV_HEADS, N_PROMPT, N_ANSWER, FREE_ROWS = 2, 4100, 7, 249
 K, N_SINK, STOP, N_CLUSTERS = 300, 4, 4036, 17
-HALF_ROUNDING = 2e-3  # relative error of the kernels' scores, which have half precision
+HALF_ROUNDING = 2e-3  # relative rounding error of the kernels' half-precision scores
 # Maximum difference, relative to the largest value in the plain path's float32 output.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 

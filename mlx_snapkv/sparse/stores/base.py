@@ -148,7 +148,7 @@ class JoinedView(EntryView):
         for part, _, n in self._within(0, self.n_entries):
             if n == self.n_entries:
                 return part.gather(positions)
-            # Positions in other views are clipped. They give placeholders, which are replaced below.
+            # Clip positions that belong to other views. This gathers placeholders, which are replaced below.
             entries = part.gather(mx.clip(positions, first, first + n - 1) - first)
             if gathered:
                 from_part = (positions >= first)[..., None]

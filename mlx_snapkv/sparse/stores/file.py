@@ -218,7 +218,7 @@ class _Part(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: no file is a saved one, or already has further rows."""
+        """Return whether entries can be appended: no file is a saved one, and none continues after this part."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
