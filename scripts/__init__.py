@@ -1,1 +1,1 @@
-"""Scripts of this repository: measurements, training and generated docs."""
+"""Scripts for measurements, training and generated docs."""

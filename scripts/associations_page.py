@@ -11,7 +11,7 @@ MOST_MISSED = 12  # missed facts shown on a page
 
 
 def associations() -> list[str]:
-    """Return the facts found by each method and setting, and how many of the full cache's they include."""
+    """Return a table of facts found by method and setting, with the share of the full cache's facts."""
     parts = load("associations")["parts"]
     lines = [line for part in parts for line in measured(part)]
     rows = [row | {"model": part["model"]} for part in parts for row in part["rows"]]
@@ -49,7 +49,7 @@ def _column(row: Row) -> str:
 
 
 def _found(row: Row) -> str:
-    """Return the number of facts found, and the share of the full cache's facts that they include."""
+    """Return the number of facts found, and the share of the full cache's facts that are among them."""
     if row["method"] == FULL_CACHE or not row["full"]:
         return str(row["found"])
     return f"{row['found']} ({row['kept'] / row['full']:.0%})"

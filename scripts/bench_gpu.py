@@ -1,4 +1,4 @@
-"""Measure one model on this machine's GPU, and print a Markdown table to paste into a bug report.
+"""Measure one model on this machine's GPU and print a Markdown table to paste into a bug report.
 
     make bench-gpu                      # ten minutes with the default model on a Mac
     make bench-gpu MODEL=REPOSITORY
@@ -145,7 +145,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 
 def main() -> None:
-    """Measure the requested model at each length, and print the tables."""
+    """Measure the requested model at each length and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

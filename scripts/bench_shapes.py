@@ -37,7 +37,7 @@ SHAPES = {"8b": llama_8b, "30b-a3b": qwen3_30b_a3b}
 
 
 def with_random_weights(model: Any) -> Any:
-    """Replace all of a model's parameters with random bfloat16 numbers, and return the model."""
+    """Replace all of a model's parameters with random bfloat16 numbers and return the model."""
     model.update(
         tree_map(lambda x: mx.random.normal(x.shape, mx.bfloat16, scale=0.02), model.parameters())
     )

@@ -258,7 +258,7 @@ def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
 def merges_of(
     vocabulary: list[str], scores: list[float], kinds: list[int]
 ) -> list[tuple[str, str]]:
-    """Return SentencePiece's BPE merges: pairs of pieces that form another piece, ordered by that piece's score."""
+    """Return SentencePiece's BPE merges: pairs of pieces that form another piece, ordered by its score, best first."""
     known = _numbered(vocabulary)
     found = [
         (-score, known[piece[:cut]], known[piece[cut:]])

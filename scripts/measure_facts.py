@@ -54,7 +54,7 @@ def snapkv(entries: int) -> str:
 
 
 def sparse(entries: int, store: str = "memory") -> str:
-    """Return sparse options by which a token reads `entries` entries, with all entries in a store."""
+    """Return sparse attention options with a budget of `entries`, and with all entries in a store."""
     return f"budget={entries},when=always,store={store}"
 
 
@@ -113,7 +113,7 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
 
 
 def main() -> None:
-    """Measure each model with each kind of cache, and add the rows."""
+    """Measure each model with each kind of cache and add the rows."""
     parser = shared_options(__doc__, "facts")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--documents", type=int, default=2)

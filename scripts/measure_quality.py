@@ -116,7 +116,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Run a part's command, and return its result without the records."""
+    """Run a part's command and return its result without the records."""
     (words, documents), out = PARTS[name], folder / name
     given = [*words, "--documents", str(documents)]
     command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]
@@ -128,7 +128,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the requested parts, and write them together with the parts measured earlier."""
+    """Measure the requested parts and write them together with the parts measured earlier."""
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="no suffix")

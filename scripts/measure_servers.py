@@ -70,7 +70,7 @@ class Client:
         self.n_right = 0
 
     def ask(self, url: str) -> Answer:
-        """Ask the next question, and return the answer."""
+        """Ask the next question and return the answer."""
         fact = self._facts[len(self._messages) // 2]
         self._messages.append({"role": "user", "content": f"{self._begin}{fact.question}"})
         answer = ask(url, self._messages, self._no_end)
@@ -81,7 +81,7 @@ class Client:
 
 
 def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
-    """Send a conversation to a server, and return the streamed answer."""
+    """Send a conversation to a server and return the streamed answer."""
     answer = Answer(time.perf_counter())
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=None) as client:
         for event in client.chat.completions.create(

@@ -20,7 +20,7 @@ PLANNED = {
     "`--snapkv top_k=4096`": "snapkv:top_k=4096",
     '`--policy "keydiff:budget=8192 then snapkv:top_k=2048"`': "keydiff:budget=8192 then snapkv:top_k=2048",
 }
-# Heading of a column: a method.
+# Column heading -> method.
 COMPARED = {
     "SnapKV": "snapkv:budget=12.5%",
     "StreamingLLM": "streaming_llm:budget=12.5%,schedule=once",

@@ -154,7 +154,7 @@ def memory_of(pid: int) -> int:
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
-    """Sample a process's memory every 50 ms in a thread, and yield the growing list of samples in bytes."""
+    """Sample a process's memory every 50 ms in a thread and yield the growing list of samples in bytes."""
     held, over = [memory_of(pid)], threading.Event()
 
     def watch() -> None:

@@ -173,7 +173,7 @@ class Soak:
         return [sent for session in self.sessions for sent in session.sent]
 
     def _check(self, holds: bool, sentence: str) -> None:
-        """Print a sentence, and record it as a failure if it does not hold."""
+        """Print a sentence and record it as a failure if it does not hold."""
         print(f"  {'ok' if holds else 'FAILED'}: {sentence}", flush=True)
         if not holds:
             self.failures.append(f"{self.folder.name}: {sentence}")

@@ -44,7 +44,7 @@ class Sent:
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for equal requests, whether they stream or not."""
+        """Return a key that is the same for equal requests, whether they stream or not."""
         return self.path + json.dumps({**self.body, "stream": False}, sort_keys=True)
 
 
@@ -93,14 +93,14 @@ class Session:
             self.sent.append(again)
 
     def _branch(self, client: httpx.Client) -> None:
-        """Go back to an earlier user message, and replace it and everything after it."""
+        """Go back to an earlier user message and replace it and everything after it."""
         places = [n for n, message in enumerate(self._history) if message["role"] == "user"]
         if places:
             del self._history[self._random.choice(places) :]
         self._turn(client)
 
     def _disconnect(self, client: httpx.Client) -> None:
-        """Leave in the middle of a stream, and repeat the request."""
+        """Leave in the middle of a stream and repeat the request."""
         self._add_message()
         body = self._body()
         n_lines = self._random.randrange(12)
@@ -110,7 +110,7 @@ class Session:
         self._note(post(client, self._api, body, streams=True))
 
     def _note(self, sent: Sent) -> None:
-        """Store a request, and add its answer to the history. If the prompt was too long, shorten the history."""
+        """Store a request and add its answer to the history. If the prompt was too long, shorten the history."""
         self.sent.append(sent)
         if sent.answer is None:
             self._compact()
@@ -147,7 +147,7 @@ class Session:
             self._history.append({"role": "user", "content": f"{self._words(16)}?"})
 
     def _body(self) -> Body:
-        """Return the next request's body. Most leave the model free; the others force a call or JSON."""
+        """Return the next request's body. Most leave the output free, and the others force a call or JSON."""
         kind = self._random.choices(("free", "call", "JSON"), (6, 3, 1))[0]
         more = {
             "free": {self._api.LIMIT: N_TOKENS},
@@ -162,7 +162,7 @@ class Session:
 
 
 def post(client: httpx.Client, api: API, body: Body, streams: bool) -> Sent:
-    """Send a request, and return it with its answer."""
+    """Send a request and return it with its answer."""
     body = {**body, "stream": streams}
     if not streams:
         response = client.post(api.path, json=body)

@@ -246,7 +246,7 @@ class Run:
 
 
 def main() -> None:
-    """Train the requested architecture, and save it after each stage."""
+    """Train the requested architecture and save it after each stage."""
     parser = options(__doc__)
     parser.add_argument("arch", choices=list(CURRICULUM))
     parser.add_argument("--out", type=Path, required=True)

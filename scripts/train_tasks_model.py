@@ -92,7 +92,7 @@ def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.ar
 
 
 def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Pick the positions that count in the loss (answers, copies and a quarter of the text), and weight them.
+    """Pick and weight the positions that count in the loss: answers, copies and a quarter of the text.
 
     Positions index the flattened batch. An answer's weight grows with the square root of its length. The first answer
     has a higher weight, because it is the most common use, and the only answer directly after the document.
@@ -175,7 +175,7 @@ class Run:
 
 
 def main() -> None:
-    """Train all stages, and save the mean weights of the last ones."""
+    """Train all stages and save the mean weights of the last ones."""
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

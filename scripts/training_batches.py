@@ -54,7 +54,7 @@ class SequenceMaker:
     """Generates random sequences, and batches of them."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int):
-        """Look up the special tokens, and seed the generator."""
+        """Look up the special tokens and seed the generator."""
         self.rng = random.Random(seed)
         self.tokenizer = tokenizer
         self.bos, self.end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)

@@ -213,7 +213,7 @@ def session(template: str, n_notes: int = 3) -> Iterator[tuple[Served, Path]]:
 
 
 def try_agent(agent: Agent, template: str) -> Row:
-    """Run an agent through all turns, and return a row. With the first template, the turns outgrow the context."""
+    """Run an agent through all turns and return a row. With the first template, the turns outgrow the context."""
     n_notes = N_NOTES if template == TEMPLATES[0] else 3
     with session(template, n_notes) as (served, home), logged() as warnings:
         for name, ours in agent.files.items():
@@ -234,7 +234,7 @@ def try_agent(agent: Agent, template: str) -> Row:
 
 
 def _run_agent(agent: Agent, words: list[str], home: Path, served: Served) -> str:
-    """Run an agent with these arguments, and return its output."""
+    """Run an agent with these arguments and return its output."""
     environment = {
         name: text.replace("SERVER", served.url) for name, text in agent.environment.items()
     }
@@ -247,7 +247,7 @@ def _run_agent(agent: Agent, words: list[str], home: Path, served: Served) -> st
 
 
 def try_library(package: str, api: str, template: str) -> Row:
-    """Run a client library through all turns, and return a row."""
+    """Run a client library through all turns and return a row."""
     with session(template) as (served, home), logged() as warnings:
         program = FOLDER / "libraries" / "bin" / "python"
         printed = _run(
@@ -276,7 +276,7 @@ def logged() -> Iterator[set[str]]:
 
 
 def _run(words: list[str], **options: Any) -> str:
-    """Run a program, and return its output within `TIMEOUT`."""
+    """Run a program and return its output within `TIMEOUT`."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
     except subprocess.TimeoutExpired as error:
@@ -316,7 +316,7 @@ def install() -> dict[str, str]:
 
 
 def _pip_install(folder: str, packages: list[str]) -> dict[str, str]:
-    """Install packages in a new virtual environment, and return their versions."""
+    """Install packages in a new virtual environment and return their versions."""
     subprocess.run([sys.executable, "-m", "venv", FOLDER / folder], check=True)
     pip = [FOLDER / folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--upgrade", *packages], check=True)

@@ -1,4 +1,4 @@
-"""Entry point of the `mlx-snapkv` command line: register the commands, and report errors as one line on stderr."""
+"""Entry point of the `mlx-snapkv` command line: registers the commands and reports errors as one line on stderr."""
 
 import errno
 import os
@@ -125,7 +125,7 @@ def main(commands: typer.Typer = app) -> None:
 
 
 def _mlx_advice(error: ImportError) -> str | None:
-    """Return advice on why MLX can't be imported, or None if another module failed to import."""
+    """Explain why MLX can't be imported. Return None if another module failed to import."""
     module_and_path = f"{error.name} {error.path}".split()
     if not any(re.search(r"(^|[/.])mlx([/.]|$)", text) for text in module_and_path):
         return None
@@ -142,7 +142,7 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Print a message as one line on stderr, and exit with `status`."""
+    """Print a message as one line on stderr and exit with `status`."""
     process.restore_stderr()
     print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
     process.exit_process(status)

@@ -115,7 +115,7 @@ def _require_policy(setting: Setting | None, kv_bits: int | None) -> None:
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
-    """Answer the requests in a file, and show a progress bar."""
+    """Answer the requests in a file and show a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:

@@ -93,7 +93,7 @@ def bench(*, options: BenchOptions) -> None:
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
-            """Advance the bar, and write the rows so far, so that they survive an interrupt."""
+            """Advance the bar and write the rows so far, so that they survive an interrupt."""
             result["speed"] = rows
             bars.done()
             if files is not None:

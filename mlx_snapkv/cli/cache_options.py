@@ -109,7 +109,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if prompt and answer (`n_tokens` in total) are too short for --kv-bits to have an effect."""
+        """Yield a note if `n_tokens` of prompt and answer are too few for --kv-bits to have an effect."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
@@ -122,7 +122,7 @@ class MLXCacheOptions(CacheOptions):
             )
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
-        """Check that the model supports the options, and that they can be combined.
+        """Check that the model supports the options and that they can be combined.
 
         Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another one.
         """
@@ -274,7 +274,7 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def completed(self, setting: Setting | None) -> Setting | None:
-        """Apply these options where sparse attention uses defaults. Return any other setting unchanged."""
+        """Apply these options to sparse attention where it has defaults. Return any other setting unchanged."""
         if not isinstance(setting, Sparse):
             return setting
         unset = [name for name in self.given if getattr(setting, name) == getattr(Sparse, name)]
@@ -347,7 +347,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> Recommendation | None:
-        """Choose a setting for --policy auto, and print the choice on one line. Return None without auto.
+        """Choose a setting for --policy auto and print the choice on one line. Return None without auto.
 
         Args:
             model: loaded model, or a model's name.

@@ -94,7 +94,7 @@ def cache_prompt(
 
 
 def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
-    """Call `save(progress)` with a progress bar, and describe the written files for the closing line."""
+    """Call `save(progress)` with a progress bar and describe the written files for the closing line."""
     from .progress import writing_bar
 
     replaced = ", replacing the earlier file" if path.exists() else ""
@@ -125,7 +125,7 @@ def _read(
     setting: Setting | None,
     **loop_options: Any,
 ) -> tuple[list, CompressionReport]:
-    """Prefill the text, and return its caches and a report.
+    """Prefill the text and return its caches and a report.
 
     Args:
         model: an mlx-lm model.

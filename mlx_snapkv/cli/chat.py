@@ -75,7 +75,7 @@ def chat(
 
 
 def _handle_line(session: Session, line: str) -> None:
-    """Answer a message, or run a command. In a terminal, the chat continues after errors and Ctrl-C.
+    """Answer a message or run a command. In a terminal, the chat continues after errors and Ctrl-C.
 
     Raises:
         StopIteration: the command ends the chat.

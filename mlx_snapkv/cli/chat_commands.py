@@ -67,7 +67,7 @@ def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
 
 
 def run_command(session: Session, line: str) -> None:
-    """Parse a line, and run its command.
+    """Parse a line and run its command.
 
     Raises:
         SnapKVError: the command does not exist, or it fails.
@@ -322,7 +322,7 @@ def _policy(session: Session, text: str) -> None:
 
 
 def _chosen_by_auto(session: Session) -> Setting | None:
-    """Let auto choose a setting, and print its choice."""
+    """Let auto choose a setting and print its choice."""
     options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
     generation = session.conversation.generation
     recommendation = options.recommend(

@@ -99,7 +99,7 @@ class Lines:
         return answer.strip().lower() in ("y", "yes")
 
     def _read_line(self, prompt: str) -> str:
-        """Show a prompt in a terminal, and return the next line. Raises: EOFError: the input has ended."""
+        """Show a prompt in a terminal and return the next line. Raises: EOFError: the input has ended."""
         if self._session is not None:
             return self._session.prompt(prompt)
         if self.interactive:
@@ -151,7 +151,7 @@ class Session:
         self._stderr.print(text, markup=False, soft_wrap=True)
 
     def attach(self, text: str) -> int:
-        """Attach a document to the next message, and return its length in tokens."""
+        """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
         # The thread only counts tokens. It keeps running after Ctrl-C, so it must not attach the document itself.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
@@ -176,7 +176,7 @@ class Session:
         prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
-        """Send a message, and stream the answer to stdout."""
+        """Send a message and stream the answer to stdout."""
         conversation = self.conversation
         last = None  # the last response, which contains the speeds
         with self.console.bar(self._cost, self._require_memory) as update:
@@ -201,7 +201,7 @@ class Session:
 
     @property
     def waiting(self) -> str:
-        """Return a clause about attached documents that are not read yet, or an empty string."""
+        """Return a clause about attached documents that are waiting to be read, or an empty string."""
         n = len(self.conversation.attached)
         if n == 0:
             return ""
@@ -218,7 +218,7 @@ class Session:
         return f"“{beginning}”"
 
     def may_replace(self) -> bool:
-        """Check whether the conversation may be discarded, and ask the user if it is not saved.
+        """Check whether the conversation may be discarded. Ask the user if it is not saved.
 
         Scripts are never asked. If the user declines, print that the conversation continues.
         """

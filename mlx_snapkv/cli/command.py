@@ -1,4 +1,4 @@
-"""Build typer commands from functions with dataclass parameters, and report usage errors in one sentence."""
+"""Build typer commands from functions with dataclass parameters and report usage errors in one sentence."""
 
 import contextlib
 import functools

@@ -62,7 +62,7 @@ class _Source(NamedTuple):
 
 
 def config_file() -> Path:
-    """Return the path of config.toml in XDG_CONFIG_HOME, or in ~/.config if unset. The file may not exist."""
+    """Return the path of config.toml in XDG_CONFIG_HOME or, by default, ~/.config. The file may not exist."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
@@ -140,7 +140,7 @@ def _read(root: Any) -> Table:
 
 
 def _check_table(table: Table, group: Any, place: str) -> Table:
-    """Check a table of config.toml, and return it with underscores in names.
+    """Check a table of config.toml and return it with underscores in names.
 
     Args:
         table: the table as parsed from TOML.

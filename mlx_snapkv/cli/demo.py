@@ -94,7 +94,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
 
 
 def _introduction(n_prompt: int, n_facts: int) -> str:
-    """Introduce the three chats."""
+    """Return an introduction to the three chats."""
     from ..sparse.options import LAST_TOKENS
 
     return (

@@ -130,7 +130,7 @@ def _constraint_keywords(
 
 
 def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
-    """Reset options that a saved prompt determines or excludes, unless they were typed.
+    """Reset the options that a saved prompt sets or excludes, unless they were typed.
 
     Raises: SnapKVError: a typed option can't be combined with a saved prompt.
     """
@@ -237,7 +237,7 @@ class _Answer:
         keywords: keyword arguments for `stream_generate`.
         saved: saved prompt that the answer continues, if any.
         output: output options.
-        advice: advice after "full cache" in the closing line.
+        advice: hint shown after "full cache" in the closing line.
         recommendation: what --policy auto chose, if it was used.
         reports: the request's report, once there is one.
         texts: texts of the responses.

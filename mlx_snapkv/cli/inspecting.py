@@ -132,7 +132,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the sentences kept most, ranked by their share of the votes or of chosen entries."""
+    """Print the top sentences, ranked by their share of the votes or of the chosen entries."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     most_kept = sentences[0]

@@ -122,7 +122,7 @@ def policies(
 
 
 def _print_choices() -> None:
-    """Print the recommended setting for each use case, with its command and pages with measurements."""
+    """Print the recommended setting for each use case, with its command and the pages that measure it."""
     for choice in CHOICES:
         files = [page.partition("#")[0] for page in choice.pages.split()]
         pages = ", ".join(f"docs/{file}" for file in files)

@@ -137,7 +137,7 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
 
 def _start_ranks(pipeline: bool | None) -> int:
-    """Prepare the processes started by `mlx.launch`, and return how many there are.
+    """Prepare the processes started by `mlx.launch` and return how many there are.
 
     Only rank 0 prints, and all ranks share a sampling seed.
 
@@ -164,7 +164,7 @@ def _start_ranks(pipeline: bool | None) -> int:
 
 
 def require_one_process(**options: Any) -> None:
-    """Check that none of these options is set if there are several processes. Raises: SnapKVError."""
+    """Reject these options if there are several processes. Raises: SnapKVError."""
     from ..models.distributed import n_ranks
 
     for name, value in options.items():
@@ -226,7 +226,7 @@ def _require_divisible_heads(model: Any, n_ranks: int) -> None:
 def load_without_weights(name: str, for_mac: bool = False):
     """Build a model with uninitialised weights from its configuration and weight headers.
 
-    From a Hugging Face repository, nothing else is downloaded.
+    Nothing else is downloaded from a Hugging Face repository.
 
     Args:
         name: the folder, repository or embedded model.
@@ -265,7 +265,7 @@ def _folder_of(name: str, option: str) -> Path:
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
     try:
-        # Reject a name without an owner like an empty name: it is a mistyped folder.
+        # A name without an owner must be a mistyped folder, so reject it like an empty name.
         validate_repo_id(name if "/" in name else "")
     except HFValidationError as error:
         raise SnapKVError(
@@ -284,8 +284,8 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     Args:
         name: model name as typed by the user.
         model: model with its weights.
-        memory: the machine's memory in bytes. Free memory would not do, because it varies from run to run: answers
-            would vary, too, and saved prompts would no longer fit the model.
+        memory: the machine's total memory in bytes. Free memory would vary from run to run; then answers would vary,
+            and saved prompts would no longer fit the model.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten

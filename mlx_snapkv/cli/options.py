@@ -1,4 +1,4 @@
-"""Options shared by several commands, and parsers for their values. `with_options` reads the dataclasses."""
+"""Options shared by several commands, and parsers for their values. The dataclasses are for `with_options`."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def parse_bytes(text: Any, least: int = 1) -> int:
-    """Parse a number of bytes such as "500MB", "4 GB" or "1.5e9". Units are decimal, and `least` is the minimum."""
+    """Parse a number of bytes such as "500MB", "4 GB" or "1.5e9", of at least `least`. Units are decimal."""
     bounds = f" from {least:,}" if least > 1 else ""
     rule = f"a number of bytes{bounds}, such as 500MB or 4GB"
     number = str(text).strip().lower().removesuffix("b")
@@ -41,7 +41,7 @@ def parse_tokens(text: Any) -> int:
 
 
 def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rule: str) -> int:
-    """Parse a number with an optional unit, and round it down.
+    """Parse a number with an optional unit and round it down.
 
     Args:
         number: text such as "1.5k".
@@ -250,7 +250,7 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: it can't be loaded, or its vocabulary differs in size from the main model's `tokenizer`.
+        Raises: SnapKVError: it can't be loaded, or its vocabulary size differs from the main model's (`tokenizer`).
         """
         from .loading import load_model
 
@@ -318,7 +318,7 @@ class SamplingOptions:
 
         Raises: SnapKVError: the option does not exist, or the value is invalid.
         """
-        name = name.lstrip("-").replace("-", "_")  # the flag works, too
+        name = name.lstrip("-").replace("-", "_")  # the flag is accepted, too
         values = vars(self)
         if name not in values:
             known = ", ".join(f"/set {each}" for each in values)
@@ -346,7 +346,7 @@ class SamplingOptions:
                 rule = f"less than the vocabulary's {vocabulary_size}"
                 raise OptionError(name, rule, options[name])
         del options["max_tokens"]
-        # Exempt these tokens from XTC, so that answers keep their line breaks and end in time.
+        # Exempt these tokens from XTC, so that answers can still break lines and end.
         special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special_tokens, **options)
         return {"max_tokens": self.max_tokens, "sampler": sampler}

@@ -26,7 +26,7 @@ PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))  # tokens
 
 
 def mac_bytes(text: Any) -> int:
-    """Parse a Mac's memory size. Reject small numbers, which must lack a unit."""
+    """Parse a Mac's memory size. Reject small numbers, which probably lack a unit."""
     return parse_bytes(text, least=10**6)
 
 

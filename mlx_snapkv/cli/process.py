@@ -1,4 +1,4 @@
-"""A command's process: standard streams, exit status, open files, and Ctrl-C during imports."""
+"""Process setup for commands: standard streams, exit status, open files, and Ctrl-C during imports."""
 
 import contextlib
 import io
@@ -67,7 +67,7 @@ class Stderr:
 
 
 class SilentStream(Stderr):
-    """Stream that drops all text, and remembers the stream that it replaces."""
+    """Stream that drops all text and remembers the stream that it replaces."""
 
     def __init__(self, replaced: TextIO):
         """Store the replaced stream."""

@@ -33,7 +33,7 @@ class _TokenSpeed(progress.ProgressColumn):
 
 
 class CallbackBar:
-    """Context manager that shows a progress bar, and returns its callback `update(done, total)`.
+    """Context manager that shows a progress bar and returns its callback `update(done, total)`.
 
     In a terminal the bar disappears at the end. Elsewhere its last state remains.
 
@@ -44,7 +44,7 @@ class CallbackBar:
         quiet: whether to hide the bar.
 
     Attributes:
-        done: `done` in the last call.
+        done: last value of `done` passed to the callback.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ def prefill_bar(console: Console) -> CallbackBar:
 
 
 def writing_bar(console: Console) -> CallbackBar:
-    """Return a bar that counts written bytes, for the `progress` of `saved.save`. Only terminals show it."""
+    """Return a bar that counts written bytes, for `saved.save`'s argument `progress`. Only terminals show it."""
     columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
@@ -99,7 +99,7 @@ class StepBars:
     """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        answers: results file, which is named after Ctrl-C, because the same command continues it.
+        answers: results file. After Ctrl-C a message names it, because the same command continues it.
         quiet: whether to hide the bars.
     """
 

@@ -75,7 +75,7 @@ class PromptConsole:
         max_kv_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        """Print which entries will be kept, and warn if the prompt exceeds the model's trained length.
+        """Print which entries will be kept and warn if the prompt exceeds the model's trained length.
 
         Args:
             model: model that will read the prompt.
@@ -105,12 +105,12 @@ class PromptConsole:
         cost: Callable[[int], FileCost | None] | None = None,
         check: Callable[[int], None] | None = None,
     ) -> Iterator[ProgressCallback]:
-        """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that moves it.
+        """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that updates it.
 
         Args:
-            cost: called with the number of tokens to read; returns the cost of writing their entries to files, which is
-                printed first, or None if nothing is written.
-            check: called with the number of tokens to read; raises SnapKVError if they can't be read.
+            cost: called with the number of tokens to read. It returns the cost of writing their entries to files, which
+                is printed first, or None if nothing is written.
+            check: called with the number of tokens to read. It raises SnapKVError if they can't be read.
         """
         from .progress import prefill_bar
 

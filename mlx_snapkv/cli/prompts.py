@@ -19,7 +19,7 @@ from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
-# Questions with different starts. The tokens that their prompts share do not depend on the question.
+# Questions that start differently. The tokens that their prompts share do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 
@@ -192,7 +192,7 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Return the token ids that the prompts of all questions about `text` start with.
+    """Return the opening token ids that are shared by the prompts of all questions about `text`.
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """

@@ -102,7 +102,7 @@ def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
 
 
 def write_json(base: Path, result: Any) -> Path:
-    """Write a result to `base`.json, and return the path."""
+    """Write a result to `base`.json and return the path."""
     path = base.with_name(f"{base.name}.json")
     put_result(path, json.dumps(result, indent=1) + "\n")
     return path
@@ -160,7 +160,7 @@ class ResultOptions:
         run: Run,
         page: Page,
     ) -> None:
-        """Measure the records that the files lack, with a progress bar. Print and write the result.
+        """Measure the records missing from the files, then print and write the result.
 
         Args:
             files: result files; None only prints the result.
@@ -204,7 +204,7 @@ def methods_of(
     lengths: Sequence[int] = (),
     store: StoreOptions | None = None,
 ) -> list[Method]:
-    """Return the methods to measure: the full cache, each policy and each sparse attention.
+    """Return the methods to measure: the full cache, each policy and each sparse attention setting.
 
     Args:
         policies: values of --policy; duplicates are dropped.

@@ -1,4 +1,4 @@
-"""Continue an answer from a saved prompt."""
+"""Load a saved prompt for an answer to continue from."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .prompts import encode_question
 class SavedPrompt:
     """A prompt saved by cache-prompt or mlx-lm.
 
-    Loading it checks that it fits the model, and compresses a full cache if the options include a policy.
+    Loading checks that the prompt fits the model, and compresses a full cache if a policy is set.
 
     Args:
         file: file name as typed by the user.
@@ -78,7 +78,7 @@ class SavedPrompt:
 
     @property
     def _is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file. Such a file has no tokens, and its notes mean something else."""
+        """Return whether mlx-lm saved the file. Its files have no tokens, and their notes mean something else."""
         return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
@@ -101,7 +101,7 @@ class SavedPrompt:
         )
 
     def _require_no_setting(self, policy: Any, store: str | None) -> None:
-        """Check that no setting or store is requested for compressed entries. Raises: SnapKVError."""
+        """Reject settings and stores for entries that are already compressed. Raises: SnapKVError."""
         flags = []
         if policy:
             flags.append(self._flag)
@@ -121,7 +121,7 @@ class SavedPrompt:
         return setting if isinstance(setting, Sparse) else None
 
     def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
-        """Check that no setting other than the file's own is requested. Raises: SnapKVError."""
+        """Reject settings other than the file's own. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
             raise SnapKVError(f"{conflict}: drop {self._flag}")

@@ -130,7 +130,7 @@ class PrefixOptions:
     ] = DEFAULT_PREFIX_DIR_SIZE
 
     def files(self, identity: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
-        """Return the files of the prefix cache for this model and these settings, or None without --prefix-dir.
+        """Return the prefix cache's files for this model and these settings, or None without --prefix-dir.
 
         Args:
             identity: settings that entries depend on; see `CompressionConfig.identity`.
@@ -223,7 +223,7 @@ def serve(
 
 @dataclass
 class _Loader:
-    """Loads the model in the engine's thread, and sets the size limit of the prefix cache.
+    """Loads the model in the engine's thread and sets the size limit of the prefix cache.
 
     Attributes:
         names: model names that clients may use.
@@ -248,7 +248,7 @@ class _Loader:
         from ..server.requests import Loaded
 
         model, tokenizer = self.model.load()
-        self.sampling.generate_keywords(tokenizer)  # raises for values beyond the vocabulary
+        self.sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
         compute_room = partial(
             prefix_room,
             model,
@@ -275,7 +275,7 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
 
     Args:
         settings: HTTP server settings on rank 0; None on other ranks, which follow rank 0.
-        loader: loader of the model, which has finished once the engine is started.
+        loader: the model's loader, which has finished once the engine has started.
         start: starts the engine.
     """
     from ..server.app import bind_socket, serve

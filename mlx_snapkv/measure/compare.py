@@ -1,4 +1,4 @@
-"""Answer a prompt with several methods, and compare each answer with the full cache's answer."""
+"""Answer a prompt with several methods and compare each answer with the full cache's answer."""
 
 import copy
 import itertools
@@ -105,7 +105,7 @@ def decode(
 
 
 def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -> Iterator[int]:
-    """Yield each response's token, and append its time to `times`."""
+    """Yield each response's token and append its time to `times`."""
     for response in responses:
         times.append(time.perf_counter())
         yield response.token
@@ -142,7 +142,7 @@ class Compared:
             the compression count, as in `eval fidelity --setting known`. None if the answer ends before the
             compression.
         n_before: number of answer tokens decoded before the compression.
-        uncompressed: explanation in one sentence if the answer ends before the compression, otherwise None.
+        uncompressed: one-sentence explanation if the answer ends before the compression, otherwise None.
         differs: first difference from the full cache's answer: token index, text before it, the full cache's token and
             this answer's token, as texts. None if the answers are equal.
         reason: why no entry was evicted; None if some were.
@@ -227,7 +227,7 @@ class _Comparison:
         on_text: Callable[[str, str], None],
         options: dict[str, Any],
     ):
-        """Read the prompt on full caches, and decode the full cache's answer."""
+        """Read the prompt on full caches and decode the full cache's answer."""
         self._model = model
         self._tokenizer = tokenizer
         self._tokens = tokens
@@ -245,7 +245,7 @@ class _Comparison:
         self._reference = Reference(self._reading, self.full.tokens)
 
     def answer_and_compare(self, method: Method) -> Compared:
-        """Answer the prompt with a method, and compare the answer with the full cache's answer."""
+        """Answer the prompt with a method and compare the answer with the full cache's answer."""
         plan = plan_request(
             self._model,
             CompressionConfig(method.policy),
@@ -264,7 +264,7 @@ class _Comparison:
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
     ) -> Answer:
-        """Decode an answer, and pass its text to `on_text` with the method's name."""
+        """Decode an answer and pass its text to `on_text` with the method's name."""
         return decode(
             self._model,
             self._tokenizer,

@@ -17,7 +17,7 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-N_TINTS = 4  # tint 1 means kept by few heads, this one kept by all; 0 means evicted by all
+N_TINTS = 4  # tints: 0 means evicted by all heads, 1 kept by few, and this number kept by all
 
 
 def page(

@@ -85,7 +85,7 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
 
 
 def _last_queries(keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, which determine the residual's weight."""
+    """Return random queries for a prompt's last tokens, by which the residual is weighted."""
     B, n_kv_heads, n, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
     return Queries(queries, range(n - WEIGHING_QUERIES, n), head_dim**-0.5)

@@ -57,7 +57,7 @@ class Reference:
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Feed the unread tokens to a cache, and return its predictions for the last `m` judged tokens.
+        """Feed the unread tokens to a cache and return its predictions for the last `m` judged tokens.
 
         The result is log-probabilities `(m, vocab_size)`. A cache that has read the whole prompt does not predict the
         first token.
@@ -75,7 +75,7 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Feed the known tokens through `generate_step`, and return its predictions after the compression.
+        """Feed the known tokens through `generate_step` and return its predictions after the compression.
 
         The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens.
 
@@ -110,9 +110,9 @@ class Reference:
         return log_softmax(mx.stack(after)) if after else self._first[:0]
 
     def n_agreed(self, cache: list) -> int:
-        """Return how many leading tokens a cache has read or predicts greedily without an error.
+        """Return how many leading tokens a cache has already read or predicts correctly.
 
-        All tokens are fed to the cache.
+        Predictions are greedy, and all tokens are fed to the cache.
         """
         logprobs = self.predictions(cache)
         n_fed = len(self) - len(logprobs)

@@ -75,7 +75,7 @@ def run(
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
-    """Measure every piece with every method in every setting, and return the records.
+    """Measure every piece with every method in every setting and return the records.
 
     See `Results.complete`.
 
@@ -127,7 +127,7 @@ def _measure_piece(
     frame: Frame,
     missing: list[Record],
 ) -> Iterator[Record]:
-    """Measure a piece for each of the `missing` keys, and yield the records.
+    """Measure a piece for each of the `missing` keys and yield the records.
 
     Args:
         model: an mlx-lm model.
@@ -252,7 +252,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return a cache's mean number of entries per layer, its bytes, and why it was not compressed, if so."""
+    """Return a cache's mean entries per layer, its bytes, and the reason if it was not compressed."""
     n_kept = [n for n in report.entries_kept if n is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after

@@ -1,4 +1,4 @@
-"""Answer a compressed prompt, and record which entries were kept and what the answer attended to."""
+"""Answer a compressed prompt and record which entries were kept and what the answer attended to."""
 
 import functools
 from dataclasses import asdict, dataclass
@@ -82,7 +82,7 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Return the share (0 to 1) of the voters' attention that goes to kept entries, or None, for each layer."""
+        """Return, for each layer, the share (0 to 1) of the voters' attention on kept entries, or None."""
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 
@@ -97,7 +97,7 @@ class Inspection:
         return n_kept / n_entries
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the inspection for JSON, with positions that are not padded."""
+        """Return the inspection as a dict for JSON, with unpadded positions."""
         by_layer = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
         layers = [
             {

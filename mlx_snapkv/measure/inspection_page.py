@@ -135,7 +135,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
 
 
 def _draw(axes: Any, inspection: Inspection) -> Any:
-    """Draw an inspection's map, and return matplotlib's image object."""
+    """Draw an inspection's map and return matplotlib's image object."""
     n_layers = len(inspection.layers)
     shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)

@@ -49,7 +49,7 @@ def difference(
 
 
 def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np.ndarray:
-    """Resample one task's documents with replacement, and return the mean change in each resample.
+    """Resample one task's documents with replacement and return the mean change in each resample.
 
     The result has the shape `(RESAMPLES,)`.
     """

@@ -109,7 +109,7 @@ def _token_seconds(
 
 
 def _seconds(attend: Callable[[], mx.array]) -> float:
-    """Return the time per call, from the faster of two runs. An earlier run compiles."""
+    """Return the seconds per call, from the faster of two runs after a warm-up run."""
     fastest = 0.0
     for run in range(3):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Read a prompt once, and compress it with any number of policies.
+"""Read a prompt once and compress it with any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compress(policy)                 # the document's cache, as `prefill` returns it
@@ -117,7 +117,7 @@ class Reading:
         unread: Sequence[int],
         **options: Any,
     ):
-        """Read the `unread` tokens, and let every recorder record the queries that its policy needs."""
+        """Read the `unread` tokens and let every recorder record the queries that its policy needs."""
         self.model = model
         self.tokens = list(tokens)
         self._caches = caches
@@ -250,7 +250,7 @@ def read_once(
     suffixes: Iterable[Sequence[int]] = (),
     **options: Any,
 ) -> Reading:
-    """Read a prompt on full caches, and record the queries that each policy needs.
+    """Read a prompt on full caches and record the queries that each policy needs.
 
     Args:
         model: an mlx-lm model.

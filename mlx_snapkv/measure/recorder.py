@@ -96,9 +96,9 @@ class Recorder:
         self._pending.setdefault(position, {})[layer] = by_position
 
     def record(self) -> None:
-        """Evaluate the attention weights of the latest calls, and keep the largest ones of each token.
+        """Evaluate the attention weights of the latest calls and keep the largest ones for each token.
 
-        Tokens that some layer has not been called for are dropped.
+        Tokens for which a layer has not been called are dropped.
         """
         pending = self._pending
         self._pending = {}

@@ -26,7 +26,7 @@ _ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a sp
 
 
 def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]:
-    """Decode tokens, and return the text and each token's span in it.
+    """Decode tokens and return the text and each token's span in it.
 
     Tokens that together form one character share its span. A token's spaces may depend on the previous token, so tokens
     are decoded with earlier ones as context.
@@ -114,8 +114,8 @@ def rank_sentences(
         text: the prompt's text.
         spans: span of each token in `text`.
         special: bool `(n_tokens,)`, True for special tokens.
-        counts: `(5, n_tokens)`. For each token: number of KV heads that keep it, of all heads, of heads that chose it,
-            of heads that could choose it, and the votes of the heads that chose it.
+        counts: `(5, n_tokens)`. The first four rows count KV heads for each token: heads that keep it, all heads, heads
+            that chose it, and heads that could choose it. The last row is the votes of the heads that chose it.
         voted: whether the policy has votes.
     """
     # Column i is the sum over the tokens before token i.

@@ -61,7 +61,7 @@ def measure_speed(
     Args:
         model: the mlx-lm model to measure.
         plan: what to measure.
-        on_start: called when "decoding" or "reading" starts, with that word and the number of lengths.
+        on_start: called at the start of each phase with its name, "decoding" or "reading", and the number of lengths.
         on_rows: called after each length, with all rows so far.
     """
     rows: dict[tuple[int, str], Row] = {}
@@ -107,7 +107,7 @@ def measure_decoding(
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
-    """Run the warm-up steps, and return whether they succeed.
+    """Run the warm-up steps and return whether they succeed.
 
     For example, mlx-lm can't decode from quantised entries with attention sinks.
     """
@@ -122,7 +122,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
 
 
 def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
-    """Decode `steps` tokens from each of several prompt caches, and return each cache's seconds per step.
+    """Decode `steps` tokens from each of several prompt caches and return each cache's seconds per step.
 
     The caches take turns, and each round starts with a different cache.
     """
@@ -198,7 +198,7 @@ def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str,
 def answer_prompt(
     model, prompt: mx.array, cache: list[Any], max_tokens: int, **options: Any
 ) -> tuple[float, CompressionReport]:
-    """Answer a prompt with `generate_step`, and return the seconds to the first token and the report.
+    """Answer a prompt with `generate_step` and return the seconds to the first token and the report.
 
     Args:
         model: an mlx-lm model.

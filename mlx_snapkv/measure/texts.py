@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Texts:
     """UTF-8 texts from files, and from all files in folders except hidden ones, in order.
 
-    A text is named by the path in `paths`, or by its path relative to the folder in `paths`.
+    A text's name is the file's path as given, or its path relative to the given folder.
 
     Args:
         paths: files and folders.
@@ -70,7 +70,7 @@ class Texts:
             self._texts[name] = text
 
     def _add_folder(self, folder: Path) -> None:
-        """Add the texts of all files in a folder, and count the files that are not UTF-8 text."""
+        """Add the texts of all files in a folder and count the files that are not UTF-8 text."""
         for file in sorted(folder.rglob("*")):
             name = file.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in name.parts)

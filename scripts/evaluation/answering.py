@@ -40,7 +40,7 @@ def run(
     results: Results,
     on_document: Callable[[bool], None] = lambda asked: None,
 ) -> list[Record]:
-    """Ask every method every question in every setting, and return the records. See `Results.complete`."""
+    """Ask every method every question in every setting and return the records. See `Results.complete`."""
     named = {method.name: method for method in methods}
 
     def cells(place: Record):
@@ -137,7 +137,7 @@ class Answers:
         return self._full[i]
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
-        """Return the document's cache, compressed by a method. The report is None if questions determine it."""
+        """Return the document's cache, compressed by a method, and the report if it does not depend on the question."""
         if method.shares_reading:
             return self._reading.compress(method.policy)
         policy: Any = method.policy
@@ -159,7 +159,7 @@ class Answers:
         begun: Sequence[int] = (),
         ahead: bool = False,
     ) -> Record:
-        """Decode the answer to question `i`, and return its record.
+        """Decode the answer to question `i` and return its record.
 
         Args:
             method: the method that answers.

@@ -61,7 +61,7 @@ GOODS = (
     "hinges",
 )
 
-# Writes a paragraph of one kind, with a given sentence in it unless the sentence is empty.
+# Writes a paragraph of one kind, which contains the given sentence unless that is empty.
 Write = Callable[[random.Random, str], str]
 
 
