@@ -1,7 +1,7 @@
 """The mlx-lm 0.32 model types that can be compressed, and why the others can't.
 
 This is an allow-list, keyed by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole
-forward pass, which builds the masks and determines positions. So every type on the list was reviewed by hand, and the
+forward pass, which builds the masks and determines positions. So every type on the list has been reviewed, and the
 conformance test runs it.
 """
 
