@@ -17,8 +17,7 @@ SETTINGS = {"known": "at the prompt's end", "later": "after the compression"}
 def losses() -> list[str]:
     """Return a table of the RULER tasks on which policies lose most, with the largest loss first.
 
-    Each policy has one row per task and setting, for the model on which it loses most. If the question is known,
-    policies with a lookahead are left out, because the full cache decodes their scored tokens.
+    Each policy has one row per task and setting, for the model on which it loses most.
     """
     worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
     keys = "task", "setting", "method"
@@ -45,8 +44,7 @@ def _losses() -> Iterator[dict[str, Any]]:
             continue
         full = {s["setting"]: s for s in part["summary"] if s["method"] == FULL_CACHE}
         for own in part["summary"]:
-            is_policy = own["method"].startswith(("snapkv", "keydiff"))
-            if not is_policy or (own["setting"] == "known" and "lookahead" in own["method"]):
+            if not own["method"].startswith(("snapkv", "keydiff")):
                 continue
             before = full[own["setting"]]
             for task, score in own["by_task"].items():
