@@ -10,7 +10,7 @@ from ..models.distributed import from_first
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
-from ..planning.kv_limit import advice, fits, machine_kv_limit
+from ..planning.kv_limit import advice, machine_kv_limit, request_fits
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
@@ -36,7 +36,7 @@ class Memory:
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
-        self._is_given = limit is not None
+        self._is_limit_of_user = limit is not None
         if limit is None:
             limit = from_first(partial(machine_kv_limit, self._footprint))
         self.limit = limit
@@ -50,19 +50,16 @@ class Memory:
         """
         plan = self._footprint.plan(n_prompt, max_tokens)
         need = self._footprint.need(plan, max_tokens)
-        if need.peak_entries > self.limit:
-            limit = format_bytes(self.limit)
-            has = (
-                f"max_kv_bytes is {limit}: raise it"
-                if self._is_given
-                else f"this machine has {limit}"
-            )
-            needed = format_bytes(need.peak_entries)
-            raise NeverFits(
-                f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {needed} of KV "
-                f"memory, and {has}; {advice(self._footprint, n_prompt, max_tokens, self.limit)}"
-            )
-        return need
+        if need.peak_entry_bytes <= self.limit:
+            return need
+        limit_text = f"this machine has {format_bytes(self.limit)}"
+        if self._is_limit_of_user:
+            limit_text = f"max_kv_bytes is {format_bytes(self.limit)}: raise it"
+        what_fits = advice(self._footprint, n_prompt, max_tokens, self.limit)
+        raise NeverFits(
+            f"its {n_prompt} prompt tokens and {max_tokens} of the answer need "
+            f"{format_bytes(need.peak_entry_bytes)} of KV memory, and {limit_text}; {what_fits}"
+        )
 
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
         """Return how many answer tokens to reserve memory for: `max_tokens`, or fewer if memory is short.
@@ -71,14 +68,16 @@ class Memory:
         possible answer would not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. If the
         user has set a limit, the result is always `max_tokens`.
         """
-        n = max_tokens
-        while n > RESERVED_ANSWER and not self._is_given:
-            if fits(self._footprint, n_prompt, n, self.limit):
+        if self._is_limit_of_user:
+            return max_tokens
+        n_answer = max_tokens
+        while n_answer > RESERVED_ANSWER:
+            if request_fits(self._footprint, n_prompt, n_answer, self.limit):
                 break
-            n = max(RESERVED_ANSWER, n // 2)
-        return n
+            n_answer = max(RESERVED_ANSWER, n_answer // 2)
+        return n_answer
 
-    def admit(self, new: Need, active: Iterable[Any], held_bytes: int) -> int | None:
+    def admit(self, new: Need, active: Iterable[Any], cache_bytes: int) -> int | None:
         """Return the batch's peak memory with another request, or None if the request has to wait.
 
         The peak is the larger of two estimates:
@@ -91,32 +90,32 @@ class Memory:
         Args:
             new: memory that the new request needs.
             active: the requests in the batch. Each has a `need` and, once its prompt is compressed, a `report`.
-            held_bytes: current size of the batch's caches in bytes.
+            cache_bytes: current size of the batch's caches.
         """
         others = [request for request in active if request.need is not None]
-        temporary = new.extra_in_prefill
+        extra_bytes = new.extra_in_prefill
         for request in others:
-            is_reading = request.report is None
-            temporary += (
-                request.need.extra_in_prefill if is_reading else request.need.extra_in_answer
-            )
-        planned = self._shared_bytes([*(request.need for request in others), new])
-        needed = max(held_bytes + new.peak_entries, planned + temporary)
-        has_to_wait = bool(others) and needed > self.limit
-        return None if has_to_wait else needed
+            if request.report is None:  # its prompt is being read
+                extra_bytes += request.need.extra_in_prefill
+            else:
+                extra_bytes += request.need.extra_in_answer
+        cache_bytes_at_end = self._cache_bytes_at_end([*(request.need for request in others), new])
+        peak_bytes = max(cache_bytes + new.peak_entry_bytes, cache_bytes_at_end + extra_bytes)
+        has_to_wait = bool(others) and peak_bytes > self.limit
+        return None if has_to_wait else peak_bytes
 
-    def _shared_bytes(self, needs: list[Need]) -> int:
-        """Return the total size of the caches, including padding.
+    def _cache_bytes_at_end(self, needs: list[Need]) -> int:
+        """Return the total size of the caches at the end of all answers, including padding.
 
         Requests in a group share arrays, so each of them takes as many rows as the longest one. Without a policy, all
         requests form a single mlx-lm group. Otherwise, requests in a group differ by at most a factor of 2, or of 4 if
         their buffers grow, because growing buffers have unused rows.
         """
         has_policy = self._footprint.config.setting is not None
-        total = 0
+        total_bytes = 0
         for keeps_shape, factor in ((True, 2), (False, 4)):
-            max_padding = factor if has_policy else math.inf
-            sizes = [need.caches for need in needs if need.keeps_shape == keeps_shape]
+            max_factor = factor if has_policy else math.inf
+            sizes = [need.cache_bytes_at_end for need in needs if need.keeps_shape == keeps_shape]
             longest = max(sizes, default=0)
-            total += sum(int(min(max_padding * size, longest)) for size in sizes)
-        return total
+            total_bytes += sum(int(min(max_factor * size, longest)) for size in sizes)
+        return total_bytes

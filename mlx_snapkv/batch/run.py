@@ -216,8 +216,9 @@ class Run:
         """Return whether there is memory for another request. Without a limit, there always is."""
         if self._memory is None or request.need is None:
             return True
-        held = self._generator.prompt_cache_nbytes
-        return self._memory.admit(request.need, self._active.values(), held) is not None
+        cache_bytes = self._generator.prompt_cache_nbytes
+        peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
+        return peak_bytes is not None
 
     def _step(self) -> None:
         """Read one prompt chunk, and decode one token per answer.

@@ -24,7 +24,7 @@ from .process import raise_on_interrupt
 from .prompt_console import PromptConsole
 
 if TYPE_CHECKING:
-    from ..planning.prefixes import PrefixRoom
+    from ..planning.prefixes import PrefixCacheSize
     from ..server.access import Settings
     from ..server.engine import Engine
     from ..server.prefix_cache import PrefixCache
@@ -238,23 +238,23 @@ class _Loader:
     prefixes: PrefixOptions
     options: dict[str, Any]
     prefix_cache: PrefixCache
-    room: PrefixRoom | None = None
+    room: PrefixCacheSize | None = None
 
     def load(self) -> Loaded:
         """Load the model. Raises: SnapKVError: it can't be served with these options."""
         from ..models.distributed import from_first
         from ..planning.machine import this_machine
-        from ..planning.prefixes import prefix_room
+        from ..planning.prefixes import prefix_cache_size
         from ..server.requests import Loaded
 
         model, tokenizer = self.model.load()
         self.sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
         compute_room = partial(
-            prefix_room,
+            prefix_cache_size,
             model,
             self.options,
             this_machine(),
-            given=self.prefixes.prefix_bytes,
+            user_limit=self.prefixes.prefix_bytes,
             max_kv_bytes=self.model.max_kv_bytes,
             max_context=self.limits.max_context,
         )

@@ -14,7 +14,7 @@ from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-PAIR_BYTES = 3 * 4  # upper bound on score bytes per query, entry and head
+MAX_PAIR_BYTES = 3 * 4  # upper bound on score bytes per query, entry and head
 
 
 class Pieces:
@@ -34,26 +34,29 @@ class Pieces:
         self._model = model
         self._layers = layers
         self._pair_bytes = 0
-        heads = max(query_heads(layer.attention) for layer in layers)
-        score_bytes = PAIR_BYTES * heads * max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
+        n_heads = max(query_heads(layer.attention) for layer in layers)
+        n_pairs = max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
+        max_score_bytes = MAX_PAIR_BYTES * n_heads * n_pairs
         self._limit = scores_limit()
         # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
-        if score_bytes > self._limit and n_ranks() == 1:
+        if max_score_bytes > self._limit and n_ranks() == 1:
             # Looking up the shapes takes time, so do it only when needed.
-            self._pair_bytes = max(
-                shape.scores for shape in layer_shapes(model, token_caches(model))
-            )
+            shapes = layer_shapes(model, token_caches(model))
+            self._pair_bytes = max(shape.pair_bytes for shape in shapes)
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on tokens `(1, L)`, and return the logits of the last piece."""
-        while inputs.shape[1] > MIN_TOKENS_AT_ONCE and (n := self.at_once(cache)) < inputs.shape[1]:
-            self._model(inputs[:, :n], cache=cache)
-            mx.eval([c.state for c in cache])
+        while inputs.shape[1] > MIN_TOKENS_AT_ONCE:
+            piece_size = self.max_piece_size(cache)
+            if inputs.shape[1] <= piece_size:
+                break
+            self._model(inputs[:, :piece_size], cache=cache)
+            mx.eval([layer_cache.state for layer_cache in cache])
             mx.clear_cache()  # the freed buffers are too small for the next piece's scores
-            inputs = inputs[:, n:]
+            inputs = inputs[:, piece_size:]
         return self._model(inputs, cache=cache)
 
-    def at_once(self, cache: list) -> int:
+    def max_piece_size(self, cache: list) -> int:
         """Return the maximum number of tokens in the next piece, given the tokens already in `cache`."""
         if not self._pair_bytes:
             return UNLIMITED

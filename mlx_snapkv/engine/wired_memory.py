@@ -26,7 +26,7 @@ def hold_memory(model: Any) -> None:
     if (complaint := complaint_here(has_metal=mx.metal.is_available())) is not None:
         raise SnapKVError(complaint)
     machine = this_machine()
-    mx.set_cache_limit(machine.buffers)
+    mx.set_cache_limit(machine.buffer_limit)
     # Once this limit is reached, MLX frees unused buffers before it allocates new ones.
     mx.set_memory_limit(machine.usable)
     _WIRED.close()

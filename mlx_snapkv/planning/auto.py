@@ -201,7 +201,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
         try:
             completed = request.completed(config)
             completed.require(planner.model)
-            plan, kv_bytes = planner.planned(n_prompt, completed, request.kv_bits)
+            plan, kv_bytes = planner.memory_and_peak(n_prompt, completed, request.kv_bits)
         except SnapKVError as error:
             refusal = error
             continue

@@ -18,6 +18,8 @@ from ..sparse.page_means import means_quantization
 from ..sparse.prompt_caches import in_files, store_quantization
 from .shapes import LayerShape, layer_shapes, window_of
 
+CLUSTER_ID_BYTES = 2  # each KV head assigns a token to a cluster
+
 
 class EntrySizes:
     """KV bytes per token, by layer and by kind of cache.
@@ -29,9 +31,8 @@ class EntrySizes:
 
     Attributes:
         layers: the layers that can be compressed. If the list is empty, `refusal` says why.
-        plain: KV bytes per token for each full cache that can't be compressed.
-        sliding: KV bytes per token and window length for each sliding window.
-        states: total size in bytes of all linear-attention states.
+        sliding_windows: KV bytes per token and window length for each sliding window.
+        state_bytes: total size in bytes of all linear-attention states.
     """
 
     def __init__(self, model):
@@ -44,22 +45,24 @@ class EntrySizes:
             self.layers = attention_layers(model, self.caches)
         except UnsupportedModelError as error:
             self.refusal = error
-        compressed = [layer.cache_in(self.caches) for layer in self.layers]
-        self._entries = [cache.keys_and_values() for cache in compressed]
-        compressed_ids = {id(cache) for cache in compressed}
-        self.plain: list[int] = []
-        self.sliding: list[tuple[int, int]] = []
-        self.states = 0
+        compressible = [layer.cache_in(self.caches) for layer in self.layers]
+        self._entries = [cache.keys_and_values() for cache in compressible]
+        compressible_ids = {id(cache) for cache in compressible}
+        # KV bytes per token for each full cache that can't be compressed.
+        self._incompressible: list[int] = []
+        self.sliding_windows: list[tuple[int, int]] = []
+        self.state_bytes = 0
         for cache in members(self.caches):
-            if id(cache) in compressed_ids or cache.empty():
+            if id(cache) in compressible_ids or cache.empty():
                 continue
             window = window_of(cache)
             if window is not None:
-                self.sliding.append((cache.nbytes // cache.keys.shape[2], window))
+                token_bytes = cache.nbytes // cache.keys.shape[2]
+                self.sliding_windows.append((token_bytes, window))
             elif has_all_entries(cache):
-                self.plain.append(n_bytes(cache.keys_and_values()))
+                self._incompressible.append(n_bytes(cache.keys_and_values()))
             else:
-                self.states += cache.nbytes
+                self.state_bytes += cache.nbytes
 
     @cached_property
     def shapes(self) -> set[LayerShape]:
@@ -67,71 +70,84 @@ class EntrySizes:
         return layer_shapes(self.model, self.caches)
 
     @property
-    def of_widest(self) -> int:
+    def widest_layer_bytes(self) -> int:
         """Return the KV bytes per token of the layer with the largest entries."""
-        return max((*self.of_token(), *self.plain), default=0)
+        return max((*self.bytes_by_layer(), *self._incompressible), default=0)
 
-    def of_token(self, quantization: Quantization | None = None) -> list[int]:
+    @property
+    def incompressible_bytes(self) -> int:
+        """Return the KV bytes per token of all full caches that can't be compressed."""
+        return sum(self._incompressible)
+
+    def bytes_by_layer(self, quantization: Quantization | None = None) -> list[int]:
         """Return the KV bytes per token for each of `layers`, optionally quantised."""
-        return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
+        return [
+            n_bytes([pack(keys, quantization), pack(values, quantization)])
+            for keys, values in self._entries
+        ]
 
-    def in_memory(self, store: str | None) -> int:
+    def memory_bytes(self, store: str | None) -> int:
         """Return the KV bytes per token that a `store` keeps in memory, without the index."""
-        return 0 if in_files(store) else self.stored(store)
+        return 0 if in_files(store) else self.store_bytes(store)
 
-    def stored(self, store: str | None) -> int:
+    def store_bytes(self, store: str | None) -> int:
         """Return the KV bytes per token in a `store`, whether in memory or in files."""
-        return sum(self.of_token(store_quantization(self.model, self.layers, store)))
+        return sum(self.bytes_by_layer(store_quantization(self.model, self.layers, store)))
 
-    def of_files(self, store: str | None, n: int) -> int:
-        """Return the size of `n` tokens in files: their entries and, for a long text, also index and means."""
+    def file_bytes(self, store: str | None, n_tokens: int) -> int:
+        """Return the size of `n_tokens` in files: their entries and, for a long text, also index and means."""
         if not in_files(store):
             return 0
-        entries = n * self.stored(store)
-        if n <= ENTRIES_IN_MEMORY:
-            return entries
-        return entries + int(n * (self.of_index() + self.of_means()))
+        entry_bytes = n_tokens * self.store_bytes(store)
+        if n_tokens <= ENTRIES_IN_MEMORY:
+            return entry_bytes
+        return entry_bytes + int(n_tokens * (self.key_index_bytes() + self.page_mean_bytes()))
 
-    def of_index(self) -> int:
+    def key_index_bytes(self) -> int:
         """Return the bytes per token of the key indexes in all `layers`."""
         return sum(index_bytes(keys) for keys, _ in self._entries)
 
-    def of_means(self) -> float:
+    def page_mean_bytes(self) -> float:
         """Return the bytes per token of the mean keys that chunks use to choose pages."""
         means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
         return n_bytes(list(means)) / PAGE_SIZE
 
-    def of_clusters(self) -> float:
+    def cluster_bytes(self) -> float:
         """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
-        ids = sum(2 * keys.shape[1] for keys, _ in self._entries)
-        return ids + sum(self.of_token()) / CLUSTER_SIZE
+        n_kv_heads = sum(keys.shape[1] for keys, _ in self._entries)
+        id_bytes = CLUSTER_ID_BYTES * n_kv_heads
+        return id_bytes + sum(self.bytes_by_layer()) / CLUSTER_SIZE
 
-    def full(self, quantization: Quantization | None) -> int:
+    def full_cache_bytes(self, quantization: Quantization | None) -> int:
         """Return the total KV bytes per token of all full caches.
 
         Args:
             quantization: mlx-lm's quantisation, if any. It does not apply to caches in a `CacheList`.
         """
-        unquantised = sum(self.of_token()) + sum(self.plain)
+        unquantised_bytes = sum(self.bytes_by_layer()) + self.incompressible_bytes
         if quantization is None:
-            return unquantised
-        entries = [  # each cache contains one token
+            return unquantised_bytes
+        quantisable = [  # each cache contains one token
             cache.keys_and_values()
             for cache in self.caches
             if isinstance(cache, KVCache) and not cache.empty()
         ]
-        packed = [pack(array, quantization) for pair in entries for array in pair]
-        return unquantised - n_bytes(entries) + n_bytes(packed)
+        quantised = [pack(array, quantization) for pair in quantisable for array in pair]
+        return unquantised_bytes - n_bytes(quantisable) + n_bytes(quantised)
 
-    def rest(self, n: int, chunk: int) -> int:
-        """Return the size of linear states and sliding windows after `n` tokens, read in chunks of `chunk` tokens.
+    def window_and_state_bytes(self, n_tokens: int, chunk_size: int) -> int:
+        """Return the size of linear states and sliding windows after `n_tokens`, read in chunks.
 
         A sliding window's cache contains the window and the current chunk.
         """
-        windows = sum(size * min(n, window + chunk) for size, window in self.sliding)
-        return self.states + windows
+        window_bytes = sum(
+            token_bytes * min(n_tokens, window + chunk_size)
+            for token_bytes, window in self.sliding_windows
+        )
+        return self.state_bytes + window_bytes
 
 
 def weight_bytes(model) -> int:
     """Return the total size of a model's weights in bytes."""
-    return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
+    parameters = cast(list, tree_flatten(model.parameters()))
+    return sum(weights.nbytes for _, weights in parameters)

@@ -76,7 +76,7 @@ def file_cost(
     """
     if n_new == 0 or not isinstance(setting, Sparse) or not in_files(setting.store):
         return None
-    folder_bytes = EntrySizes(model).of_files(setting.store, n_new)
+    folder_bytes = EntrySizes(model).file_bytes(setting.store, n_new)
     folders = [Path(setting.store_dir or tempfile.gettempdir())]
     if saved_in is not None:
         folders.append(saved_in)

@@ -26,28 +26,28 @@ MARGIN = 2.5
 class Need(NamedTuple):
     """The memory of one request in bytes, not counting the model's weights."""
 
-    extra_in_prefill: int  # entries on top of `caches` until the prompt is compressed
-    kept: int  # entries after compression
-    caches: int  # all caches at the end of the answer, including unused rows
+    extra_in_prefill: int  # entries on top of `cache_bytes_at_end` until the prompt is compressed
+    kept_bytes: int  # entries after compression
+    cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # entries on top of `caches` that answer tokens choose among
-    chunk: int = 0  # activations, scores and copies for one prompt chunk
-    step: int = 0  # copies for one answer token
+    extra_in_answer: int = 0  # entries on top of `cache_bytes_at_end`, of which tokens choose some
+    chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
+    step_bytes: int = 0  # copies for one answer token
 
     @property
-    def peak_entries(self) -> int:
+    def peak_entry_bytes(self) -> int:
         """Return the peak size of the entries."""
-        return max(self.extra_in_prefill, self.extra_in_answer) + self.caches
+        return max(self.extra_in_prefill, self.extra_in_answer) + self.cache_bytes_at_end
 
     @property
     def prefill_peak(self) -> int:
         """Return the peak memory until the prompt has been compressed."""
-        return self.caches + self.extra_in_prefill + self.chunk
+        return self.cache_bytes_at_end + self.extra_in_prefill + self.chunk_bytes
 
     @property
     def answer_peak(self) -> int:
         """Return the peak memory after the prompt has been compressed."""
-        return self.caches + self.extra_in_answer + self.step
+        return self.cache_bytes_at_end + self.extra_in_answer + self.step_bytes
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Footprint:
         self.quantization = self.config.quantization
         if self.config.setting is not None and self.sizes.refusal is not None:
             raise self.sizes.refusal
-        self.row_bytes = sum(self.sizes.of_token(self.quantization))
+        self.row_bytes = sum(self.sizes.bytes_by_layer(self.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
         """Plan a request that starts from an empty cache.
@@ -91,191 +91,209 @@ class Footprint:
     def need(self, plan: Plan, max_tokens: int) -> Need:
         """Estimate the memory of a request whose answer has `max_tokens` tokens."""
         if plan.reason is not None:
-            return self._need_of_full(plan, max_tokens)
+            return self._need_of_full_cache(plan, max_tokens)
         if self.config.sparse is not None:
             return self._need_of_sparse(plan, max_tokens)
         return self._need_of_policy(plan, max_tokens)
 
     def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
         """Estimate a sparse request, which keeps all entries and adds a growing cache for the answer."""
-        n_answer = math.ceil(max_tokens / KVCache.step) * KVCache.step
-        return self._need_of_both(
+        n_answer_rows = math.ceil(max_tokens / KVCache.step) * KVCache.step
+        return self._need_of_all_layers(
             plan,
             max_tokens,
-            kept=0,
-            held=self.row_bytes * n_answer,
-            at_compression=self.bytes_read(plan),
-            stays=self.stored(plan.n_prompt) + self.means(plan),
+            kept_bytes=0,
+            cache_bytes_at_end=self.row_bytes * n_answer_rows,
+            prefill_peak_bytes=self.prefill_peak_bytes(plan),
+            stored_bytes=self.stored_bytes(plan.n_prompt) + self.mean_bytes(plan),
         )
 
     def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
         """Estimate a request with a policy, which copies the kept entries and appends the answer's."""
-        n_kept = self.kept(plan)
-        kept = self.row_bytes * n_kept
-        return self._need_of_both(
+        n_kept = self.n_kept(plan)
+        kept_bytes = self.row_bytes * n_kept
+        return self._need_of_all_layers(
             plan,
             max_tokens,
-            kept=kept,
-            held=self.row_bytes * _grown(n_kept, plan, max_tokens),
-            at_compression=self.bytes_read(plan) + kept,
+            kept_bytes=kept_bytes,
+            cache_bytes_at_end=self.row_bytes * _n_rows_at_end(n_kept, plan, max_tokens),
+            prefill_peak_bytes=self.prefill_peak_bytes(plan) + kept_bytes,
         )
 
-    def _need_of_both(
+    def _need_of_all_layers(
         self,
         plan: Plan,
         max_tokens: int,
         *,
-        kept: int,
-        held: int,
-        at_compression: int,
-        stays: int = 0,
+        kept_bytes: int,
+        cache_bytes_at_end: int,
+        prefill_peak_bytes: int,
+        stored_bytes: int = 0,
     ) -> Need:
         """Estimate the memory of all layers, given the sizes for the compressible ones.
 
         Args:
             plan: the request's plan.
             max_tokens: answer length in tokens.
-            kept: size of the entries after compression, in bytes.
-            held: size of the caches at the end of the answer, in bytes.
-            at_compression: peak size of the entries until compression, in bytes.
-            stays: size of the entries that answer tokens choose among, in bytes.
+            kept_bytes: size of the entries after compression.
+            cache_bytes_at_end: size of the caches at the end of the answer, including unused rows.
+            prefill_peak_bytes: peak size of the entries until compression.
+            stored_bytes: size of the entries that answer tokens choose among.
         """
         sizes = self.sizes
         n_prompt = plan.n_prompt
-        n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
-        plain = sum(sizes.plain)
-        n_copied = n_prompt if sizes.plain else self.kept(plan)
+        n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
+        other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
+        other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
+        n_copied = n_prompt if sizes.incompressible_bytes else self.n_kept(plan)
         return Need(
-            extra_in_prefill=max(0, at_compression - held),
-            kept=kept + n_prompt * plain,
-            caches=held + n_total * plain + sizes.rest(n_total, self.step_size),
-            keeps_shape=plan.keeps_shape and not sizes.plain,
-            extra_in_answer=stays,
-            chunk=self._chunk(plan),
-            step=int(MARGIN * sizes.of_widest * n_copied),
+            extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
+            kept_bytes=kept_bytes + n_prompt * sizes.incompressible_bytes,
+            cache_bytes_at_end=cache_bytes_at_end + other_bytes_at_end,
+            keeps_shape=plan.keeps_shape and not sizes.incompressible_bytes,
+            extra_in_answer=stored_bytes,
+            chunk_bytes=self._chunk_bytes(plan),
+            step_bytes=int(MARGIN * sizes.widest_layer_bytes * n_copied),
         )
 
-    def _need_of_full(self, plan: Plan, max_tokens: int) -> Need:
+    def _need_of_full_cache(self, plan: Plan, max_tokens: int) -> Need:
         """Estimate a request that is left to mlx-lm."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
-        n_total = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
-        token_bytes = sizes.full(self.quantization if is_quantised else None)
-        caches = n_total * token_bytes + sizes.rest(n_total, self.step_size)
-        extra = 0
+        token_bytes = sizes.full_cache_bytes(self.quantization if is_quantised else None)
+        n_rows = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
+        cache_bytes = n_rows * token_bytes + sizes.window_and_state_bytes(n_rows, self.step_size)
+        extra_in_prefill = 0
         if is_quantised:
             # mlx-lm quantises after the first chunk that reaches DEFAULT_QUANTIZED_KV_START.
             n_unquantised = min(n_prompt, DEFAULT_QUANTIZED_KV_START + self.step_size)
-            extra = max(0, n_unquantised * sizes.full(None) - caches)
-        chunk = min(n_prompt, self.step_size)
-        copied = int(MARGIN * sizes.of_widest * n_prompt)  # a growing cache is copied
+            unquantised_bytes = n_unquantised * sizes.full_cache_bytes(None)
+            extra_in_prefill = max(0, unquantised_bytes - cache_bytes)
+        chunk_size = min(n_prompt, self.step_size)
+        layer_bytes = max(
+            shape.chunk_bytes(chunk_size, n_prompt, margin=MARGIN) for shape in sizes.shapes
+        )
+        # A growing cache is copied.
+        copied_bytes = int(MARGIN * sizes.widest_layer_bytes * n_prompt)
         return Need(
-            extra_in_prefill=extra,
-            kept=n_prompt * token_bytes,
-            caches=caches,
-            chunk=max(x.chunk_bytes(chunk, n_prompt, margin=MARGIN) for x in sizes.shapes) + copied,
-            step=copied,
+            extra_in_prefill=extra_in_prefill,
+            kept_bytes=n_prompt * token_bytes,
+            cache_bytes_at_end=cache_bytes,
+            chunk_bytes=layer_bytes + copied_bytes,
+            step_bytes=copied_bytes,
         )
 
-    def _chunk(self, plan: Plan) -> int:
+    def _chunk_bytes(self, plan: Plan) -> int:
         """Return what a chunk takes on top of its entries: activations, scores, and a copy of one layer's entries."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
-        chunk = min(n_prompt, plan.chunk_size(self.step_size))
-        means = 0
+        chunk_size = min(n_prompt, plan.chunk_size(self.step_size))
+        page_mean_bytes = 0
         if reading is not None:
-            means = int(sizes.of_means() * self.index_rows_in_memory(n_prompt))
+            page_mean_bytes = int(sizes.page_mean_bytes() * self.n_indexed_in_memory(n_prompt))
         if reading is None or plan.adapts:
-            n_seen = self.rows_read(plan)
+            n_visible = self.n_prefill_rows(plan)
         else:
-            n_seen = min(n_prompt, max(reading.reach.most, reading.last.most)) + chunk
-        copied = sizes.of_widest * n_seen
+            n_chosen = min(n_prompt, max(reading.reach.most, reading.last.most))
+            n_visible = n_chosen + chunk_size
+        copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
-        most_seen = n_prompt if sizes.plain else n_seen
+        most_visible = n_prompt if sizes.incompressible_bytes else n_visible
         # Blocks are never split, so their scores have no limit.
-        limit = None if plan.options.evicts_in_blocks else scores_limit()
-        held = max(x.chunk_bytes(chunk, most_seen, limit, margin=MARGIN) for x in sizes.shapes)
+        max_score_bytes = None if plan.options.evicts_in_blocks else scores_limit()
+        layer_bytes = max(
+            shape.chunk_bytes(chunk_size, most_visible, max_score_bytes, margin=MARGIN)
+            for shape in sizes.shapes
+        )
         # Attention is accumulated from logits, which are computed in blocks of this size.
-        counting = ONE_PASS_BYTES if plan.accumulates_attention else 0
-        return held + int(MARGIN * (copied + means)) + counting
+        logit_bytes = ONE_PASS_BYTES if plan.accumulates_attention else 0
+        return layer_bytes + int(MARGIN * (copied_bytes + page_mean_bytes)) + logit_bytes
 
-    def of_prefix(self, n: int) -> int:
-        """Return the size of a cached prefix of `n` tokens, in memory and in files."""
+    def prefix_bytes(self, n_tokens: int) -> int:
+        """Return the size of a cached prefix of `n_tokens` tokens, in memory and in files."""
         if self.config.compress is not None and not self.config.evicts_in_blocks:
             # The cached prefix keeps all entries. Each request compresses its own copy.
-            return replace(self, config=CompressionConfig()).of_prefix(n)
+            with_full_cache = replace(self, config=CompressionConfig())
+            return with_full_cache.prefix_bytes(n_tokens)
         if self.config.sparse is None:
-            return self.need(self.plan(n), 0).caches
+            return self.need(self.plan(n_tokens), 0).cache_bytes_at_end
         sizes = self.sizes
-        held = self.stored(n) + n * sum(sizes.plain) + sizes.rest(n, self.step_size)
-        return held + sizes.of_files(self.config.store, n)
+        memory_bytes = self.stored_bytes(n_tokens) + n_tokens * sizes.incompressible_bytes
+        memory_bytes += sizes.window_and_state_bytes(n_tokens, self.step_size)
+        return memory_bytes + sizes.file_bytes(self.config.store, n_tokens)
 
-    def stored(self, n: int) -> int:
-        """Return the memory that sparse attention needs for the entries and the index of `n` tokens."""
+    def stored_bytes(self, n_tokens: int) -> int:
+        """Return the memory that sparse attention needs for the entries and the index of `n_tokens` tokens."""
         if self.config.store is None:
             return 0
-        entry_bytes = n * self.sizes.in_memory(self.config.store)
-        if not ranks_by_index(n):
+        entry_bytes = n_tokens * self.sizes.memory_bytes(self.config.store)
+        if not ranks_by_index(n_tokens):
             return entry_bytes
-        n_rows_allocated = rows_to_allocate(self.index_rows_in_memory(n))
-        return entry_bytes + n_rows_allocated * self.sizes.of_index()
+        n_index_rows = rows_to_allocate(self.n_indexed_in_memory(n_tokens))
+        return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
 
-    def means(self, plan: Plan) -> int:
+    def mean_bytes(self, plan: Plan) -> int:
         """Return the memory for cluster means and page means."""
-        return self._cluster_means(plan) + self._page_means(plan)
+        return self._cluster_bytes(plan) + self._page_mean_bytes(plan)
 
-    def _cluster_means(self, plan: Plan) -> int:
+    def _cluster_bytes(self, plan: Plan) -> int:
         """Return the size of the cluster means, which replace unread entries."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
-        return int(plan.n_prompt * self.sizes.of_clusters())
+        return int(plan.n_prompt * self.sizes.cluster_bytes())
 
-    def _page_means(self, plan: Plan) -> int:
+    def _page_mean_bytes(self, plan: Plan) -> int:
         """Return the size of the page means. They are only stored for entries in files, if chunks choose pages."""
         reading = plan.sparse_reading
-        if reading is None or reading.n_before == plan.n_prompt or not in_files(self.config.store):
+        chunks_choose = reading is not None and reading.n_before < plan.n_prompt
+        if not chunks_choose or not in_files(self.config.store):
             return 0
-        return int(self.index_rows_in_memory(plan.n_prompt) * self.sizes.of_means())
+        return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
-    def index_rows_in_memory(self, n: int) -> int:
-        """Return how many of `n` tokens have their index and means in memory. There is a limit for entries in files."""
-        return min(n, ENTRIES_IN_MEMORY + ENTRIES_MOVED) if in_files(self.config.store) else n
+    def n_indexed_in_memory(self, n_tokens: int) -> int:
+        """Return how many of `n_tokens` tokens have their index and means in memory.
 
-    def kept(self, plan: Plan) -> int:
+        There is a limit for entries in files.
+        """
+        if not in_files(self.config.store):
+            return n_tokens
+        return min(n_tokens, ENTRIES_IN_MEMORY + ENTRIES_MOVED)
+
+    def n_kept(self, plan: Plan) -> int:
         """Return how many prompt entries per KV head an answer token reads in a compressed layer."""
         return min(plan.n_prompt, plan.decode_quota.entries)
 
-    def bytes_read(self, plan: Plan) -> int:
+    def prefill_peak_bytes(self, plan: Plan) -> int:
         """Return the peak size of the entries during prefill, in the layers that can be compressed."""
+        unquantised_bytes = sum(self.sizes.bytes_by_layer())  # per token
         reading = plan.sparse_reading
         if reading is not None:
-            # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
-            stored = plan.n_prompt * self.sizes.in_memory(self.config.store)
+            store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
-                return stored
-            return stored + reading.n_before * sum(self.sizes.of_token())
+                return store_bytes
+            # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
+            return store_bytes + reading.n_before * unquantised_bytes
         # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks
-        row_bytes = self.row_bytes if is_quantised else sum(self.sizes.of_token())
-        return row_bytes * self.rows_read(plan)
+        row_bytes = self.row_bytes if is_quantised else unquantised_bytes
+        return row_bytes * self.n_prefill_rows(plan)
 
-    def rows_read(self, plan: Plan) -> int:
+    def n_prefill_rows(self, plan: Plan) -> int:
         """Return the maximum number of entries per compressed layer during prefill."""
-        block = 1 if plan.compress is None else plan.compress.policy.block
         n_answer = plan.n_ahead + 1  # answer tokens before compression
-        return min(
-            plan.n_prompt + n_answer,
-            plan.prefill_quota.entries + max(block, n_answer),
-        )
+        n_block = 1 if plan.compress is None else plan.compress.policy.block
+        n_without_eviction = plan.n_prompt + n_answer
+        n_with_eviction = plan.prefill_quota.entries + max(n_block, n_answer)
+        return min(n_without_eviction, n_with_eviction)
 
 
-def _grown(n: int, plan: Plan, max_tokens: int) -> int:
-    """Return how many rows a cache of `n` entries has after `max_tokens` answer tokens, including unused rows."""
+def _n_rows_at_end(n_kept: int, plan: Plan, max_tokens: int) -> int:
+    """Return how many rows a cache of `n_kept` entries has after an answer, including unused rows."""
     if plan.keeps_shape:
-        return n
+        return n_kept
     n_new = max_tokens
     if plan.compress is not None and not plan.compress.decode_policy.grows:
         n_new = min(max_tokens, plan.decode_policy.block)  # the cache evicts after each block
-    return rows_to_allocate(n + n_new)
+    return rows_to_allocate(n_kept + n_new)

@@ -9,7 +9,7 @@ from .footprint import Footprint
 from .machine import this_machine
 
 NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that turns off the limit
-STEPS = 16  # `longest_prompt` tries multiples of 1/16 of a prompt's length
+N_FRACTIONS = 16  # `longest_prompt` tries multiples of 1/16 of a prompt's length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
@@ -21,15 +21,15 @@ def machine_kv_limit(footprint: Footprint) -> int:
         footprint: estimates the memory of requests.
     """
     model = footprint.sizes.model
-    longest = trained_length(model) or TYPICAL
+    longest_prompt = trained_length(model) or TYPICAL
     try:
-        chunk = footprint.need(footprint.plan(longest), 0).chunk
+        chunk_bytes = footprint.need(footprint.plan(longest_prompt), 0).chunk_bytes
     except SnapKVError:  # requests of this length are rejected for another reason
-        chunk = 0
-    return max(0, this_machine().room - weight_bytes(model) - chunk)
+        chunk_bytes = 0
+    return max(0, this_machine().without_buffers - weight_bytes(model) - chunk_bytes)
 
 
-def fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bool:
+def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bool:
     """Return whether a request fits in `limit` bytes of KV memory. Unsupported requests never fit.
 
     Args:
@@ -39,9 +39,8 @@ def fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> bo
         limit: KV memory limit in bytes.
     """
     try:
-        return (
-            footprint.need(footprint.plan(n_prompt, max_tokens), max_tokens).peak_entries <= limit
-        )
+        plan = footprint.plan(n_prompt, max_tokens)
+        return footprint.need(plan, max_tokens).peak_entry_bytes <= limit
     except SnapKVError:
         return False
 
@@ -56,17 +55,22 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
         limit: KV memory limit in bytes.
     """
     for config in (SPARSE_4BIT, SPARSE_IN_FILES):
-        other = _with_config(footprint, config)
-        if other is not None and fits(other, n_prompt, max_tokens, limit):
+        smaller = _with_config(footprint, config)
+        if smaller is not None and request_fits(smaller, n_prompt, max_tokens, limit):
             return f"{config.flags} would fit"
-    n = longest_prompt(footprint, n_prompt, max_tokens, limit)
-    return f"a prompt of {n:,} tokens would fit" if n else "no prompt would fit"
+    n_fitting = longest_prompt(footprint, n_prompt, max_tokens, limit)
+    if n_fitting == 0:
+        return "no prompt would fit"
+    return f"a prompt of {n_fitting:,} tokens would fit"
 
 
 def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
     """Return the longest prompt that fits, as a multiple of 1/16 of `n_prompt`. Return 0 if none fits."""
-    lengths = (n_prompt * step // STEPS for step in range(STEPS - 1, 0, -1))
-    return next((n for n in lengths if n and fits(footprint, n, max_tokens, limit)), 0)
+    for n_sixteenths in range(N_FRACTIONS - 1, 0, -1):
+        n_shorter = n_prompt * n_sixteenths // N_FRACTIONS
+        if n_shorter > 0 and request_fits(footprint, n_shorter, max_tokens, limit):
+            return n_shorter
+    return 0
 
 
 def _with_config(footprint: Footprint, config: CompressionConfig) -> Footprint | None:

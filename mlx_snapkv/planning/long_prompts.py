@@ -77,7 +77,7 @@ class LongPrompts:
             return None
         sizes = EntrySizes(self._model)
         if setting is None:
-            full = format_bytes(n_tokens * sizes.full(None))
+            full = format_bytes(n_tokens * sizes.full_cache_bytes(None))
             return f"all {n_tokens:,} entries will be kept ({full}); --policy auto chooses a policy"
         max_tokens = self._planner_options.get("max_tokens", 0)
         plan = plan_request(
@@ -108,7 +108,7 @@ class LongPrompts:
         try:
             if self._planner is None:
                 self._planner = Planner(self._model, **self._planner_options)
-            plan, kv_bytes = self._planner.planned(n, self._config, self._kv_bits)
+            plan, kv_bytes = self._planner.memory_and_peak(n, self._config, self._kv_bits)
         except SnapKVError:
             return
         if max_kv_bytes is not None:
@@ -157,16 +157,16 @@ def _sentence_in_full(plan: Plan) -> str:
 
 def _where_stored(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
     """Describe the size of `n_tokens` in a `store`, such as "1.2 GB of files"."""
-    stored = n_tokens * sizes.stored(store)
+    stored = n_tokens * sizes.store_bytes(store)
     if in_files(store):
         return f"{format_bytes(stored)} of files"
-    return format_bytes(stored + n_tokens * sum(sizes.plain))
+    return format_bytes(stored + n_tokens * sizes.incompressible_bytes)
 
 
 def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
     """Describe how many entries prompt chunks and answer tokens will read."""
     n_prompt = plan.n_prompt
-    n_read = f"{footprint.kept(plan):,}"
+    n_read = f"{footprint.n_kept(plan):,}"
     stored = _where_stored(footprint.sizes, plan.options.store, n_prompt)
     stay = f"all of them stay in {stored}"
     since = f" from the {plan.n_ahead + 2}th on, while that is faster" if plan.adapts else ""
@@ -185,12 +185,12 @@ def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
     With schedule="block", the memory includes room for a block of new entries.
     """
     n_prompt = plan.n_prompt
-    n_kept = footprint.kept(plan)
+    n_kept = footprint.n_kept(plan)
     decode_policy = plan.decode_policy
     n_block = decode_policy.block if decode_policy.schedule == "block" else 0
     sizes = footprint.sizes
-    before = n_prompt * sizes.full(None)
-    after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sum(sizes.plain)
+    before = n_prompt * sizes.full_cache_bytes(None)
+    after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
     since = ""
     if not (plan.options.evicts_in_blocks or plan.options.is_text):  # a text has no answer
         # The prompt yields the first answer token, and each token fed ahead yields one more.

@@ -11,8 +11,8 @@ import mlx.core as mx
 # Bytes. On Macs with up to this much memory, the GPU may use two thirds of it; on larger ones, three quarters.
 _SMALL_MEMORY = 36 << 30
 _MEMINFO = Path("/proc/meminfo")  # Linux
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
-
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
+_CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 _BUFFERS_SHARE = 16  # MLX's buffer cache may take up to 1/16 of the usable memory
 _MIN_BUFFERS = 256 << 20  # bytes; enough for the activations of a chunk
@@ -25,12 +25,12 @@ class Machine(NamedTuple):
     usable: int
 
     @property
-    def room(self) -> int:
+    def without_buffers(self) -> int:
         """Return the bytes available for weights and requests: usable memory minus MLX's buffer cache."""
         return self.usable - self.usable // _BUFFERS_SHARE
 
     @property
-    def buffers(self) -> int:
+    def buffer_limit(self) -> int:
         """Return the size limit for MLX's cache of freed buffers. By default, MLX keeps all of them."""
         return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)
 
@@ -48,15 +48,19 @@ def this_machine() -> Machine:
             usable=int(info["max_recommended_working_set_size"]),
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else ""
-    if limit.isdecimal():  # "max" means no limit
-        memory = min(memory, int(limit))
-    text = _MEMINFO.read_text() if _MEMINFO.exists() else ""
-    match = re.search(r"MemAvailable: +(\d+) kB", text)
-    if match is None:
+    container_limit = _text_of(_CONTAINER_LIMIT).strip()
+    if container_limit.isdecimal():  # "max" means no limit
+        memory = min(memory, int(container_limit))
+    available_kib = re.search(r"MemAvailable: +(\d+) kB", _text_of(_MEMINFO))
+    if available_kib is None:
         return Machine(memory=memory, usable=memory)
-    available = int(match[1]) * 1024 + mx.get_active_memory()
+    available = int(available_kib[1]) * 1024 + mx.get_active_memory()
     return Machine(memory=memory, usable=min(memory, available))
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, or "" if there is no such file."""
+    return path.read_text() if path.is_file() else ""
 
 
 def mac(memory: int) -> Machine:
@@ -69,9 +73,8 @@ def processor() -> str:
     """Return the name of the GPU, or else of the CPU. Return "unknown" if neither has a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    match = re.search(r"^model name\s*:(.*)$", text, re.M)
-    if match is not None:
-        return match[1].strip()
+    # A line such as "model name : AMD EPYC 9575F 64-Core Processor".
+    cpu_name = re.search(r"^model name\s*:(.*)$", _text_of(_CPUINFO), re.M)
+    if cpu_name is not None:
+        return cpu_name[1].strip()
     return platform.processor() or "unknown"

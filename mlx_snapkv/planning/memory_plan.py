@@ -14,7 +14,7 @@ from .config import CompressionConfig
 from .entry_sizes import EntrySizes, weight_bytes
 from .footprint import Footprint
 from .prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
-from .request_plan import Plan, plan_request
+from .request_plan import plan_request
 from .settings import Setting, resolve_setting, setting_named
 
 
@@ -64,7 +64,7 @@ class Planner:
         self._sizes = EntrySizes(model)
         self._weights = weight_bytes(model)
         self.can_compress = self._sizes.refusal is None
-        self._footprint = functools.cache(self._make_footprint)
+        self._footprint_of = functools.cache(self._make_footprint)
 
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
@@ -73,42 +73,39 @@ class Planner:
         if context < 1:
             raise SnapKVError(f"context must be at least 1 token, got {context}")
         setting = setting_named(policy) if isinstance(policy, str) else policy
-        plan, _ = self.planned(context, CompressionConfig(setting), kv_bits)
+        plan, _ = self.memory_and_peak(context, CompressionConfig(setting), kv_bits)
         if isinstance(policy, str):  # show the policy as the caller wrote it
             return replace(plan, policy=policy)
         return plan
 
-    def planned(
+    def memory_and_peak(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
         """Plan a prompt, and return its memory and the peak size of its entries in bytes."""
+        quantization = self._quantization(kv_bits)
         plan = plan_request(
             self.model,
-            replace(config, quantization=self._quantization(kv_bits)),
+            replace(config, quantization=quantization),
             context,
             max_tokens=self._max_tokens,
             layers=self._sizes.layers,
         )
-        return self.counted(plan)
-
-    def counted(self, plan: Plan) -> tuple[MemoryPlan, int]:
-        """Return the memory of a planned request, and the peak size of its entries in bytes."""
-        setting = plan.options.setting
-        quantization = plan.options.quantization
-        # A prompt that is left to mlx-lm needs a full cache.
-        config = plan.options if plan.reason is None else replace(plan.options, setting=None)
-        need = self._footprint(config).need(plan, self._max_tokens)
+        used_config = plan.options
+        if plan.reason is not None:  # left to mlx-lm, which needs a full cache
+            used_config = replace(plan.options, setting=None)
+        need = self._footprint_of(used_config).need(plan, self._max_tokens)
+        setting = config.setting
         memory_plan = MemoryPlan(
-            context=plan.n_prompt,
+            context=context,
             policy=None if setting is None else str(setting),
             kv_bits=None if quantization is None else quantization.bits,
             weights=self._weights,
-            kv=need.kept + need.extra_in_answer,
+            kv=need.kept_bytes + need.extra_in_answer,
             reading=self._weights + need.prefill_peak,
             answering=self._weights + need.answer_peak,
             reason=None if setting is None else plan.reason,
         )
-        return memory_plan, need.peak_entries
+        return memory_plan, need.peak_entry_bytes
 
     def _make_footprint(self, config: CompressionConfig) -> Footprint:
         return Footprint(self._sizes, config, self._step_size, quantises_full=True)

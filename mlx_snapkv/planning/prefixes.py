@@ -21,44 +21,45 @@ DEFAULT_CONTEXT = 1 << 17  # prompt length in tokens to assume if the trained le
 
 
 @dataclass(frozen=True)
-class PrefixRoom:
+class PrefixCacheSize:
     """The size of a prefix cache.
 
     Attributes:
         limit: total size in bytes.
         context: length of the longest prompt in tokens.
-        each: size of the longest prompt in bytes. 0 if the setting does not support this length.
+        prompt_bytes: size of the longest prompt. 0 if the setting does not support this length.
     """
 
     limit: int
     context: int
-    each: int
+    prompt_bytes: int
 
     def __str__(self) -> str:
         """Return the server's startup message: how many prompts fit, or how to make room for one."""
-        room = f"prefix cache: {format_bytes(self.limit)}"
-        if not self.each:
-            return room
-        n_prompts = self.limit // self.each
-        if n_prompts:
+        size = f"prefix cache: {format_bytes(self.limit)}"
+        if self.prompt_bytes == 0:
+            return size
+        n_prompts = self.limit // self.prompt_bytes
+        if n_prompts > 0:
             prompts = "prompt" if n_prompts == 1 else "prompts"
-            return f"{room} hold {n_prompts:,} {prompts} of {self.context:,} tokens"
-        max_tokens = self.context * self.limit // self.each
+            return f"{size} hold {n_prompts:,} {prompts} of {self.context:,} tokens"
+        n_fitting = self.context * self.limit // self.prompt_bytes
+        prompt_size = format_bytes(self.prompt_bytes)
         return (
-            f"{room} hold no prompt of {self.context:,} tokens, which takes {format_bytes(self.each)}, but one of "
-            f"{max_tokens:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
+            f"{size} hold no prompt of {self.context:,} tokens, which takes {prompt_size}, but one of "
+            f"{n_fitting:,}; --prefix-bytes gives more, and --sparse with --store 4bit needs less"
         )
 
 
-def prefix_room(
+def prefix_cache_size(
     model: Any,
     options: dict[str, Any],
     machine: Machine,
     *,
-    given: int | None = None,
+    user_limit: int | None = None,
     max_kv_bytes: int | None = None,
     max_context: int | None = None,
-) -> PrefixRoom:
+) -> PrefixCacheSize:
     """Return the size of the prefix cache.
 
     By default, the cache has room for at least one prompt as long as the model's context, but it takes at most half of
@@ -68,7 +69,7 @@ def prefix_room(
         model: the served model.
         options: keyword arguments of `CompressedBatchGenerator`.
         machine: the machine to serve on.
-        given: size in bytes set by the user. None for the default.
+        user_limit: size in bytes set by the user. None for the default.
         max_kv_bytes: KV memory limit in bytes set by the user. None or 0 for no limit.
         max_context: maximum prompt length in tokens set by the user. None for no limit.
     """
@@ -76,20 +77,24 @@ def prefix_room(
     longest = trained_length(model) or max_context or DEFAULT_CONTEXT
     context = min(longest, max_context or longest)
     try:
-        each = Footprint(EntrySizes(model), config).of_prefix(context)
+        prompt_bytes = Footprint(EntrySizes(model), config).prefix_bytes(context)
     except SnapKVError:  # the setting does not support prompts of this length
-        each = 0
-    if config.sparse is not None and in_files(config.store):
-        default = IN_FILES
-        free = shutil.disk_usage(config.sparse.store_dir or tempfile.gettempdir()).free
-    else:
-        default = IN_MEMORY
-        free = machine.usable - weight_bytes(model)
-    if given:
-        limit = given
-    else:
-        half = max(MIN_PREFIX_BYTES, free // 2)
-        limit = min(max(default, each), half)
+        prompt_bytes = 0
+    limit = user_limit or _default_limit(model, config, machine, prompt_bytes)
     if max_kv_bytes and not in_files(config.store):
         limit = min(limit, max_kv_bytes)
-    return PrefixRoom(limit=limit, context=context, each=each)
+    return PrefixCacheSize(limit=limit, context=context, prompt_bytes=prompt_bytes)
+
+
+def _default_limit(
+    model: Any, config: CompressionConfig, machine: Machine, prompt_bytes: int
+) -> int:
+    """Return the default size in bytes, given the size of the longest prompt."""
+    if config.sparse is not None and in_files(config.store):
+        usual_limit = IN_FILES
+        free = shutil.disk_usage(config.sparse.store_dir or tempfile.gettempdir()).free
+    else:
+        usual_limit = IN_MEMORY
+        free = machine.usable - weight_bytes(model)
+    max_limit = max(MIN_PREFIX_BYTES, free // 2)
+    return min(max(usual_limit, prompt_bytes), max_limit)

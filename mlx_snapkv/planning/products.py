@@ -15,24 +15,25 @@ def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
     experts and hybrids. The cost per entry is estimated from the attention module's weights, which is slightly too
     high, because keys and values are computed only once. The output layer is not counted: prompt tokens skip it.
     """
-    all_products = sum(_products(layer) for layer in model.layers)
-    attention_products = sum(_products(reader) for layer in layers for reader in layer.readers)
-    # The cost per entry is about the number of attention weights divided by the hidden size.
-    return int(share * hidden_size(model) * all_products / attention_products)
+    n_products = sum(_n_products(layer) for layer in model.layers)
+    n_attention_products = sum(_n_products(reader) for layer in layers for reader in layer.readers)
+    # An entry costs about as many products as attention has weights, divided by the hidden size.
+    return int(share * hidden_size(model) * n_products / n_attention_products)
 
 
-def _products(module: nn.Module) -> int:
+def _n_products(module: nn.Module) -> int:
     """Return how many weights of a module and its submodules a token is multiplied with."""
-    modules = module.modules()
-    experts = max(map(experts_per_token, modules), default=0)
-    products = 0
-    for x in modules:
-        weight = x.get("weight")
+    submodules = module.modules()
+    n_experts = max(map(experts_per_token, submodules), default=0)
+    n_products = 0
+    for submodule in submodules:
+        weight = submodule.get("weight")
         if weight is None or weight.ndim < 2:
             continue
-        # Quantised weights pack several values into each 32-bit integer.
-        n_weights = weight.size * 32 // x.bits if "scales" in x else weight.size
-        if hasattr(x, "num_experts"):  # the first axis; each token uses only some of the experts
-            n_weights = n_weights // weight.shape[0] * experts
-        products += n_weights
-    return products
+        n_weights = weight.size
+        if "scales" in submodule:  # quantised weights pack several values into each 32-bit integer
+            n_weights = weight.size * 32 // submodule.bits
+        if hasattr(submodule, "num_experts"):  # each token uses only some of the experts
+            n_weights = n_weights // weight.shape[0] * n_experts
+        n_products += n_weights
+    return n_products

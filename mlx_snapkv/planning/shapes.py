@@ -28,32 +28,37 @@ METAL = mx.metal.is_available()
 class LayerShape:
     """The memory that a decoder layer takes to read a chunk, not counting its cache."""
 
-    per_token: int  # bytes per token in the chunk: outputs of the layer's projections
-    scores: int = 0  # bytes per query and visible entry; 0 with a fused kernel
+    token_bytes: int  # bytes per token in the chunk: outputs of the layer's projections
+    pair_bytes: int = 0  # score bytes per query and visible entry; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
-    per_entry: int = 0  # bytes per visible entry: MLA latents expanded for every head
+    entry_bytes: int = 0  # bytes per visible entry: MLA latents expanded for every head
 
     def chunk_bytes(
-        self, chunk: int, seen: int, limit: int | None = None, margin: float = 1
+        self,
+        chunk_size: int,
+        n_visible: int,
+        max_score_bytes: int | None = None,
+        margin: float = 1,
     ) -> int:
         """Return the bytes that the layer takes to read a chunk.
 
         Args:
-            chunk: chunk length in tokens.
-            seen: number of entries that the chunk's last token can see, including the chunk's own.
-            limit: size limit for the scores in bytes. Larger chunks are read in pieces.
+            chunk_size: chunk length in tokens.
+            n_visible: number of entries that the chunk's last token can see, including the chunk's own.
+            max_score_bytes: size limit for the scores. Larger chunks are read in pieces.
             margin: safety factor for everything except the scores, which are computed exactly.
         """
         if self.window != UNLIMITED:
-            seen = min(seen, self.window + chunk - 1)
-        scores = self.scores * chunk * seen
-        n_at_once = chunk
-        if limit is not None and self.scores:
-            smallest_piece = self.scores * MIN_TOKENS_AT_ONCE * seen
-            scores = min(scores, max(limit, smallest_piece))
+            n_visible = min(n_visible, self.window + chunk_size - 1)
+        chunk_score_bytes = self.pair_bytes * chunk_size * n_visible
+        n_at_once = chunk_size
+        if max_score_bytes is not None and self.pair_bytes:
+            smallest_piece_bytes = self.pair_bytes * MIN_TOKENS_AT_ONCE * n_visible
+            chunk_score_bytes = min(chunk_score_bytes, max(max_score_bytes, smallest_piece_bytes))
             # Pieces get shorter as the prompt grows, so the first piece has the most activations.
-            n_at_once = min(chunk, tokens_at_once(0, self.scores, limit))
-        return scores + int(margin * (self.per_entry * seen + self.per_token * n_at_once))
+            n_at_once = min(chunk_size, tokens_at_once(0, self.pair_bytes, max_score_bytes))
+        activation_bytes = self.entry_bytes * n_visible + self.token_bytes * n_at_once
+        return chunk_score_bytes + int(margin * activation_bytes)
 
 
 def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
@@ -62,22 +67,23 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     The last layer is left out, because its attention is not computed during prefill.
     """
     layers = list(model.layers)
-    windows = [_window(cache) for cache in caches]
+    windows = [_max_visible(cache) for cache in caches]
     key_sizes = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
         # Some layers have several caches, or none of their own. Treat every layer like the largest.
         windows = [max(windows)] * len(layers)
         key_sizes = [max(key_sizes)] * len(layers)
-    item = min((c.keys.dtype.size for c in _holding(caches)), default=4)  # bytes per number
+    number_bytes = min((cache.keys.dtype.size for cache in _caches_with_keys(caches)), default=4)
     families = _families(model)
     shapes = {LayerShape(0)}
     for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
         modules = layer.modules()
-        shape = LayerShape(item * _projected(modules))
-        readers = [x for x in modules if id(x) in families] if window else []
-        if readers:
-            attention = max(readers, key=query_heads)
-            shape = _attending(shape, attention, families[id(attention)], window, key_size, item)
+        shape = LayerShape(number_bytes * _n_projected(modules))
+        attentions_of_layer = [module for module in modules if id(module) in families]
+        if window and attentions_of_layer:
+            attention = max(attentions_of_layer, key=query_heads)
+            family = families[id(attention)]
+            shape = _with_attention(shape, attention, family, window, key_size, number_bytes)
         shapes.add(shape)
     return shapes
 
@@ -89,23 +95,25 @@ def window_of(cache: Any) -> int | None:
     return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
-def _window(cache: Any) -> int:
+def _max_visible(cache: Any) -> int:
     """Return the maximum number of entries that a layer's queries can see, or 0 without attention."""
-    holding = _holding([cache])
-    if not holding:
-        return 0
-    return window_of(holding[0]) or UNLIMITED
+    caches = _caches_with_keys([cache])
+    return (window_of(caches[0]) or UNLIMITED) if caches else 0
 
 
 def _key_size(cache: Any) -> int:
     """Return the size of a layer's keys, or 0 without attention."""
-    holding = _holding([cache])
-    return holding[0].keys.shape[-1] if holding else 0
+    caches = _caches_with_keys([cache])
+    return caches[0].keys.shape[-1] if caches else 0
 
 
-def _holding(caches: Any) -> list[Any]:
+def _caches_with_keys(caches: list) -> list[Any]:
     """Return the caches that contain keys, including members of cache lists."""
-    return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
+    return [
+        cache
+        for cache in members(caches)
+        if not isinstance(cache, ArraysCache) and not cache.empty()
+    ]
 
 
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
@@ -121,13 +129,13 @@ def _families(model: Any) -> dict[int, AttentionFamily | None]:
     }
 
 
-def _attending(
+def _with_attention(
     shape: LayerShape,
     attention: Any,
     family: AttentionFamily | None,
     window: int,
     key_size: int,
-    item: int,
+    number_bytes: int,
 ) -> LayerShape:
     """Add attention to the shape of a layer.
 
@@ -137,55 +145,62 @@ def _attending(
         family: the module's family, or None if it is unknown.
         window: maximum number of entries that a query can see.
         key_size: size of the keys in the layer's cache.
-        item: bytes per number.
+        number_bytes: bytes per number.
     """
     head_size = key_size
-    per_entry = 0
+    entry_bytes = 0
     if hasattr(attention, "embed_q"):  # MLA expands the latents for every head
         head_size = attention.qk_nope_head_dim
-        per_entry = item * query_heads(attention) * (head_size + attention.v_head_dim)
-    scores = score_bytes(attention, family, head_size, item)
-    return replace(shape, scores=scores, window=window, per_entry=per_entry)
+        n_expanded = query_heads(attention) * (head_size + attention.v_head_dim)
+        entry_bytes = number_bytes * n_expanded
+    pair_bytes = score_bytes(attention, family, head_size, number_bytes)
+    return replace(shape, pair_bytes=pair_bytes, window=window, entry_bytes=entry_bytes)
 
 
-def score_bytes(attention: Any, family: AttentionFamily | None, head_size: int, item: int) -> int:
-    """Return the score bytes per query and entry for all heads, at `item` bytes per number.
+def score_bytes(
+    attention: Any, family: AttentionFamily | None, head_size: int, number_bytes: int
+) -> int:
+    """Return the score bytes per query and entry for all heads, at `number_bytes` per number.
 
     Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
     separately, unless its family joins both parts.
     """
-    arrays = 1
+    n_arrays = 1
     if hasattr(attention, "embed_q"):
-        arrays = 2 if family is None or family.factor is None else 1
+        n_arrays = 2 if family is None or family.factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
-        arrays = 3  # a column for the sinks is appended and removed again
+        n_arrays = 3  # a column for the sinks is appended and removed again
     if is_fused(head_size):
-        arrays = 1 if arrays == 2 else 0  # only the separate positional scores are stored
-    return item * query_heads(attention) * arrays
+        n_arrays = 1 if n_arrays == 2 else 0  # only the separate positional scores are stored
+    return number_bytes * query_heads(attention) * n_arrays
 
 
-def _projected(modules: list[Any]) -> int:
+def _n_projected(modules: list[Any]) -> int:
     """Return how many numbers a layer's projections compute per token."""
-    experts = max(1, *map(experts_per_token, modules))
+    n_experts = max(1, *map(experts_per_token, modules))
     n_numbers = 0
     for module in modules:
-        name = type(module).__name__
+        class_name = type(module).__name__
         weight = module.get("weight")
-        if weight is None or weight.ndim < 2 or "Embedding" in name:
+        if weight is None or weight.ndim < 2 or "Embedding" in class_name:
             continue
         # Expert projections have a third axis. Convolutions compute one number per channel.
-        outputs = weight.shape[0] if "Conv" in name else weight.shape[-2]
-        n_numbers += outputs * (experts if "Switch" in name else 1)
+        n_outputs = weight.shape[0] if "Conv" in class_name else weight.shape[-2]
+        n_numbers += n_outputs * (n_experts if "Switch" in class_name else 1)
     return n_numbers
 
 
 def without_weights(folder: str | Path) -> nn.Module:
     """Load the model in a folder with placeholder weights that have the right shapes."""
-    changes = unread_parameters(load_config(Path(folder))).changes
-    model, _ = load_model(Path(folder), lazy=True, model_config=changes)
-    blank = tree_map(lambda x: mx.broadcast_to(mx.zeros((), x.dtype), x.shape), model.parameters())
-    model.update(blank)
+    config_changes = unread_parameters(load_config(Path(folder))).changes
+    model, _ = load_model(Path(folder), lazy=True, model_config=config_changes)
+    model.update(tree_map(_placeholder, model.parameters()))
     return model
+
+
+def _placeholder(weight: mx.array) -> mx.array:
+    """Return zeros of the same shape that take no memory."""
+    return mx.broadcast_to(mx.zeros((), weight.dtype), weight.shape)
 
 
 def repository_without_weights(name: str) -> nn.Module:

@@ -115,7 +115,7 @@ def test_one_request_takes_the_planned_memory(demo_llama, tmp_path, options):
     request = text("a", 90, max_tokens=40, logit_bias={"2": -100})
     found, held, _ = answered(demo_llama, [request], tmp_path, options)
     n_prompt = found["a"]["response"]["body"]["usage"]["prompt_tokens"]
-    assert held <= needed(demo_llama, options, n_prompt, 40).peak_entries < 2.2 * held
+    assert held <= needed(demo_llama, options, n_prompt, 40).peak_entry_bytes < 2.2 * held
 
 
 @pytest.mark.parametrize("options", WAYS[:3])  # two stages decode from the third kind of cache
@@ -124,7 +124,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, option
         (chat if n % 3 else text)(f"{n}", 5 + 11 * n % 65, max_tokens=4 + 7 * n % 30)
         for n in range(10)
     ]
-    most = [needed(demo_llama, options, *size).peak_entries for size in ((60, 10), (520, 33))]
+    most = [needed(demo_llama, options, *size).peak_entry_bytes for size in ((60, 10), (520, 33))]
     limit = int(1.8 * max(most))
     found, held, at_once = answered(demo_llama, lines, tmp_path, options, max_kv_bytes=limit)
     expected, _, more = answered(demo_llama, lines, tmp_path, options)
@@ -149,11 +149,11 @@ def test_the_planned_memory_of_sparse_requests_is_the_devices_memory(demo_llama,
         gc.collect()
         taken.append(mx.get_active_memory() - before)
     gc.unfreeze()
-    assert 0.85 * need.peak_entries < max(taken) < need.peak_entries + 3_500_000
+    assert 0.85 * need.peak_entry_bytes < max(taken) < need.peak_entry_bytes + 3_500_000
     assert (
-        need.caches + need.extra_in_answer
+        need.cache_bytes_at_end + need.extra_in_answer
         < taken[-1]
-        < need.caches + need.extra_in_answer + 3_500_000
+        < need.cache_bytes_at_end + need.extra_in_answer + 3_500_000
     )
 
 

@@ -80,8 +80,8 @@ def test_freed_buffers_are_bounded_by_the_machines_memory(call, monkeypatch):
     monkeypatch.setattr(mx, "set_cache_limit", lambda n: told.append(n) or tell(n))
     assert call("generate", "--model", "demo", *LITTLE)[0] == 0
     assert len(told) == 1 and told[0] <= max(1 << 28, this_machine().memory // 16)
-    assert [mac(n << 30).buffers >> 20 for n in (8, 16, 128)] == [341, 682, 6144]
-    assert mac(1 << 30).buffers == 1 << 28
+    assert [mac(n << 30).buffer_limit >> 20 for n in (8, 16, 128)] == [341, 682, 6144]
+    assert mac(1 << 30).buffer_limit == 1 << 28
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def planner(demo_llama):
 
 def cost(planner, n, setting):
     """Return the peak memory, and the size of the entries, in bytes."""
-    plan, kv = planner.planned(n, AutoRequest(n).completed(setting))
+    plan, kv = planner.memory_and_peak(n, AutoRequest(n).completed(setting))
     return plan.peak, kv
 
 
@@ -132,7 +132,7 @@ def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.candidates():
-        _, sizes[setting] = planner.planned(n, request.completed(setting))
+        _, sizes[setting] = planner.memory_and_peak(n, request.completed(setting))
     assert sizes[taken.config] == min(sizes.values())
     assert taken.config == CompressionConfig(Sparse(store=store))
 

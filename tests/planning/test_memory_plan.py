@@ -37,7 +37,7 @@ def test_entries_take_no_more_than_was_planned(name, policy):
     if policy is not None and name == "lfm2":
         policy = policy.replace("budget=256", "budget=320")
     planner = Planner(model, max_tokens=8, prefill_step_size=256)
-    plan, most = planner.planned(n, CompressionConfig(policy and setting_named(policy)))
+    plan, most = planner.memory_and_peak(n, CompressionConfig(policy and setting_named(policy)))
     cache = make_prompt_cache(model)
     options = {"max_tokens": 8, "prefill_step_size": 256, "prompt_cache": cache}
     for _ in generate_step(tokens_of(n), model, policy=policy, on_report=reports.append, **options):
@@ -163,7 +163,7 @@ def test_other_errors_of_planning_are_not_hidden(demo_llama, monkeypatch):
     def fails(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Planner, "planned", fails)
+    monkeypatch.setattr(Planner, "memory_and_peak", fails)
     with pytest.raises(ZeroDivisionError):
         LongPrompts(demo_llama[0]).require_memory(1000)
 

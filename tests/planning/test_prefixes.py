@@ -13,7 +13,7 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.entry_sizes import EntrySizes
 from mlx_snapkv.planning.footprint import Footprint
 from mlx_snapkv.planning.machine import mac
-from mlx_snapkv.planning.prefixes import PrefixRoom, prefix_room
+from mlx_snapkv.planning.prefixes import PrefixCacheSize, prefix_cache_size
 
 GB = 10**9
 SNAPKV = SnapKV(budget=200, n_sink=4, n_window=32, obs_window=32, lookahead=0)
@@ -34,22 +34,22 @@ def of_8b():
 
 
 def test_a_prompt_of_an_8bs_context_fits_where_the_memory_allows(of_8b):
-    room = prefix_room(of_8b, {}, mac(64 << 30))
-    assert room.context == 131_072 and room.each == pytest.approx(131_072**2, rel=0.01)
-    assert room.limit == room.each and " hold 1 prompt of 131,072 tokens" in str(room)
+    room = prefix_cache_size(of_8b, {}, mac(64 << 30))
+    assert room.context == 131_072 and room.prompt_bytes == pytest.approx(131_072**2, rel=0.01)
+    assert room.limit == room.prompt_bytes and " hold 1 prompt of 131,072 tokens" in str(room)
     half = mac(24 << 30).usable / 2
-    small = prefix_room(of_8b, {}, mac(24 << 30))
+    small = prefix_cache_size(of_8b, {}, mac(24 << 30))
     assert 0.9 * half < small.limit < half
     assert "hold no prompt of 131,072 tokens, which takes 17.2 GB, but one of 6" in str(small)
-    quarter = prefix_room(of_8b, {"policy": Sparse(store="4bit")}, mac(24 << 30))
-    assert quarter.each < room.each / 2 and " hold 1 prompt of" in str(quarter)
+    quarter = prefix_cache_size(of_8b, {"policy": Sparse(store="4bit")}, mac(24 << 30))
+    assert quarter.prompt_bytes < room.prompt_bytes / 2 and " hold 1 prompt of" in str(quarter)
 
 
 def test_a_given_limit_is_used_and_other_limits_hold(of_8b):
     machine = mac(64 << 30)
-    assert prefix_room(of_8b, {}, machine, given=5 * GB).limit == 5 * GB
-    assert prefix_room(of_8b, {}, machine, max_kv_bytes=GB).limit == GB
-    short = prefix_room(of_8b, {}, machine, max_context=4096)
+    assert prefix_cache_size(of_8b, {}, machine, user_limit=5 * GB).limit == 5 * GB
+    assert prefix_cache_size(of_8b, {}, machine, max_kv_bytes=GB).limit == GB
+    short = prefix_cache_size(of_8b, {}, machine, max_context=4096)
     assert (short.limit, short.context) == (4 * GB, 4096)
     assert str(short) == "prefix cache: 4 GB hold 7 prompts of 4,096 tokens"
 
@@ -58,10 +58,10 @@ def test_entries_in_files_take_at_most_half_of_the_free_disk(of_8b, monkeypatch)
     options = {"policy": Sparse(store="file")}
     disk = type("Disk", (), {"free": 30 * GB})
     monkeypatch.setattr(prefixes.shutil, "disk_usage", lambda folder: disk)
-    assert prefix_room(of_8b, options, mac(8 << 30)).limit == 15 * GB
+    assert prefix_cache_size(of_8b, options, mac(8 << 30)).limit == 15 * GB
     disk.free = 100 * GB
-    found = prefix_room(of_8b, options, mac(8 << 30))
-    assert found.limit == max(20 * GB, found.each)
+    found = prefix_cache_size(of_8b, options, mac(8 << 30))
+    assert found.limit == max(20 * GB, found.prompt_bytes)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
@@ -85,9 +85,9 @@ def test_a_prefix_takes_the_planned_memory(make, config):
         cache, _ = prefill(model, tokens, config.setting)
     taken = memory_bytes(cache) + file_bytes(cache)
     footprint = Footprint(EntrySizes(model), config)
-    assert footprint.of_prefix(len(tokens)) == pytest.approx(taken, rel=0.25)
+    assert footprint.prefix_bytes(len(tokens)) == pytest.approx(taken, rel=0.25)
 
 
 def test_a_room_of_any_size_is_one_sentence():
-    assert str(PrefixRoom(100, 50, 200)).count("hold no prompt of 50 tokens") == 1
-    assert str(PrefixRoom(100, 50, 0)) == "prefix cache: 100 B"
+    assert str(PrefixCacheSize(100, 50, 200)).count("hold no prompt of 50 tokens") == 1
+    assert str(PrefixCacheSize(100, 50, 0)) == "prefix cache: 100 B"

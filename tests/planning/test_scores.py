@@ -44,8 +44,8 @@ def test_scores_are_stored_without_a_fused_kernel(size, kind, stored, monkeypatc
 
 def test_a_layer_is_planned_to_store_at_most_the_limit():
     """Very long contexts are an exception, because even 32 tokens exceed the limit."""
-    shape, limit = LayerShape(100, scores=32, window=UNLIMITED), 48 << 20
-    others = replace(shape, scores=0)
+    shape, limit = LayerShape(100, pair_bytes=32, window=UNLIMITED), 48 << 20
+    others = replace(shape, pair_bytes=0)
     for seen, stored in ((512, 32 * 512 * 512), (4000, limit), (1 << 20, 32 * 32 << 20)):
         both = [x.chunk_bytes(512, seen, limit) for x in (shape, others)]
         assert both[0] - both[1] == stored

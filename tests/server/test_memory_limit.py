@@ -31,7 +31,7 @@ def let_limit_be(monkeypatch, model, limit):
 
 
 def machine_room(usable):
-    return Machine(usable, usable).room
+    return Machine(usable, usable).without_buffers
 
 
 def test_a_request_of_3_gb_never_starts_on_a_machine_with_2_gb(demo_llama, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_long_answer_is_reserved_as_far_as_the_machine_goes(demo_llama, monkey
     memory = Memory(EntrySizes(demo_llama[0]), {}, None)
     assert memory.longest_answer(100, 50) == 50
     n = memory.longest_answer(100, 1 << 20)
-    assert 2048 < n < 1 << 20 and memory.need(100, n).peak_entries <= memory.limit
+    assert 2048 < n < 1 << 20 and memory.need(100, n).peak_entry_bytes <= memory.limit
     given = Memory(EntrySizes(demo_llama[0]), {}, 20_000_000)
     assert given.longest_answer(100, 1 << 20) == 1 << 20
 
@@ -65,7 +65,7 @@ def test_a_model_without_sparse_attention_is_advised_a_shorter_prompt():
     """The error is about memory, and does not suggest a setting that the model does not support."""
     model = make_model("deepseek_v32", REFUSED_CONFIGS["deepseek_v32"])
     whole = Memory(EntrySizes(model), {}, 1 << 40).need(4000, 10)
-    memory = Memory(EntrySizes(model), {}, whole.peak_entries - 1)
+    memory = Memory(EntrySizes(model), {}, whole.peak_entry_bytes - 1)
     with pytest.raises(NeverFits, match=r"raise it; a prompt of 3,\d+ tokens would fit$"):
         memory.need(4000, 10)
 
