@@ -72,7 +72,7 @@ def read_and_spy(model, tokens, policy, monkeypatch):
         cache,
     )
     with request.recording(), monkeypatch.context() as patched:
-        if any(layer.cap for layer in attention_layers(model, cache)):
+        if any(layer.logit_cap for layer in attention_layers(model, cache)):
             patched.setattr(mx, "softmax", spy_scores)
         patched.setattr(mx.fast, "scaled_dot_product_attention", spy)
         model(tokens[None, :30], cache=request.caches)
@@ -89,7 +89,7 @@ def calls_of(layer, cache, calls):
     parts = mx.split(cache.queries, len(layer.readers), axis=1)
     if layer.latent:
         return [calls.pop(0) for _ in parts]
-    if layer.cap:
+    if layer.logit_cap:
         own = {"k": cache.held().keys, "scale": layer.attention.scale, "sinks": None}
         return [calls.pop(0) | own | {"q": part} for part in parts]
     return [next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], part)) for part in parts]

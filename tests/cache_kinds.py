@@ -8,7 +8,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
 from mlx_snapkv.compress.recording import RecordingKVCache
 from mlx_snapkv.entries.quantization import Quantization, pack
-from mlx_snapkv.entries.queries import Captured, Recorder
+from mlx_snapkv.entries.queries import CapturedQueries, Recorder
 from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.sparse.stored_cache import StoredKVCache
 from mlx_snapkv.sparse.stores.file import FileStore
@@ -40,7 +40,7 @@ def window(quantization=None, n_window=N_WINDOW, pinned=PINNED):
     cache = SnapKVCache(
         keys, values, positions, offset=START, n_window=n_window, quantization=quantization
     )
-    cache.record(Captured(queries, SCALE))
+    cache.record(CapturedQueries(queries, SCALE))
     return cache
 
 
@@ -96,5 +96,5 @@ def feed(cache, n):
     mask = cache.make_mask(n, return_array=False, window_size=None)
     keys, values = cache.update_and_fetch(keys, values)
     if isinstance(cache, Recorder):
-        cache.record(Captured(queries, SCALE))
+        cache.record(CapturedQueries(queries, SCALE))
     return scaled_dot_product_attention(queries, keys, values, cache, SCALE, mask)

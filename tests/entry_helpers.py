@@ -22,13 +22,13 @@ def make_entries(B=1, n_heads=4, H=2, T=70, n=5, D=8, dtype=mx.float32, seed=0, 
 
 def asked(entries):
     """Return the arguments for the functions of `reference.py`: queries, keys, query positions, scale."""
-    observed = entries.observed
+    observed = entries.voting_queries
     queries, keys = (x.astype(mx.float32) for x in (observed.vectors, entries.keys))
     return queries, keys, observed.indices, observed.scale
 
 
 def votes_of(entries):
-    return reference.votes(*asked(entries), entries.observed.sinks)
+    return reference.votes(*asked(entries), entries.voting_queries.sinks)
 
 
 def exact_up_to(monkeypatch, n):

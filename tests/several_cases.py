@@ -43,7 +43,7 @@ def kept(model, tokens: mx.array, policy: str) -> dict:
     """Return the positions kept by each of this process's KV heads, per layer, and the tokens of the answer."""
     cache, report = prefill(model, tokens[:-1], policy)
     layers = attention_layers(model, cache)
-    positions = [layer.entries_in(cache).held().positions[0].tolist() for layer in layers]
+    positions = [layer.layer_cache_in(cache).held().positions[0].tolist() for layer in layers]
     steps = mlx_generate_step(tokens[-1:], model, max_tokens=N_ANSWER, prompt_cache=cache)
     said = [int(token) for token, _ in steps]
     return {"kept": positions, "kv_bytes": report.kv_bytes_after, "said": said}

@@ -13,22 +13,22 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, _BaseCache
 
 from ..caches.adapter import layer_cache
 from ..caches.contract import keys_property
-from ..caches.layers import members
+from ..caches.layers import all_caches
 from ..compress.evicting import EvictingCache
 from ..entries.quantization import (
     Quantised,
     Stored,
-    arrays,
-    each,
-    n_bytes,
-    n_rows,
+    count_bytes,
+    count_rows,
+    flat_arrays,
+    map_arrays,
     pack,
-    rows,
     rows_to_allocate,
+    slice_rows,
     with_new_rows,
-    write,
+    write_rows,
 )
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from ..sparse.cache import SparseKVCache
 
 
@@ -206,10 +206,10 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self._make_room(max(next_rows) + 1)
         entries = pack(keys, self.quantization), pack(values, self.quantization)
         if len(set(next_rows)) == 1:
-            write(self._stored, next_rows[0], entries)
+            write_rows(self._stored, next_rows[0], entries)
         else:  # all requests write to the same row
             index = mx.array(next_rows)[:, None, None, None]
-            self.keys, self.values = each(
+            self.keys, self.values = map_arrays(
                 lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
             )
         return self.keys_and_values()
@@ -228,9 +228,9 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the arrays without the rows that no request uses."""
         n = self.size()
-        return self._stored if n == n_rows(self.keys) else rows(self._stored, 0, n)
+        return self._stored if n == count_rows(self.keys) else slice_rows(self._stored, 0, n)
 
-    def record(self, captured: Captured) -> None:
+    def record(self, captured: CapturedQueries) -> None:
         """Pass each request's query to its cache if the cache observes; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
@@ -272,7 +272,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         super().filter(keep)
         index = mx.array(list(keep))
         n = self._n_needed()
-        self.keys, self.values = each(
+        self.keys, self.values = map_arrays(
             lambda slots: mx.contiguous(mx.take(slots, index, axis=0)[:, :, :n]), self._stored
         )
 
@@ -297,15 +297,15 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
             if write_back:
                 n = member.n_entries
                 self._make_room(n)
-                changed = arrays(rows((member.keys, member.values), 0, n))
-                for shared, new in zip(arrays(self._stored), changed):
+                changed = flat_arrays(slice_rows((member.keys, member.values), 0, n))
+                for shared, new in zip(flat_arrays(self._stored), changed):
                     shared[i : i + 1, :, :n] = new
         finally:
             member.keys = member.values = None
 
     def _copy_entries(self, i: int, n: int) -> Stored:
         """Copy a request's first `n` entries, keeping a batch axis of 1."""
-        return each(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
+        return map_arrays(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
 
     def _n_needed(self) -> int:
         """Return how many rows the longest request needs now or for its next token."""
@@ -313,7 +313,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     def _make_room(self, n: int) -> None:
         """Enlarge the arrays to at least `n` rows."""
-        n_now = n_rows(self.keys)
+        n_now = count_rows(self.keys)
         if n > n_now:
             n_added = rows_to_allocate(n) - n_now
             self.keys, self.values = with_new_rows(self._stored, n_added)
@@ -326,22 +326,22 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     @property
     def nbytes(self) -> int:
         """Return the size of the shared arrays in bytes, including unused rows."""
-        return n_bytes(self._stored)
+        return count_bytes(self._stored)
 
 
 def _stack(slots: list[Stored]) -> Stored:
     """Concatenate arrays along the batch axis, padding shorter ones."""
-    n = max(map(n_rows, slots))
+    n = max(map(count_rows, slots))
     padded = []
     for slot in slots:
-        n_missing = n - n_rows(slot)
+        n_missing = n - count_rows(slot)
         padded.append(with_new_rows(slot, n_missing) if n_missing else slot)
-    return each(lambda *parts: mx.concatenate(list(parts)), *padded)
+    return map_arrays(lambda *parts: mx.concatenate(list(parts)), *padded)
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
     """Return every layer's cache as a `BatchCache`, wrapping mlx-lm's own caches."""
-    caches = members(prompt_cache)
+    caches = all_caches(prompt_cache)
     return [cache if isinstance(cache, BatchCache) else MlxBatchCache(cache) for cache in caches]
 
 

@@ -11,12 +11,12 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sampler
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import members
+from ..caches.layers import all_caches
 from ..compress.policies import SnapKV
 from ..compress.policy import Policy
 from ..engine.loop_model import PacedModel
 from ..engine.serving import require_servable
-from ..entries.quantization import extract_quantization
+from ..entries.quantization import split_off_quantization
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
@@ -37,7 +37,7 @@ def require_batchable(model) -> None:
 
     Raises: UnsupportedModelError: it can't, or the answers would be wrong.
     """
-    caches = members(make_prompt_cache(model))
+    caches = all_caches(make_prompt_cache(model))
     if type_of(model) in UNBATCHED_TYPES or not all(hasattr(cache, "merge") for cache in caches):
         raise UnsupportedModelError(
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
@@ -97,14 +97,14 @@ class CompressedBatchGenerator(BatchGenerator):
         if config.setting is None and not turns:
             config.require(model)
             self._settings = None
-            _, mlx_options = extract_quantization(kwargs)  # mlx-lm's generator does not quantise
+            _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
             super().__init__(model, **mlx_options)
             return
         require_servable(model, config)
         require_batchable(model)
         self._settings = BatchSettings(model=model, on_report=on_report, on_read=on_read)
         self._config = config
-        _, mlx_options = extract_quantization(kwargs)  # the config contains the quantisation
+        _, mlx_options = split_off_quantization(kwargs)  # the config contains the quantisation
         super().__init__(model, **mlx_options | {"prefill_batch_size": 1})
         self._max_step_size = self.prefill_step_size
         self._prompt_batch = PromptBatch.empty(model, self.sampler)

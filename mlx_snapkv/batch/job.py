@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import copies_sharing_entries, members
+from ..caches.layers import all_caches, copies_sharing_entries
 from ..engine.loop_model import observing_queries, one_by_one
 from ..engine.report import CompressionReport
 from ..engine.request import Request, make_request
@@ -102,7 +102,7 @@ class Job:
         self.request = None
         self.caches = request.caches
         if on_read is not None and read_caches is not None:
-            lengths = {layer.entries_in(read_caches).offset for layer in request.layers}
+            lengths = {layer.layer_cache_in(read_caches).offset for layer in request.layers}
             if len(lengths) == 1:  # lengths differ if a model call was interrupted
                 (n_tokens,) = lengths
                 on_read(self.uid, read_caches, list(tokens[:n_tokens]))
@@ -120,7 +120,7 @@ class Job:
         """Return copies of the caches with the tokens read so far, from which other requests can continue."""
         read_caches = self.caches if self.request is None else self.request.read_caches
         caches = caches_to_save(self.model, copy.deepcopy(read_caches))
-        for cache in members(caches):
+        for cache in all_caches(caches):
             if isinstance(cache, KVCache) and cache.offset:
                 # Free the rows that are allocated for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import SnapKVError
-from ..models.distributed import from_first
+from ..models.distributed import from_first_rank
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
@@ -38,7 +38,7 @@ class Memory:
         self._footprint = Footprint(sizes, config, step_size)
         self._is_limit_of_user = limit is not None
         if limit is None:
-            limit = from_first(partial(machine_kv_limit, self._footprint))
+            limit = from_first_rank(partial(machine_kv_limit, self._footprint))
         self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:

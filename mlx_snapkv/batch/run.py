@@ -15,7 +15,7 @@ from ..completions.body import Defaults
 from ..completions.request import Bounds, CompletionRequest, completion_request
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
-from ..models.counts import vocabulary
+from ..models.counts import vocabulary_size
 from ..models.trained_length import trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
@@ -106,7 +106,9 @@ class Run:
         require_batchable(self.model)
         self.progress = Progress()
         limit = self.max_kv_bytes
-        self._bounds = Bounds(trained_length(self.model) or sys.maxsize, vocabulary(self.model))
+        self._bounds = Bounds(
+            trained_length(self.model) or sys.maxsize, vocabulary_size(self.model)
+        )
         self._memory = (
             None if limit == NO_KV_LIMIT else Memory(EntrySizes(self.model), self.options, limit)
         )

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, n_bytes, rows
+from ..entries.quantization import Quantization, Stored, count_bytes, slice_rows
 from .contract import LayerCache, restorer_of
 
 
@@ -61,14 +61,14 @@ class FullCache(LayerCache):
         self.cache.sparse_from = position
 
     @property
-    def sample(self) -> tuple[Stored, Stored]:
+    def sample_entries(self) -> tuple[Stored, Stored]:
         """Return the whole buffers, including unused rows."""
         return self.cache.keys, self.cache.values
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size of all entries in bytes, not counting unused rows."""
-        return n_bytes(rows(self.sample, 0, self.offset)) if self.offset else 0
+        return count_bytes(slice_rows(self.sample_entries, 0, self.offset)) if self.offset else 0
 
     def size(self) -> int:
         """Return the number of entries, which is the number of tokens."""
@@ -76,7 +76,7 @@ class FullCache(LayerCache):
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries. `n_queries` is ignored, because mlx-lm's caches record no queries."""
-        keys, values = rows(self.sample, 0, self.offset)
+        keys, values = slice_rows(self.sample_entries, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
     def cache_to_save(self) -> Any:
@@ -103,7 +103,7 @@ class StateCache(LayerCache):
         return getattr(self.cache, "offset", 0)
 
     @property
-    def sample(self) -> tuple[Stored, Stored]:
+    def sample_entries(self) -> tuple[Stored, Stored]:
         """Return the buffers of a sliding window. Raises: AttributeError: the cache has a linear state."""
         return self.cache.keys, self.cache.values
 

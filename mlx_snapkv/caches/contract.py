@@ -11,7 +11,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as mlx_cache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, arrays, n_bytes, rows
+from ..entries.quantization import Quantization, Stored, count_bytes, flat_arrays, slice_rows
 
 
 class LayerCache(ABC):
@@ -28,7 +28,9 @@ class LayerCache(ABC):
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with those of other requests in one array.
     stacks: bool = False
-    needs_layer: bool = False  # whether `layer` must be set after loading; see `matching.adopt`
+    needs_layer: bool = (
+        False  # whether `layer` must be set after loading; see `matching.set_missing_layers`
+    )
     # Position of the first entry that was computed with sparse attention, or None if there is no such entry.
     sparse_from: int | None = None
     block: int = 1  # number of tokens between two evictions
@@ -82,13 +84,13 @@ class LayerCache(ABC):
         return self.store is not None and self.store.in_files
 
     @property
-    def sample(self) -> tuple[Stored, Stored]:
+    def sample_entries(self) -> tuple[Stored, Stored]:
         """Return some stored keys and values, for checking their shapes and dtypes against a model."""
         return self.keys, self.values  # type: ignore[attr-defined]
 
     def validate(self) -> str | None:
         """Describe what is wrong with a loaded cache, or return None if it is consistent."""
-        n_rows, *other_numbers = {x.shape[2] for x in arrays(self.sample)}
+        n_rows, *other_numbers = {x.shape[2] for x in flat_arrays(self.sample_entries)}
         is_sound = (
             not other_numbers
             and type(self.offset) is int  # a file could contain true or 1.5
@@ -101,8 +103,8 @@ class LayerCache(ABC):
         """Return the size in bytes that a full, unquantised cache of all tokens would have."""
         if not self.offset:
             return 0
-        first_entry = rows(self.held().plain(), 0, 1)
-        return self.offset * n_bytes(first_entry)
+        first_entry = slice_rows(self.held().dequantized(), 0, 1)
+        return self.offset * count_bytes(first_entry)
 
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the cache's current state. It can be called more than once.

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from ..entries.quantization import BITS, Quantization, arrays, fitting_groups
+from ..entries.quantization import BITS, Quantization, fitting_group_sizes, flat_arrays
 from ..errors import Option, OptionError, UnsupportedModelError
-from ..models import attentions, type_of
+from ..models import cache_owners, type_of
 from ..models.distributed import PIPELINE, split_of
 from ..models.family import AttentionFamily
 from ..models.rope import mean_rotation, undo_rope
@@ -36,7 +36,7 @@ class AttentionLayer:
         entry = prompt_cache[self.index]
         return entry if self.member is None else entry[self.member]
 
-    def entries_in(self, prompt_cache: list) -> LayerCache:
+    def layer_cache_in(self, prompt_cache: list) -> LayerCache:
         """Return the layer's cache from a prompt cache, as a `LayerCache`."""
         return layer_cache(self.cache_in(prompt_cache))
 
@@ -54,9 +54,9 @@ class AttentionLayer:
         return self.family.latent
 
     @property
-    def cap(self) -> float | None:
+    def logit_cap(self) -> float | None:
         """Return the soft cap of the attention logits, or None."""
-        return getattr(self.attention, self.family.cap) if self.family.cap else None
+        return getattr(self.attention, self.family.logit_cap) if self.family.logit_cap else None
 
     @property
     def readers(self) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
     Raises: UnsupportedModelError: the model has no full-attention layer, or its type can't be compressed.
     """
-    owners = attentions(model)
+    owners = cache_owners(model)
     # Linear layers use an `ArraysCache`, which has no entries.
     slots_with_entries = [
         slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)
@@ -151,7 +151,7 @@ def token_caches(model) -> list:
     return caches
 
 
-def first_sparse(prompt_cache: list) -> int | None:
+def first_sparse_position(prompt_cache: list) -> int | None:
     """Return the first position that was computed with sparse attention, or None."""
     positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((position for position in positions if position is not None), default=None)
@@ -174,7 +174,7 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
     Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """
     for layer in layers:
-        plain_only = layer.family.plain_only
+        plain_only = layer.family.why_unquantizable
         reason = None if plain_only is None else plain_only(list(layer.readers))
         if reason:
             raise UnsupportedModelError(f"{{}}: {remedy}", reason, option)
@@ -196,7 +196,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
         )
     require_quantised_attention(layers, "drop {}", Option("kv_bits"))
     sizes = head_sizes(model, layers)
-    fitting = fitting_groups(sizes, Option("kv_bits"))
+    fitting = fitting_group_sizes(sizes, Option("kv_bits"))
     if quantization.group_size not in fitting:
         allowed = f"one of {fitting} for heads of size {sorted(sizes)}"
         raise OptionError("kv_group_size", allowed, quantization.group_size)
@@ -213,19 +213,19 @@ def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
     return result
 
 
-def members(prompt_cache: list) -> list:
+def all_caches(prompt_cache: list) -> list:
     """Return all caches in a prompt cache, including those inside a `CacheList`."""
     return [cache for _, _, cache in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
     """Return all caches in a prompt cache as `LayerCache`s."""
-    return [layer_cache(cache) for cache in members(prompt_cache)]
+    return [layer_cache(cache) for cache in all_caches(prompt_cache)]
 
 
 def n_tokens_read(model, prompt_cache: list) -> int:
     """Return the number of tokens that a prompt cache has read."""
-    return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
+    return attention_layers(model, prompt_cache)[0].layer_cache_in(prompt_cache).offset
 
 
 def kv_dtype(cache: LayerCache) -> str:
@@ -235,7 +235,7 @@ def kv_dtype(cache: LayerCache) -> str:
         quantization = cache.store.quantization
     if quantization is not None:
         return f"{quantization.bits} bits"
-    return str(arrays(cache.sample)[0].dtype).removeprefix("mlx.core.")
+    return str(flat_arrays(cache.sample_entries)[0].dtype).removeprefix("mlx.core.")
 
 
 def kv_bytes(prompt_cache: list) -> int:
@@ -245,7 +245,7 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    caches = members(prompt_cache)
+    caches = all_caches(prompt_cache)
     return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
 
 

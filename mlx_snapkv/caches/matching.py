@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from ..errors import SnapKVError
 from .adapter import layer_cache
 from .contract import LayerCache
-from .layers import attention_layers, layer_caches, members, slots, token_caches
+from .layers import all_caches, attention_layers, layer_caches, slots, token_caches
 
 # Classes that may replace a model's `KVCache`.
 _REPLACES_KV_CACHE = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
@@ -26,7 +26,7 @@ def require_match(prompt_cache: list, model) -> None:
         raise SnapKVError(
             f"it has {len(loaded)} caches, the model {len(wanted)}, or in other lists"
         )
-    pairs = zip(members(prompt_cache), (cache for _, _, cache in wanted))
+    pairs = zip(all_caches(prompt_cache), (cache for _, _, cache in wanted))
     for number, (cache, model_cache) in enumerate(pairs):
         try:
             problem = problem_of(cache, model_cache)
@@ -41,7 +41,7 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
     Raises: SnapKVError: the numbers differ, or no token has been read.
     """
-    filled = [cache for cache in members(prompt_cache) if not cache.empty()]
+    filled = [cache for cache in all_caches(prompt_cache) if not cache.empty()]
     # Linear layers don't count tokens.
     with_entries = [cache for cache in filled if isinstance(cache, _REPLACES_KV_CACHE)]
     counts = sorted({cache.offset for cache in with_entries})
@@ -58,11 +58,11 @@ def n_tokens(prompt_cache: list) -> int:
     return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
-def adopt(prompt_cache: list, model) -> None:
+def set_missing_layers(prompt_cache: list, model) -> None:
     """Set `layer` on caches that were loaded from a file and need it."""
     if any(cache.needs_layer for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
-            if layer.entries_in(prompt_cache).needs_layer:
+            if layer.layer_cache_in(prompt_cache).needs_layer:
                 layer.cache_in(prompt_cache).layer = layer
 
 
@@ -87,7 +87,7 @@ def problem_of(cache: Any, model_cache: Any) -> str | None:
     if quantization is not None:
         model_cache = model_cache.to_quantized(quantization.group_size, quantization.bits)
     wanted = (model_cache.keys, model_cache.values)
-    return _difference(loaded.sample, wanted) or loaded.validate()
+    return _difference(loaded.sample_entries, wanted) or loaded.validate()
 
 
 def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:

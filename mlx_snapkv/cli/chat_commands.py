@@ -15,7 +15,7 @@ from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
 from ..compress.policy import POLICIES
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from ..models.distributed import from_first, n_ranks
+from ..models.distributed import from_first_rank, n_ranks
 from ..paths import path_of, put, refusing, require_place
 from ..planning.auto import CONVERSATION
 from ..planning.settings import AUTO, Setting, setting_named
@@ -111,7 +111,7 @@ class CommandCompleter(Completer):
 @_command(FILE)
 def _file(session: Session, path: str) -> None:
     """Attach a document to the next message."""
-    text = from_first(partial(read_file, "/file", path))
+    text = from_first_rank(partial(read_file, "/file", path))
     n_tokens = session.attach(text)
     name = Path(path).name
     session.names[text] = name

@@ -166,7 +166,7 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt "Name a town." --json-schema town.json
     """
-    from ..models.distributed import from_first
+    from ..models.distributed import from_first_rank
     from .saved_prompt import SavedPrompt
 
     file = prompt.prompt_cache_file
@@ -178,8 +178,8 @@ def generate(
     # A saved prompt may have its own setting. In that case --store changes the store of that setting.
     setting = compression.setting if file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
-    text = from_first(prompt.read)
-    schema = from_first(constraint.read)
+    text = from_first_rank(prompt.read)
+    schema = from_first_rank(constraint.read)
     require_one_process(draft_model=draft.draft_model)
     loaded, tokenizer = model.load()
     keywords |= draft.load(tokenizer, model.trust_remote_code)

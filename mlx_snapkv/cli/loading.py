@@ -145,7 +145,7 @@ def _start_ranks(pipeline: bool | None) -> int:
     """
     import mlx.core as mx
 
-    from ..models.distributed import from_first, n_ranks, rank
+    from ..models.distributed import from_first_rank, n_ranks, rank
 
     n = n_ranks()
     if rank() != 0:
@@ -159,7 +159,7 @@ def _start_ranks(pipeline: bool | None) -> int:
             f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {WITHOUT_LAUNCH}"
         )
     if n > 1:  # all ranks must sample the same tokens
-        mx.random.seed(from_first(partial(secrets.randbits, 63)))
+        mx.random.seed(from_first_rank(partial(secrets.randbits, 63)))
     return n
 
 

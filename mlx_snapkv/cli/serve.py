@@ -242,7 +242,7 @@ class _Loader:
 
     def load(self) -> Loaded:
         """Load the model. Raises: SnapKVError: it can't be served with these options."""
-        from ..models.distributed import from_first
+        from ..models.distributed import from_first_rank
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_cache_size
         from ..server.requests import Loaded
@@ -258,7 +258,7 @@ class _Loader:
             max_kv_bytes=self.model.max_kv_bytes,
             max_context=self.limits.max_context,
         )
-        self.room = from_first(compute_room)
+        self.room = from_first_rank(compute_room)
         self.prefix_cache.max_bytes = self.room.limit
         return Loaded(model, tokenizer, self.names)
 

@@ -11,13 +11,13 @@ from ..entries.entries import Entries
 from ..entries.quantization import (
     Quantization,
     Stored,
-    n_rows,
-    rows,
+    count_rows,
     rows_to_allocate,
+    slice_rows,
     with_new_rows,
-    write,
+    write_rows,
 )
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
 from .attention_count import AttentionCount
@@ -134,7 +134,7 @@ class BlockKVCache(EvictingCache):
 
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of `L` tokens. If they don't fit, evict entries first."""
-        L = n_rows(keys)
+        L = count_rows(keys)
         if self.is_due(L):
             self.evict()
         first_row = self._n
@@ -166,7 +166,7 @@ class BlockKVCache(EvictingCache):
         # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
         # An update of more than `block` tokens has enlarged the buffers.
-        if n_rows(self.keys) > self.capacity:
+        if count_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.replace_entries(kept)
 
@@ -180,15 +180,15 @@ class BlockKVCache(EvictingCache):
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position. The last `n_queries` queries are the voters."""
-        return self._entries(observed=self._observed(n_queries), received=self._received())
+        return self._entries(voting_queries=self._last_voters(n_queries), received=self._received())
 
-    def _take_queries(self, captured: Captured) -> None:
+    def _take_queries(self, captured: CapturedQueries) -> None:
         """Record the newest tokens' queries, and count their attention if the policy needs it."""
         super()._take_queries(captured)
         if self.counting.counts:
             self._count(captured)
 
-    def _count(self, captured: Captured) -> None:
+    def _count(self, captured: CapturedQueries) -> None:
         """Count the attention of a call's queries, except those at or after `last`.
 
         Queries of single tokens are collected and counted together. The call's own entries are already in the cache.
@@ -197,7 +197,7 @@ class BlockKVCache(EvictingCache):
         n_voting = int(min(self.last, self.offset)) - chunk_start
         if n_voting <= 0:
             return
-        queries = mx.contiguous(captured.read(captured.queries[:, :, :n_voting]))
+        queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voting]))
         self.counting = self.counting.with_queries(queries)
         if n_voting > 1 or len(self.counting.waiting) >= self.block:
             self.counting = self.counting.with_counts(self._received())
@@ -210,8 +210,8 @@ class BlockKVCache(EvictingCache):
             # The waiting queries are those of the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
-            voters = self.voters(queries, positions, shape)
-            return self._entries(observed=voters).votes
+            voters = self.make_voters(queries, positions, shape)
+            return self._entries(voting_queries=voters).votes
 
         return self.counting.total(shape, votes)
 
@@ -234,12 +234,12 @@ class BlockKVCache(EvictingCache):
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Write stored entries to rows `[start, size())`, after enlarging the buffers if necessary."""
-        n_before = 0 if self.keys is None else n_rows(self.keys)
+        n_before = 0 if self.keys is None else count_rows(self.keys)
         if self.keys is None or self._n > n_before:
-            buffers = (self.keys, self.values) if n_before else rows((keys, values), 0, 0)
+            buffers = (self.keys, self.values) if n_before else slice_rows((keys, values), 0, 0)
             n_after = self._n_rows_to_allocate(n_before)
             self.keys, self.values = with_new_rows(buffers, n_after - n_before)
-        write((self.keys, self.values), start, (keys, values))
+        write_rows((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
         """Return the number of rows for new buffers, at least `size()`. There are `n_before` rows now."""

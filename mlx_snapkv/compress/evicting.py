@@ -15,11 +15,11 @@ from ..entries.quantization import (
     Quantised,
     Quantization,
     Stored,
-    arrays,
-    n_bytes,
-    n_rows,
+    count_bytes,
+    count_rows,
+    flat_arrays,
     pack,
-    rows,
+    slice_rows,
 )
 from ..entries.queries import Queries, Recorder
 from ..entries.query_moments import QueryMoments
@@ -91,7 +91,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
         stored = self.keys, self.values
         # Avoid a slice of full buffers: with a second reference, an eviction could not write in place.
-        return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
+        return stored if count_rows(stored) == self._n else slice_rows(stored, 0, self._n)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
@@ -173,7 +173,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size of the buffers in bytes."""
-        return 0 if self.keys is None else n_bytes((self.keys, self.values))
+        return 0 if self.keys is None else count_bytes((self.keys, self.values))
 
     def empty(self) -> bool:
         """Return whether the cache is empty."""
@@ -182,7 +182,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     @property
     def _heads(self) -> tuple[int, ...]:
         """Return `(B, n_kv_heads)`."""
-        first_array, *_ = arrays(self.keys)
+        first_array, *_ = flat_arrays(self.keys)
         return first_array.shape[:2]
 
     def _entries(self, **others: Any) -> Entries:
@@ -196,7 +196,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             **others,
         )
 
-    def _observed(self, n: int) -> Queries | None:
+    def _last_voters(self, n: int) -> Queries | None:
         """Return the last `n` queries as voters, or None if `n` is 0.
 
         Raises: SnapKVError: the queries were not recorded.
@@ -212,4 +212,4 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
         shape = (*self._heads, self._n)
-        return self.voters(self.queries[:, :, -n:], positions, shape)
+        return self.make_voters(self.queries[:, :, -n:], positions, shape)

@@ -91,7 +91,7 @@ class Compress:
             entries=quota.entries,
             n_sink=max(quota.n_sink, decode_quota.n_sink),
             n_window=max(quota.n_window, decode_quota.n_window),
-        ).shrunk()
+        ).shrunk_to_fit()
 
     def __str__(self) -> str:
         """Return a string such as "keydiff then snapkv:top_k=2048"."""

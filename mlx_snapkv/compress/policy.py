@@ -112,7 +112,7 @@ class Policy(Hyperparameters, ABC):
     def _quota_of(self, n_entries: int) -> Quota:
         """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
         quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window(n_entries))
-        return quota.shrunk()
+        return quota.shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether a prompt of `n_prompt` tokens fits the budget."""

@@ -48,7 +48,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
 
     def fill(self, entries: Entries) -> None:
         """Set the cache's entries, from position 0 on, to the dequantised `entries`."""
-        self.keys, self.values = entries.plain()
+        self.keys, self.values = entries.dequantized()
         self.offset = len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -57,13 +57,13 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         `n_queries` is ignored because `first` and `last` determine the voters.
         """
         keys, values = self.keys_and_values()
-        observed = None
+        voting_queries = None
         if self.n_queries:
-            observed = self.voters(self.queries, self.query_positions, keys.shape)
+            voting_queries = self.make_voters(self.queries, self.query_positions, keys.shape)
         return Entries(
             keys,
             values,
-            observed,
+            voting_queries,
             layer=self.layer,
             statistics=self.statistics,
             shared_votes=self._shared_votes,

@@ -10,12 +10,12 @@ from ..entries.entries import Entries
 from ..entries.quantization import (
     Quantization,
     Stored,
-    each,
-    n_rows,
-    rows,
+    count_rows,
+    map_arrays,
     rows_to_allocate,
+    slice_rows,
     with_new_rows,
-    write,
+    write_rows,
 )
 from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
@@ -71,12 +71,12 @@ class SnapKVCache(EvictingCache):
         """Use the arrays as buffers without copying them."""
         n_window = UNLIMITED if n_window is None else n_window
         n_pin = positions.shape[-1]
-        n = n_rows(keys)
+        n = count_rows(keys)
         most = min(offset, n_pin + n_window)
-        is_consistent = n_window >= 1 and n == n_rows(values) and n_pin <= n <= most
+        is_consistent = n_window >= 1 and n == count_rows(values) and n_pin <= n <= most
         if not is_consistent:
             raise SnapKVError(
-                f"{n} keys and {n_rows(values)} values of {offset} tokens don't hold {n_pin} pinned entries "
+                f"{n} keys and {count_rows(values)} values of {offset} tokens don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}, at least 1"
             )
         super().__init__(newest=0)
@@ -100,7 +100,7 @@ class SnapKVCache(EvictingCache):
 
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of `L` tokens. In a full ring, a single token overwrites the oldest."""
-        L = n_rows(keys)
+        L = count_rows(keys)
         self._move_pending()
         self._shrink(L)
         if L == 1 and self._n == self.n_keep:
@@ -110,11 +110,11 @@ class SnapKVCache(EvictingCache):
             self._n += L
             self.offset += L
             self._make_room()
-        write((self.keys, self.values), row, (keys, values))
+        write_rows((self.keys, self.values), row, (keys, values))
 
     def _make_room(self) -> None:
         """Enlarge the buffers if necessary. A sliding window is allocated in full."""
-        n_before = n_rows(self.keys)
+        n_before = count_rows(self.keys)
         if self.grows:
             n_after = rows_to_allocate(self._n) if self._n > n_before else n_before
         elif self._n <= self.n_keep:
@@ -152,9 +152,9 @@ class SnapKVCache(EvictingCache):
 
     def _shrink(self, L: int) -> None:
         """Free the rows after the window that an update of `L` tokens won't need."""
-        if n_rows(self.keys) > self.n_keep + max(SLACK, L):
-            kept = rows((self.keys, self.values), 0, self.n_keep)
-            self.keys, self.values = each(mx.contiguous, kept)
+        if count_rows(self.keys) > self.n_keep + max(SLACK, L):
+            kept = slice_rows((self.keys, self.values), 0, self.n_keep)
+            self.keys, self.values = map_arrays(mx.contiguous, kept)
 
     def flush(self) -> None:
         """Move all entries to the first `n_entries` rows, as `place` requires."""
@@ -168,10 +168,10 @@ class SnapKVCache(EvictingCache):
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
-        newest = rows((self.keys, self.values), self._n - n_moved, self._n)
+        newest = slice_rows((self.keys, self.values), self._n - n_moved, self._n)
         # The newest entries of a full ring come just before the oldest one.
         window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
-        write((self.keys, self.values), self.n_pin + window_rows, newest)
+        write_rows((self.keys, self.values), self.n_pin + window_rows, newest)
         self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -217,7 +217,7 @@ class SnapKVCache(EvictingCache):
         """Return the entries in order of position. The last `n_queries` queries are the voters."""
         in_rows = self._entries()
         entries = in_rows.take(mx.argsort(in_rows.positions, axis=-1))
-        entries.observed = self._observed(n_queries)
+        entries.voting_queries = self._last_voters(n_queries)
         return entries
 
 

@@ -24,9 +24,9 @@ from ..compress.evicting import EvictingCache
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..compress.selection import select
-from ..entries.attention import nan_scores
+from ..entries.attention import nan_scores_error
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, rows
+from ..entries.quantization import Quantization, slice_rows
 from ..entries.queries import Queries
 from ..entries.quota import Quota
 from ..errors import SnapKVError
@@ -73,7 +73,7 @@ def compress_prompt_cache(
         raise SnapKVError(
             f"queries must have one item for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
+    lengths = {layer.layer_cache_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
         raise SnapKVError(
             f"all layers must hold equally many tokens, got {sorted(lengths)} entries"
@@ -115,7 +115,7 @@ def measuring(
         report: the report to update.
     """
     started = time.perf_counter()
-    report.kv_bytes_before = sum(layer.entries_in(caches).full_nbytes for layer in layers)
+    report.kv_bytes_before = sum(layer.layer_cache_in(caches).full_nbytes for layer in layers)
     yield
     mx.clear_cache()
     note_memory(plan, layers, prompt_cache, caches, report)
@@ -139,7 +139,7 @@ def note_memory(
     elif plan.decode_policy.schedule == "block":
         report.block = plan.decode_policy.block
     report.kv_bytes_after = kv_bytes(caches) + report.kv_bytes_staying
-    report.kv_dtype = kv_dtype(layers[0].entries_in(caches))
+    report.kv_dtype = kv_dtype(layers[0].layer_cache_in(caches))
 
 
 def note_choices(
@@ -153,7 +153,7 @@ def note_choices(
     """
     shares: Any = mx.stack([choice.share for choice in choices]).tolist()
     if any(map(math.isnan, shares)):
-        raise nan_scores()
+        raise nan_scores_error()
     report.entries_kept = [None] * len(caches)
     report.attention_share = [None] * len(caches)
     for layer, choice, share in zip(layers, choices, shares):
@@ -186,13 +186,13 @@ def split_entries(
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
     """Split a layer's entries into prompt entries, which the policy scores, and entries of answer tokens."""
-    cache = layer.entries_in(caches)
+    cache = layer.layer_cache_in(caches)
     obs_window = plan.decode_policy.obs_window
     entries = cache.held(plan.n_voters if obs_window else 0)
     entries.layer = layer
     layer_queries = None if queries is None else queries[layer.index]
     if layer_queries is not None:
-        entries.observed = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
+        entries.voting_queries = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
     n = len(entries) - (cache.offset - plan.n_prompt)
     return entries.between(0, n), entries.between(n, len(entries))
 
@@ -215,7 +215,7 @@ def _as_voters(
         layer.family.scale_of(layer.attention, D),
         layer.family.sinks_of(layer.attention),
         start=stop - n,
-        cap=layer.cap,
+        logit_cap=layer.logit_cap,
     )
 
 
@@ -256,10 +256,10 @@ def _compressed_cache(
     small = decode_cache(layer, kept, plan.n_prompt, policy, plan.decode_quota)
     del entries, kept
     voters = before if policy.observes_answer else None
-    small.inherit(voters)
+    small.inherit_queries(voters)
     for i in range(0 if plan.options.is_text else len(later)):
-        small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
-        small.inherit(voters)
+        small.append(*slice_rows((later.stored_keys, later.stored_values), i, i + 1))
+        small.inherit_queries(voters)
     mx.async_eval(small.state)
     return small
 

@@ -19,7 +19,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import layer_caches, members
+from ..caches.layers import all_caches, layer_caches
 from ..errors import Option, SnapKVError
 from ..models import type_of
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
@@ -69,7 +69,7 @@ class DraftedAnswer:
             self._draft = copy.deepcopy(self._callers_cache[n:])
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
         for role, model, caches in both:
-            _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
+            _refuse(role, model, [c for c in all_caches(caches) if type(c) is not KVCache])
 
     def responses(
         self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
@@ -164,7 +164,7 @@ def require_growing(model, prompt_cache: list | None) -> None:
     """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
-    pairs = list(zip(members(caches), layer_caches(caches)))
+    pairs = list(zip(all_caches(caches), layer_caches(caches)))
     _refuse("main", model, [c for c, ours in pairs if not (ours.grows or ours.is_compressed)])
     if not all(ours.grows for _, ours in pairs):
         raise SnapKVError(

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from ..caches.contract import LayerCache
 from ..caches.layers import layer_caches
-from ..caches.matching import adopt
+from ..caches.matching import set_missing_layers
 from ..models import attention_classes
 from ..models.patch import recording
 
@@ -179,6 +179,8 @@ def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
 
 def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
     """Patch the attention classes within the `with` block if a cache needs the queries of upcoming tokens."""
-    adopt(prompt_cache, model)  # caches loaded by mlx-lm have no reference to their layers
+    set_missing_layers(
+        prompt_cache, model
+    )  # caches loaded by mlx-lm have no reference to their layers
     observed = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if observed else [])

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..caches.layers import AttentionLayer, token_caches
 from ..entries.quota import UNLIMITED
-from ..models.counts import query_heads
+from ..models.counts import n_query_heads
 from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
@@ -34,7 +34,7 @@ class Pieces:
         self._model = model
         self._layers = layers
         self._pair_bytes = 0
-        n_heads = max(query_heads(layer.attention) for layer in layers)
+        n_heads = max(n_query_heads(layer.attention) for layer in layers)
         n_pairs = max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
         max_score_bytes = MAX_PAIR_BYTES * n_heads * n_pairs
         self._limit = scores_limit()
@@ -60,5 +60,5 @@ class Pieces:
         """Return the maximum number of tokens in the next piece, given the tokens already in `cache`."""
         if not self._pair_bytes:
             return UNLIMITED
-        n_before = max(layer.entries_in(cache).n_before_next for layer in self._layers)
+        n_before = max(layer.layer_cache_in(cache).n_before_next for layer in self._layers)
         return tokens_at_once(n_before, self._pair_bytes, self._limit)

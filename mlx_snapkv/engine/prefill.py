@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.layers import layer_caches, members
+from ..caches.layers import all_caches, layer_caches
 from ..compress.policy import Policy
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..models.trained_length import warn_beyond_trained_length
@@ -143,7 +143,7 @@ def _look_ahead(model, prompt_cache: list, next_logprobs: mx.array, n: int) -> N
     """
     if n <= 0:
         return
-    pairs = zip(members(prompt_cache), layer_caches(prompt_cache))
+    pairs = zip(all_caches(prompt_cache), layer_caches(prompt_cache))
     before = CacheCopy([cache for cache, ours in pairs if not ours.is_compressed])
     token = mx.argmax(next_logprobs, axis=-1)
     # mlx-lm's loop also feeds the last token it yields, so ask for one less.

@@ -50,14 +50,14 @@ def prefill_caches(
 
 def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
     """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
-    if any(layer.entries_in(prompt_cache).offset != plan.n_held for layer in layers):
+    if any(layer.layer_cache_in(prompt_cache).offset != plan.n_held for layer in layers):
         raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Create the prefill caches of a request with a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
-    earlier = [layer.entries_in(prompt_cache) for layer in layers]
+    earlier = [layer.layer_cache_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)
     n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
     accumulates = plan.accumulates_attention
@@ -68,7 +68,7 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
             cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
             cache.statistics_from = plan.statistics_from
             if plan.n_held:
-                cache.fill(layer.entries_in(prompt_cache).held())
+                cache.fill(layer.layer_cache_in(prompt_cache).held())
         else:
             cache = _block_cache(plan, layer, prompt_cache, n_new)
         layer.put(caches, cache)
@@ -86,7 +86,7 @@ def _block_cache(
     quota = plan.prefill_quota
     once = not plan.options.evicts_in_blocks
     before = layer.cache_in(prompt_cache)
-    entries = layer.entries_in(prompt_cache).held() if plan.n_held else None
+    entries = layer.layer_cache_in(prompt_cache).held() if plan.n_held else None
     expected = n_new
     if entries is not None:
         expected += len(entries)
@@ -109,5 +109,5 @@ def _block_cache(
     if entries is not None:
         block.offset = plan.n_held
         block.replace_entries(entries)
-        block.inherit(before)
+        block.inherit_queries(before)
     return block

@@ -1,6 +1,6 @@
 """Rolls back a prompt cache, by trimming it if it only grows, or else by restoring a copy."""
 
-from ..caches.layers import kv_bytes, layer_caches, members
+from ..caches.layers import all_caches, kv_bytes, layer_caches
 
 
 class CacheCopy:
@@ -28,8 +28,8 @@ class CacheCopy:
     @property
     def kv_nbytes(self) -> int:
         """Return the KV bytes that only this snapshot keeps in memory, because caches were replaced or changed."""
-        now = {id(cache) for cache in members(self._list)}
-        replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
+        now = {id(cache) for cache in all_caches(self._list)}
+        replaced = kv_bytes([cache for cache in all_caches(self._caches) if id(cache) not in now])
         return replaced + sum(
             nbytes
             for cache, offset, nbytes in self._copied

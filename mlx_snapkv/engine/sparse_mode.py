@@ -13,8 +13,8 @@ from ..caches.layers import (
     kv_dtype,
     sparse_layers,
 )
-from ..entries.attention import nan_scores
-from ..entries.quantization import KEYS, rows
+from ..entries.attention import nan_scores_error
+from ..entries.quantization import KEYS, slice_rows
 from ..entries.queries import Queries
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Speed, speed_of
@@ -133,7 +133,7 @@ class SparseMode:
             stored = layer.cache_in(self._prompt_cache)
             first = stored.offset
             if layer.borrowers:
-                stored.extend(*rows((answer.keys, answer.values), first, answer.offset))
+                stored.extend(*slice_rows((answer.keys, answer.values), first, answer.offset))
             else:
                 stored.extend(*answer.answer)
             layer.put(caches, stored)
@@ -165,7 +165,7 @@ class SparseMode:
         view = last.views()[-1]
         newest_key = view.read(KEYS, view.n_entries - 1, view.n_entries)
         if (mx.isnan(last.queries).any() | mx.isnan(newest_key).any()).item():
-            raise nan_scores()
+            raise nan_scores_error()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
         """Return a view of all of a layer's entries, after indexing the new ones.
@@ -197,7 +197,7 @@ class SparseMode:
     def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
         """Return the prompt's last queries as voters on all of a layer's entries."""
         cache = layer.cache_in(self._prompt_cache)
-        return cache.voters(cache.queries, cache.query_positions, view.key_reader().shape)
+        return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_chunks(self, read_caches: list, report: CompressionReport) -> None:
         """Record how many earlier entries a chunk read, if chunks chose."""

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import SnapKVError
-from ..models.counts import vocabulary
+from ..models.counts import vocabulary_size
 
 
 def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> mx.array:
@@ -32,7 +32,7 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
 def require_known(tokens: mx.array, model: Any) -> None:
     """Check that all token ids are in the model's vocabulary. Raises: SnapKVError."""
     ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
-    require_in_vocabulary("the prompt", ends, vocabulary(model))
+    require_in_vocabulary("the prompt", ends, vocabulary_size(model))
 
 
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:

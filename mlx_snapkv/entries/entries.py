@@ -10,12 +10,28 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
-from .attention import KeyReader, above_average, attention_weights, block_size, latest_votes
-from .quantization import KEYS, VALUES, Quantization, Stored, each, n_rows, pack, rows, unpack
+from .attention import (
+    KeyReader,
+    attention_weights,
+    count_above_average,
+    entries_per_block,
+    latest_votes,
+)
+from .quantization import (
+    KEYS,
+    VALUES,
+    Quantization,
+    Stored,
+    count_rows,
+    map_arrays,
+    pack,
+    slice_rows,
+    unpack,
+)
 from .queries import Queries
 from .spans import spans
 
-ByBlock = Callable[[int, int, list[mx.array]], mx.array]
+BlockFunction = Callable[[int, int, list[mx.array]], mx.array]
 
 _NO_LAYER: Any = Missing(
     "the policy needs the layer as well as its entries: prefill with mlx_snapkv.prefill",
@@ -40,7 +56,7 @@ class Entries:
 
     Attributes:
         stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the arrays of quantised entries.
-        observed: the queries that vote, or None if no queries were recorded.
+        voting_queries: the queries that vote, or None if no queries were recorded.
         explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt. None means the first `T` positions.
         received: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
         quantization: quantisation of the stored entries, or None if they are plain.
@@ -57,7 +73,7 @@ class Entries:
 
     stored_keys: Stored
     stored_values: Stored
-    observed: Queries | None = None
+    voting_queries: Queries | None = None
     explicit_positions: mx.array | None = None
     received: mx.array | None = None
     quantization: Quantization | None = None
@@ -76,9 +92,9 @@ class Entries:
 
     def __len__(self) -> int:
         """Return `T`, the number of entries per KV head."""
-        return n_rows(self.stored_keys)
+        return count_rows(self.stored_keys)
 
-    def plain(self) -> tuple[mx.array, mx.array]:
+    def dequantized(self) -> tuple[mx.array, mx.array]:
         """Return the dequantised keys and values, `(B, n_kv_heads, T, ...)` each."""
         keys, values = self.stored_keys, self.stored_values
         return unpack(keys, self.quantization), unpack(values, self.quantization)
@@ -108,27 +124,27 @@ class Entries:
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """Return the stored KEYS or VALUES of entries `[start, stop)`, dequantised."""
-        stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
+        stored = slice_rows((self.stored_keys, self.stored_values)[which], start, stop)
         if after:
-            stored = each(lambda x: mx.depends(x, list(after)), stored)
+            stored = map_arrays(lambda array: mx.depends(array, list(after)), stored)
         return unpack(stored, self.quantization)
 
-    def map_blocks(self, function: ByBlock, blocks: Iterable[tuple[int, int]]) -> mx.array:
+    def map_blocks(self, function: BlockFunction, blocks: Iterable[tuple[int, int]]) -> mx.array:
         """Call `function(start, stop, after)` for each block and concatenate the results along axis 2.
 
         `after` holds the previous block's result, which MLX evaluates first, so that only one block is in memory.
         """
-        parts: list[mx.array] = []
+        results: list[mx.array] = []
         for start, stop in blocks:
-            parts.append(function(start, stop, parts[-1:]))
+            results.append(function(start, stop, results[-1:]))
             if self.reads_allocate:
-                mx.eval(parts[-1])
-        return mx.concatenate(parts, axis=2)
+                mx.eval(results[-1])
+        return mx.concatenate(results, axis=2)
 
-    def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
+    def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
         """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
-        of_heads = self._map(lambda x: mx.depends(x[:, heads], list(after)))
-        return of_heads.read_keys(0, len(self))
+        entries_of_heads = self._map_arrays(lambda x: mx.depends(x[:, kv_heads], list(after)))
+        return entries_of_heads.read_keys(0, len(self))
 
     def key_reader(self) -> KeyReader:
         """Return a reader that reads the keys of a few KV heads at a time."""
@@ -144,29 +160,29 @@ class Entries:
             width: number of float32 values that `function` computes per key. More values mean smaller blocks.
         """
 
-        def of_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
+        def map_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
             return function(self.read_keys(start, stop, after).astype(mx.float32))
 
         B, H, _, D = self.key_reader().shape
-        size = block_size(4 * B * H * max(D, width))
-        return self.map_blocks(of_block, spans(0, len(self), size))
+        block_size = entries_per_block(4 * B * H * max(D, width))
+        return self.map_blocks(map_block, spans(0, len(self), block_size))
 
     @cached_property
     def positions(self) -> mx.array:
         """Return the entries' positions in the prompt, uint32 `(B, n_kv_heads, T)`."""
         if self.explicit_positions is not None:
             return self.explicit_positions
-        shape = (*self.read_keys(0, 1).shape[:2], len(self))
-        return mx.broadcast_to(mx.arange(len(self), dtype=mx.uint32), shape)
+        B, H, _, _ = self.read_keys(0, 1).shape
+        return mx.broadcast_to(mx.arange(len(self), dtype=mx.uint32), (B, H, len(self)))
 
     @property
     def voters(self) -> Queries:
         """Return the queries that vote. Raises: SnapKVError: no queries were recorded."""
-        if self.observed is None:
+        if self.voting_queries is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
             )
-        return self.observed
+        return self.voting_queries
 
     @property
     def queries(self) -> mx.array:
@@ -208,39 +224,42 @@ class Entries:
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         """Return `latest_votes` as one array, `(len(counts), B, n_kv_heads, T)` float32, reusing shared votes."""
-        shared = {} if self.shared_votes is None else self.shared_votes
+        votes_by_key = {} if self.shared_votes is None else self.shared_votes
         indices = self.voters.indices
         key = (len(self), indices.start, indices.stop, *counts)
-        if key not in shared:
-            shared[key] = latest_votes(self.key_reader(), self.voters, counts)
-        return shared[key]
+        if key not in votes_by_key:
+            votes_by_key[key] = latest_votes(self.key_reader(), self.voters, counts)
+        return votes_by_key[key]
 
     @cached_property
     def above_average(self) -> mx.array:
         """Count the queries that give each entry at least the average weight: `(B, n_kv_heads, T)` float32."""
-        return above_average(self.key_reader(), self.voters)
+        return count_above_average(self.key_reader(), self.voters)
 
-    def take(self, chosen: mx.array) -> Entries:
-        """Select the entries at uint32 indices `chosen` `(B, n_kv_heads, n)`. The result has no queries."""
-        indices = {3: chosen, 4: chosen[..., None]}  # ndim -> indices
-        taken = self._map(lambda x: mx.take_along_axis(x, indices[x.ndim], axis=2))
-        return replace(taken, observed=None, shared_votes=None)
+    def take(self, indices: mx.array) -> Entries:
+        """Select the entries at uint32 `indices` `(B, n_kv_heads, n)`. The result has no queries."""
+        # Keys and values have four dimensions, positions and received attention have three.
+        indices_by_ndim = {3: indices, 4: indices[..., None]}
+        selected_entries = self._map_arrays(
+            lambda x: mx.take_along_axis(x, indices_by_ndim[x.ndim], axis=2)
+        )
+        return replace(selected_entries, voting_queries=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
         """Return the entries `[start, stop)`. The queries keep their indices."""
         if (start, stop) == (0, len(self)):
             return self
-        part = self._map(lambda x: x[:, :, start:stop])
+        part = self._map_arrays(lambda x: x[:, :, start:stop])
         # Shared votes are keyed by the number of entries, but not by their start.
         return part if start == 0 else replace(part, shared_votes=None)
 
-    def _map(self, function: Callable[[mx.array], mx.array]) -> Entries:
+    def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:
         """Apply `function` to each array `(B, n_kv_heads, T, ...)`."""
         received = None if self.received is None else function(self.received)
         return replace(
             self,
-            stored_keys=each(function, self.stored_keys),
-            stored_values=each(function, self.stored_values),
+            stored_keys=map_arrays(function, self.stored_keys),
+            stored_values=map_arrays(function, self.stored_values),
             received=received,
             explicit_positions=function(self.positions),
         )
@@ -249,8 +268,13 @@ class Entries:
         """Return the entries with another quantisation, or dequantised if it is None."""
         if quantization == self.quantization:
             return self
-        keys, values = (pack(x, quantization) for x in self.plain())
-        return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
+        keys, values = self.dequantized()
+        return replace(
+            self,
+            stored_keys=pack(keys, quantization),
+            stored_values=pack(values, quantization),
+            quantization=quantization,
+        )
 
     def release(self) -> None:
         """Drop keys and values, and everything computed from them, so that MLX can free the memory."""

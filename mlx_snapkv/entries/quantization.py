@@ -10,7 +10,7 @@ from ..errors import Option, SnapKVError
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # mlx-lm's keyword arguments
+KV_KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # mlx-lm's keyword arguments
 
 KEYS, VALUES = 0, 1
 
@@ -50,20 +50,23 @@ class Quantised:
         return self.quantization.group_size  # type: ignore[union-attr]
 
 
-def extract_quantization(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
+def split_off_quantization(
+    mlx_lm_kwargs: dict[str, Any],
+) -> tuple[Quantization | None, dict[str, Any]]:
     """Split mlx-lm's keyword arguments into the requested quantisation, or None, and all other arguments."""
+    bits = mlx_lm_kwargs.get("kv_bits")
     quantization = None
-    if options.get("kv_bits") is not None:
-        quantization = Quantization(
-            bits=options["kv_bits"], group_size=options.get("kv_group_size", 64)
-        )
-    others = {name: value for name, value in options.items() if name not in KEYWORDS}
-    return quantization, others
+    if bits is not None:
+        quantization = Quantization(bits, group_size=mlx_lm_kwargs.get("kv_group_size", 64))
+    other_kwargs = {name: value for name, value in mlx_lm_kwargs.items() if name not in KV_KEYWORDS}
+    return quantization, other_kwargs
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
     """Quantise entries `(B, n_kv_heads, T, head_dim)`, or return them unchanged if `quantization` is None."""
-    return entries if quantization is None else tuple(mx.quantize(entries, **vars(quantization)))
+    if quantization is None:
+        return entries
+    return tuple(mx.quantize(entries, **vars(quantization)))
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
@@ -77,84 +80,90 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
     return mx.dequantize(*stored, **vars(quantization))
 
 
-def arrays(stored: Stored) -> list[mx.array]:
+def flat_arrays(stored: Stored) -> list[mx.array]:
     """Return the arrays that make up stored entries, or a pair of keys and values, as a flat list."""
     if isinstance(stored, mx.array):
         return [stored]
-    return [array for part in stored for array in arrays(part)]
+    return [array for part in stored for array in flat_arrays(part)]
 
 
-def n_rows(stored: Stored) -> int:
+def count_rows(stored: Stored) -> int:
     """Return the number of rows of stored entries, or of a pair of keys and values."""
-    return arrays(stored)[0].shape[2]
+    first_array, *_ = flat_arrays(stored)
+    return first_array.shape[2]
 
 
-def n_bytes(stored: Stored) -> int:
+def count_bytes(stored: Stored) -> int:
     """Return the size in bytes of stored entries, or of a pair of keys and values."""
-    return sum(array.nbytes for array in arrays(stored))
+    return sum(array.nbytes for array in flat_arrays(stored))
 
 
-def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
+def map_arrays(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
     """Apply `function` to each array of stored entries, along with the corresponding arrays of `others`.
 
     This runs for every decoded token, and MLX's `tree_map` takes twice as long.
     """
     if isinstance(stored, mx.array):
         return function(stored, *others)
-    return tuple(each(function, *parts) for parts in zip(stored, *others))
+    return tuple(map_arrays(function, *parts) for parts in zip(stored, *others))
 
 
-def rows(stored: Stored, start: int, stop: int) -> Stored:
+def slice_rows(stored: Stored, start: int, stop: int) -> Stored:
     """Slice the rows `[start, stop)` of stored entries."""
-    return each(lambda x: x[:, :, start:stop], stored)
+    return map_arrays(lambda array: array[:, :, start:stop], stored)
 
 
-def write(stored: Stored, row: int | mx.array, entries: Stored) -> None:
-    """Write `entries` into the buffers `stored` in place.
+def write_rows(buffers: Stored, rows: int | mx.array, entries: Stored) -> None:
+    """Write `entries` into `buffers` in place.
 
     Args:
-        stored: buffers `(B, n_kv_heads, rows, head_dim)`, or their quantised parts.
-        row: the first entry's row, or uint32 `(n,)` with a row for each entry.
+        buffers: buffers `(B, n_kv_heads, n_rows, head_dim)`, or their quantised parts.
+        rows: the first entry's row, or uint32 `(n,)` with a row for each entry.
         entries: `n` entries, in the same format as the buffers.
     """
-    target = slice(row, row + n_rows(entries)) if isinstance(row, int) else row
-    for buffer, new in zip(arrays(stored), arrays(entries)):
-        buffer[..., target, :] = new
+    target_rows = slice(rows, rows + count_rows(entries)) if isinstance(rows, int) else rows
+    for buffer, new_rows in zip(flat_arrays(buffers), flat_arrays(entries)):
+        buffer[..., target_rows, :] = new_rows
 
 
-def join(*stored: Stored) -> Stored:
+def concatenate_rows(*stored: Stored) -> Stored:
     """Concatenate stored entries along the token axis."""
-    return each(lambda *parts: mx.concatenate(list(parts), axis=2), *stored)
+    return map_arrays(lambda *arrays: mx.concatenate(list(arrays), axis=2), *stored)
 
 
 def with_new_rows(stored: Stored, n_new: int) -> Stored:
     """Return a copy with `n_new` rows of zeros appended."""
-    return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, n_new), (0, 0)]), stored)
+    widths = [(0, 0), (0, 0), (0, n_new), (0, 0)]
+    return map_arrays(lambda array: mx.pad(array, widths), stored)
 
 
 def rows_to_allocate(n: int) -> int:
     """Return the number of rows to allocate for `n` entries, trading unused memory for fewer reallocations."""
-    n_new = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
-    return n + n_new
+    n_spare = min(MOST_NEW_ROWS, max(LEAST_NEW_ROWS, n // 8))
+    return n + n_spare
 
 
-def groups_dividing(head_sizes: Iterable[int]) -> list[int]:
+def group_sizes_dividing(head_sizes: Iterable[int]) -> list[int]:
     """Return the supported group sizes that divide all of `head_sizes`."""
-    sizes = set(head_sizes)
-    return [group for group in GROUP_SIZES if all(size % group == 0 for size in sizes)]
+    head_sizes = set(head_sizes)
+    return [
+        group_size
+        for group_size in GROUP_SIZES
+        if all(head_size % group_size == 0 for head_size in head_sizes)
+    ]
 
 
-def fitting_groups(head_sizes: Iterable[int], option: Option) -> list[int]:
+def fitting_group_sizes(head_sizes: Iterable[int], option: Option) -> list[int]:
     """Return the supported group sizes that divide all of `head_sizes`.
 
     Raises: SnapKVError: no group size does; the message names the user's `option`.
     """
-    sizes = sorted(set(head_sizes))
-    fitting = groups_dividing(sizes)
-    if not fitting:
+    sorted_sizes = sorted(set(head_sizes))
+    group_sizes = group_sizes_dividing(sorted_sizes)
+    if not group_sizes:
         raise SnapKVError(
             "{} needs head sizes that are multiples of 32, but this model's are {}: drop it",
             option,
-            sizes,
+            sorted_sizes,
         )
-    return fitting
+    return group_sizes

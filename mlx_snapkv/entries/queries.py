@@ -14,24 +14,24 @@ import mlx.core as mx
 from ..errors import SnapKVError
 from .query_moments import QueryMoments, Statistics
 
-Read = Callable[[mx.array], mx.array]
+QueryMap = Callable[[mx.array], mx.array]
 
 
-class Captured(NamedTuple):
+class CapturedQueries(NamedTuple):
     """The queries of one attention call. The call's entries are already in the cache.
 
     Attributes:
         queries: post-RoPE queries, `(B, n_heads, L, head_dim)`.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`.
-        read: converts `queries`, or some of them, to the vectors that are multiplied by keys.
+        to_key_space: converts `queries`, or some of them, to the vectors that are multiplied by keys.
         borrowed: whether the queries come from a later layer that reads this layer's entries.
     """
 
     queries: mx.array
     scale: float
     sinks: mx.array | None = None
-    read: Read = lambda queries: queries
+    to_key_space: QueryMap = lambda queries: queries
     borrowed: bool = False
 
 
@@ -45,7 +45,7 @@ class Queries:
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
         start: prompt position of the first query. None means `indices.start`, which is right if no entry was evicted.
-        cap: soft cap of the logits, applied as `cap * tanh(logit / cap)`, or None.
+        logit_cap: soft cap of the logits, applied as `logit_cap * tanh(logit / logit_cap)`, or None.
     """
 
     vectors: mx.array
@@ -53,21 +53,22 @@ class Queries:
     scale: float = math.nan
     sinks: mx.array | None = None
     start: int | None = None
-    cap: float | None = None
+    logit_cap: float | None = None
 
     def between(self, first: int, stop: int) -> Queries:
         """Slice the queries `[first, stop)`."""
-        start = None if self.start is None else self.start + first
+        start_position = None if self.start is None else self.start + first
         return replace(
             self,
             vectors=self.vectors[:, :, first:stop],
             indices=self.indices[first:stop],
-            start=start,
+            start=start_position,
         )
 
     def latest(self, n: int) -> Queries:
         """Return the last `n` queries, or all if there are fewer."""
-        return self.between(max(0, len(self.indices) - n), len(self.indices))
+        n_queries = len(self.indices)
+        return self.between(max(0, n_queries - n), n_queries)
 
 
 Callback = Callable[["Recorder", mx.array], None]
@@ -128,7 +129,7 @@ class Recorder:
         self.scale = math.nan
         self.sinks: mx.array | None = None
         # Queries of the newest tokens, one array per layer. Emptied once all layers that share the entries have run.
-        self._by_reader: list[mx.array] = []
+        self._queries_by_reader: list[mx.array] = []
         self._queries: list[mx.array] = []  # `(B, n_heads, n, head_dim)` each, in order of position
         self._stop = 0  # position after the last recorded query
         self.moments = QueryMoments()
@@ -136,9 +137,9 @@ class Recorder:
     @property
     def waits_for_readers(self) -> bool:
         """Return whether some layers that read the newest entries have not recorded their queries yet."""
-        return bool(self._by_reader)
+        return bool(self._queries_by_reader)
 
-    def record(self, captured: Captured) -> None:
+    def record(self, captured: CapturedQueries) -> None:
         """Record a call's queries. If several layers share the entries, wait for all of them and join their heads.
 
         Raises: SnapKVError: another layer reads the entries, but the cache does not know about it.
@@ -149,62 +150,75 @@ class Recorder:
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
         # The layer's own call precedes the borrowers' calls, and starts a new list.
-        earlier = self._by_reader if captured.borrowed else []
-        by_reader = [*earlier, captured.queries]
-        if len(by_reader) < n_readers:
-            self._by_reader = by_reader
+        earlier_readers = self._queries_by_reader if captured.borrowed else []
+        queries_by_reader = [*earlier_readers, captured.queries]
+        if len(queries_by_reader) < n_readers:
+            self._queries_by_reader = queries_by_reader
         else:
-            self._by_reader = []
-            self._take_queries(captured._replace(queries=mx.concatenate(by_reader, axis=1)))
+            self._queries_by_reader = []
+            queries = mx.concatenate(queries_by_reader, axis=1)
+            self._take_queries(captured._replace(queries=queries))
 
-    def _take_queries(self, captured: Captured) -> None:
+    def _take_queries(self, captured: CapturedQueries) -> None:
         """Add a chunk's queries to the statistics, and keep the newest ones that are to be recorded."""
-        queries = captured.queries
         self.scale = captured.scale
         self.sinks = captured.sinks
-        if (callback := _callback.get()) is not None:
-            callback(self, captured.read(queries))
-        chunk_start = self.offset - queries.shape[2]
+        callback = _callback.get()
+        if callback is not None:
+            callback(self, captured.to_key_space(captured.queries))
         if self.statistics_from is not None:
-            self._count_queries(queries, chunk_start, captured.read)
+            self._add_to_statistics(captured)
+        self._store_newest_queries(captured)
+
+    def _store_newest_queries(self, captured: CapturedQueries) -> None:
+        """Store the chunk's queries at positions `[first, last)`, and drop all but the `newest` ones."""
+        chunk_start = self.offset - captured.queries.shape[2]
         stop = min(self.last, self.offset)
         start = max(self.first, chunk_start, stop - self.newest)
         if start >= stop:
             return
-        if chunk_start < self._stop:  # tokens were trimmed since the last call
+        tokens_were_trimmed = chunk_start < self._stop
+        has_gap = start > self._stop
+        if tokens_were_trimmed:
             self._drop_newest_queries(self._stop - chunk_start)
-        elif start > self._stop:  # there is a gap after the queries recorded so far
+        elif has_gap:
             self._queries = []
-        recorded = queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
+        queries = captured.queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
         # Copy, because a slice would keep the whole chunk alive.
-        self._queries.append(mx.contiguous(captured.read(recorded)))
+        self._queries.append(mx.contiguous(captured.to_key_space(queries)))
         self._stop = int(stop)
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
             self._queries.pop(0)
 
     def _drop_newest_queries(self, n: int) -> None:
         """Drop the `n` newest recorded queries, or all if there are fewer."""
-        n_kept = max(0, self.n_queries - n)
-        kept = mx.concatenate(self._queries, axis=2)[:, :, :n_kept] if n_kept else None
-        self._queries = [] if kept is None else [mx.contiguous(kept)]
+        n_left = max(0, self.n_queries - n)
+        if n_left == 0:
+            self._queries = []
+            return
+        oldest_queries = mx.concatenate(self._queries, axis=2)[:, :, :n_left]
+        self._queries = [mx.contiguous(oldest_queries)]
 
-    def _count_queries(self, queries: mx.array, chunk_start: int, read: Read) -> None:
+    def _add_to_statistics(self, captured: CapturedQueries) -> None:
         """Add a chunk's queries to the statistics. No position is counted twice."""
+        chunk_start = self.offset - captured.queries.shape[2]
+        # The query just before `last` is always included.
         first = min(self.statistics_from or 0, self.last - 1)
         start = int(max(first, chunk_start, self.moments.counted_to))
         stop = int(min(self.last, self.offset))
         if start >= stop:
             return
-        counted = read(queries[:, :, start - chunk_start : stop - chunk_start])
-        raw = self.layer.undo_rope(counted, start).astype(mx.float32)
-        self.moments = self.moments.with_queries(raw, stop)
+        queries = captured.queries[:, :, start - chunk_start : stop - chunk_start]
+        rotated_queries = captured.to_key_space(queries)
+        raw_queries = self.layer.undo_rope(rotated_queries, start).astype(mx.float32)
+        self.moments = self.moments.with_queries(raw_queries, stop)
 
     @property
     def statistics(self) -> Statistics | None:
         """Return statistics of the queries so far, with heads in the model's order, or None if there are no queries."""
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
-    def voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
+    def make_voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
         """Convert queries to voters, with entry indices in place of positions.
 
         Args:
@@ -212,27 +226,29 @@ class Recorder:
             positions: prompt positions of the queries.
             shape: `(B, n_kv_heads, T)`, shape of the entries. The last entry is the newest token's.
         """
-        # The newest token is at position `offset - 1`, and its entry at index `T - 1`.
-        n_evicted = self.offset - shape[2]
+        _, n_kv_heads, n_entries, *_ = shape
+        # The newest token is at position `offset - 1`, and its entry at index `n_entries - 1`.
+        n_evicted = self.offset - n_entries
         indices = range(positions.start - n_evicted, positions.stop - n_evicted)
         vectors = queries
-        cap = None
+        logit_cap = None
         if self.layer is not None:
-            vectors = self.layer.group_heads(queries, shape[1])
-            cap = self.layer.cap
+            vectors = self.layer.group_heads(queries, n_kv_heads)
+            logit_cap = self.layer.logit_cap
         return Queries(
             vectors=vectors,
             indices=indices,
             scale=self.scale,
             sinks=self.sinks,
             start=positions.start,
-            cap=cap,
+            logit_cap=logit_cap,
         )
 
     @property
     def queries(self) -> mx.array:
         """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`."""
-        return mx.concatenate(self._queries, axis=2)[:, :, -len(self.query_positions) :]
+        all_queries = mx.concatenate(self._queries, axis=2)
+        return all_queries[:, :, -len(self.query_positions) :]
 
     @property
     def query_positions(self) -> range:
@@ -243,21 +259,21 @@ class Recorder:
     @property
     def n_queries(self) -> int:
         """Return the number of queries in memory, which may exceed `newest`."""
-        return sum(q.shape[2] for q in self._queries)
+        return sum(queries.shape[2] for queries in self._queries)
 
     @property
     def recorded(self) -> list[mx.array]:
         """Return the recorded arrays, to be evaluated after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
-    def inherit(self, recorder: Any) -> None:
+    def inherit_queries(self, other_cache: Any) -> None:
         """Adopt another cache's queries as those of the newest tokens, until this cache records its own.
 
-        Do nothing if `recorder` does not record queries.
+        Do nothing if `other_cache` does not record queries.
         """
-        if isinstance(recorder, Recorder):
-            self._queries = list(recorder._queries)
+        if isinstance(other_cache, Recorder):
+            self._queries = list(other_cache._queries)
             self._stop = self.offset
-            self.scale = recorder.scale
-            self.sinks = recorder.sinks
-            self.moments = self.moments.inherited_from(recorder.moments)
+            self.scale = other_cache.scale
+            self.sinks = other_cache.sinks
+            self.moments = self.moments.with_sums_of(other_cache.moments)

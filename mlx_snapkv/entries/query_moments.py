@@ -43,28 +43,30 @@ class QueryMoments:
     n_counted: int = 0
     counted_to: int = 0
 
-    def with_queries(self, raw: mx.array, stop: int) -> QueryMoments:
-        """Return sums that also include the queries `raw`.
+    def with_queries(self, raw_queries: mx.array, stop: int) -> QueryMoments:
+        """Return sums that also include `raw_queries`.
 
         Args:
-            raw: pre-RoPE queries, `(B, n_heads, n, head_dim)` float32.
+            raw_queries: pre-RoPE queries, `(B, n_heads, n, head_dim)` float32.
             stop: position after the last of these queries.
         """
-        B, n_heads, n, D = raw.shape
+        B, n_heads, n, D = raw_queries.shape
         if self.sums:
-            shift, total, products = self.sums
+            shift, query_sum, product_sum = self.sums
         else:
-            shift = raw.mean(axis=2, keepdims=True)  # avoids cancellation if the mean is large
-            total = mx.zeros((B, n_heads, 1, D))
-            products = mx.zeros((B, n_heads, D, D))
-        shifted = raw - shift
-        products = products + shifted.swapaxes(-1, -2) @ shifted
-        total = total + shifted.sum(axis=2, keepdims=True)
+            shift = raw_queries.mean(
+                axis=2, keepdims=True
+            )  # avoids cancellation if the mean is large
+            query_sum = mx.zeros((B, n_heads, 1, D))
+            product_sum = mx.zeros((B, n_heads, D, D))
+        shifted_queries = raw_queries - shift
+        product_sum = product_sum + shifted_queries.swapaxes(-1, -2) @ shifted_queries
+        query_sum = query_sum + shifted_queries.sum(axis=2, keepdims=True)
         return QueryMoments(
-            sums=[shift, total, products], n_counted=self.n_counted + n, counted_to=stop
+            sums=[shift, query_sum, product_sum], n_counted=self.n_counted + n, counted_to=stop
         )
 
-    def inherited_from(self, other: QueryMoments) -> QueryMoments:
+    def with_sums_of(self, other: QueryMoments) -> QueryMoments:
         """Return another cache's sums with this cache's `counted_to`."""
         return replace(self, sums=other.sums, n_counted=other.n_counted)
 
@@ -72,12 +74,12 @@ class QueryMoments:
         """Return the statistics of all queries, with heads in the model's order, or None if there are no queries."""
         if not self.sums:
             return None
-        shift, total, products = self.sums
-        shifted_mean = total / self.n_counted
+        shift, query_sum, product_sum = self.sums
+        shifted_mean = query_sum / self.n_counted
         square_of_mean = shifted_mean.swapaxes(-1, -2) @ shifted_mean
         return Statistics(
             mean=(shift + shifted_mean).squeeze(2),
-            covariance=products / self.n_counted - square_of_mean,
+            covariance=product_sum / self.n_counted - square_of_mean,
             scale=scale,
             stop=stop,
         )

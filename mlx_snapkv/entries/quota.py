@@ -15,7 +15,7 @@ class Quota:
     n_sink: int
     n_window: int
 
-    def shrunk(self) -> Quota:
+    def shrunk_to_fit(self) -> Quota:
         """Scale sink and window down in proportion if they don't fit. They then get half of `entries`."""
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:

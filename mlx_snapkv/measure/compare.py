@@ -347,7 +347,7 @@ class _Comparison:
         n_kept = np.zeros(n_prompt)
         n_heads = 0
         for layer in attention_layers(self._model, cache):
-            positions = np.array(layer.entries_in(cache).held().positions[0])  # (n_kv_heads, n)
+            positions = np.array(layer.layer_cache_in(cache).held().positions[0])  # (n_kv_heads, n)
             # The cache may also contain entries of the answer.
             n_kept += np.bincount(positions.ravel(), minlength=n_prompt)[:n_prompt]
             n_heads += len(positions)

@@ -148,7 +148,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     tokens between two evictions. If tokens choose what they read, each call feeds one token.
     """
     layers = attention_layers(model, prompt_cache)
-    caches = [layer.entries_in(prompt_cache) for layer in layers]
+    caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
     n_per_call = 1 if any(cache.chooses for cache in caches) else len(tokens)
     parts = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
     loop_model = one_by_one(model, prompt_cache)

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers
 from ..compress.options import Compress
 from ..engine.report import NO_POLICY, CompressionReport
-from ..entries.quantization import n_bytes
+from ..entries.quantization import count_bytes
 from ..planning.settings import Setting
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
@@ -258,8 +258,8 @@ def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> 
         kv_bytes = report.kv_bytes_after
     else:
         layers = attention_layers(reading.model, cache)
-        entries = [layer.entries_in(cache).held() for layer in layers]
-        kv_bytes = sum(n_bytes((e.stored_keys, e.stored_values)) for e in entries)
+        entries = [layer.layer_cache_in(cache).held() for layer in layers]
+        kv_bytes = sum(count_bytes((e.stored_keys, e.stored_values)) for e in entries)
     return {
         "entries": round(fmean(n_kept)) if n_kept else report.prompt_tokens,
         "kv_bytes": kv_bytes,

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import KVCache
 from ..caches.layers import AttentionLayer, attention_layers, sparse_layers, token_caches
 from ..engine.report import CompressionReport
 from ..engine.sparse_mode import SparseMode
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from ..errors import SnapKVError
-from ..models.counts import query_heads
+from ..models.counts import n_query_heads
 from ..planning.break_even import BreakEven, break_evens
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
@@ -75,7 +75,7 @@ def _token_seconds(
     """Time one token's attention to `n` random entries in one layer. Return the seconds by kind."""
     plan = plan_request(model, config, n)
     keys, values = layer.cache_in(token_caches(model)).keys_and_values()
-    n_heads = query_heads(layer.attention)
+    n_heads = n_query_heads(layer.attention)
     scale = keys.shape[3] ** -0.5
 
     def random(n_heads: int, n: int, like: mx.array) -> mx.array:
@@ -96,7 +96,7 @@ def _token_seconds(
     stored = layer.cache_in(prompt_cache)
     stored.observe(plan.first, plan.last, plan.capacity)
     stored.update_and_fetch(*entries)
-    stored.record(Captured(random(n_heads, N_VOTERS, keys), scale))
+    stored.record(CapturedQueries(random(n_heads, N_VOTERS, keys), scale))
     caches = list(prompt_cache)
     report = CompressionReport(str(config.setting), n)
     SparseMode(model, plan, [layer], prompt_cache, None).compress(caches, report)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from ..compress.recording import RecordingKVCache
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, make_request
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -72,7 +72,7 @@ class SharedKVCache(RecordingKVCache):
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
 
-    def record(self, captured: Captured) -> None:
+    def record(self, captured: CapturedQueries) -> None:
         """Pass a call's queries, and the position of the next token, to every recorder."""
         for recorder in self.recorders:
             recorder.offset = self.offset

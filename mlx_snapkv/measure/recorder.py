@@ -85,7 +85,7 @@ class Recorder:
             return
         entries = cache.held()
         n_kv_heads, n_entries = entries.keys.shape[1:3]
-        query = cache.voters(queries, range(position, position + 1), entries.keys.shape)
+        query = cache.make_voters(queries, range(position, position + 1), entries.keys.shape)
         weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
         # Average over query heads in two steps, because KV heads may keep different positions.
         weights = weights.mean(axis=2) / n_kv_heads

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import kv_bytes, layer_caches, members
+from ..caches.layers import all_caches, kv_bytes, layer_caches
 from ..engine.generate import generate_step
 from ..engine.loop_model import observing_queries
 from ..engine.report import CompressionReport
@@ -142,7 +142,7 @@ def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]
 
 def _trim(cache: list[Any]) -> None:
     """Trim the last token from mlx-lm's full caches, so that every step reads the same entries."""
-    for member in members(cache):
+    for member in all_caches(cache):
         if member.is_trimmable() and not hasattr(member, "max_size"):
             member.trim(1)
 
@@ -155,7 +155,7 @@ def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
     caches = layer_caches(prompt_cache)
     if is_sparse:
         return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for c in caches)
-    rotating = (c.nbytes for c in members(prompt_cache) if hasattr(c, "max_size"))
+    rotating = (c.nbytes for c in all_caches(prompt_cache) if hasattr(c, "max_size"))
     return sum(c.kv_nbytes for c in caches) + sum(rotating)
 
 

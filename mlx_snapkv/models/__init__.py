@@ -30,11 +30,11 @@ def attention_classes(model) -> list[type]:
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
     """
-    readers = (x for owner in attentions(model) for x in (owner.attention, *owner.borrowers))
+    readers = (x for owner in cache_owners(model) for x in (owner.attention, *owner.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
-def attentions(model) -> list[CacheOwner]:
+def cache_owners(model) -> list[CacheOwner]:
     """Return the model's layers that have their own cache, in order.
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
@@ -55,12 +55,14 @@ def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner
     for layer in model.layers:
         for family in families:
             for attention in family.attentions_of(layer):
-                if family.borrows(attention):  # the lender is the last layer of the same kind
-                    kind = family.kind(attention)
-                    owner = next(x for x in reversed(owners) if family.kind(x.attention) == kind)
+                if family.is_borrower(attention):  # the lender is the last layer of the same kind
+                    kind = family.lender_key(attention)
+                    owner = next(
+                        x for x in reversed(owners) if family.lender_key(x.attention) == kind
+                    )
                     owner.borrowers.append(attention)
                 else:
-                    later_passes = [attention] * family.again
+                    later_passes = [attention] * family.extra_passes
                     owners.append(CacheOwner(attention, family, borrowers=later_passes))
     return owners
 
@@ -71,7 +73,7 @@ def _refusal(owners: list[CacheOwner]) -> str | None:
     for owner in owners:
         by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
     for family, readers in by_family.items():
-        reason = None if family.refusal is None else family.refusal(readers)
+        reason = None if family.why_refused is None else family.why_refused(readers)
         if reason:
             return reason
     return None

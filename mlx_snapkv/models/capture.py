@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils
 
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from .family import AttentionFamily
 
 
@@ -34,7 +34,7 @@ class Call:
         family: description of the attention class.
         arguments: the call's positional arguments.
         borrowed: whether the module reads an earlier layer's entries.
-        captured: results of the module's RoPE or `split` during the call, in order.
+        module_results: results of the module's RoPE or `split` during the call, in order.
     """
 
     recorder: Any
@@ -42,47 +42,55 @@ class Call:
     family: AttentionFamily
     arguments: tuple
     borrowed: bool = False
-    captured: list[Any] = field(default_factory=list)
+    module_results: list[Any] = field(default_factory=list)
 
     def record(self, queries: mx.array, scale: float, sinks: Any, absorbed: bool) -> None:
         """Record the queries that the module passed to the attention function.
 
         If later layers still have to read the same entries, register the recorder as a lender. For `absorbed`, see
-        `_latent`.
+        `_with_positional_part`.
         """
-        captured = Captured(queries, scale, sinks, borrowed=self.borrowed)
+        captured = CapturedQueries(queries, scale, sinks, borrowed=self.borrowed)
         if self.family.latent:
-            captured = self._latent(captured, absorbed)
+            captured = self._with_positional_part(captured, absorbed)
         self.recorder.record(captured)
-        lenders = [lender for lender in _thread.lenders if lender is not self.recorder]
-        if self.recorder.waits_for_readers:
-            lenders.append(self.recorder)
-        _thread.lenders = lenders
+        other_lenders = [lender for lender in _thread.lenders if lender is not self.recorder]
+        is_lender = self.recorder.waits_for_readers
+        _thread.lenders = [*other_lenders, self.recorder] if is_lender else other_lenders
 
-    def _latent(self, captured: Captured, absorbed: bool) -> Captured:
+    def _positional_queries(self) -> mx.array:
+        """Return the positional part of an MLA module's queries, from the result of its RoPE or `split`."""
+        first_result = self.module_results[0]
+        if self.family.extra_capture == "split":
+            _, q_pe = first_result  # q_nope and q_pe
+        else:
+            q_pe = first_result
+        if self.family.query_factor is None:
+            return q_pe
+        return q_pe * self.arguments[self.family.query_factor]
+
+    def _with_positional_part(self, captured: CapturedQueries, absorbed: bool) -> CapturedQueries:
         """Return an MLA module's queries with their positional part, `(B, n_heads, L, width)`.
 
         Args:
             captured: queries that the module passed to the attention function.
-            absorbed: whether the module has applied `embed_q` to the queries. If not, the result's `read` applies it.
+            absorbed: whether the module has applied `embed_q` to the queries. If not, the result's `to_key_space`
+                applies it.
         """
-        positional = self.captured[0]
-        if self.family.captures == "split":
-            _, positional = positional  # q_nope and q_pe
-        if self.family.factor is not None:
-            positional = positional * self.arguments[self.family.factor]
-        n_plain = self.attention.qk_nope_head_dim
+        q_pe = self._positional_queries()
+        nope_size = self.attention.qk_nope_head_dim
         queries = captured.queries
-        if absorbed or queries.shape[3] == n_plain:  # otherwise already included
-            queries = mx.concatenate([queries, positional], axis=-1)
+        lacks_positional_part = absorbed or queries.shape[3] == nope_size
+        if lacks_positional_part:
+            queries = mx.concatenate([queries, q_pe], axis=-1)
         if absorbed:
             return captured._replace(queries=queries)
 
-        def read(heads: mx.array) -> mx.array:
-            plain, positional = heads[..., :n_plain], heads[..., n_plain:]
-            return mx.concatenate([self.attention.embed_q(plain), positional], axis=-1)
+        def to_key_space(queries: mx.array) -> mx.array:
+            q_nope, q_pe = queries[..., :nope_size], queries[..., nope_size:]
+            return mx.concatenate([self.attention.embed_q(q_nope), q_pe], axis=-1)
 
-        return captured._replace(queries=queries, read=read)
+        return captured._replace(queries=queries, to_key_space=to_key_space)
 
 
 class _Thread(threading.local):
@@ -112,13 +120,14 @@ def capturing(call: Call) -> Iterator[None]:
         yield
     finally:
         _thread.call = None
-    if not call.family.attends:
-        queries, *_ = call.captured
+    computes_own_scores = not call.family.attention_function
+    if computes_own_scores:
+        queries, *_ = call.module_results
         scale = call.family.scale_of(call.attention, queries.shape[3])
-        call.recorder.record(Captured(queries, scale))
+        call.recorder.record(CapturedQueries(queries, scale))
 
 
-def forget() -> None:
+def forget_lenders() -> None:
     """Forget the caches that are still waiting for later layers to read their entries."""
     _thread.lenders = []
 
@@ -137,7 +146,7 @@ def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) 
         _thread.call.record(queries, scale, sinks, absorbed)
 
 
-class _Namespace:
+class _OverridingProxy:
     """Proxy for a module that overrides some of its attributes."""
 
     def __init__(self, original: Any, **replacements: Any):
@@ -148,29 +157,30 @@ class _Namespace:
         return getattr(self._original, name)
 
 
-def attention_of_mlx(mlx: Any) -> Any:
+def mlx_with_recording_attention(mlx: Any) -> Any:
     """Return a proxy for `mlx.core` whose attention function records queries, for modules that call it directly."""
 
     def attend(queries, keys, values, **kwargs):
         record(queries, kwargs["scale"], kwargs.get("sinks"))
         return mlx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
-    return _Namespace(mlx, fast=_Namespace(mlx.fast, scaled_dot_product_attention=attend))
+    recording_fast = _OverridingProxy(mlx.fast, scaled_dot_product_attention=attend)
+    return _OverridingProxy(mlx, fast=recording_fast)
 
 
-def splits_of_mlx(mlx: Any) -> Any:
+def mlx_with_captured_splits(mlx: Any) -> Any:
     """Return a proxy for `mlx.core` whose `split` also passes its results to the current call."""
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
         if _thread.call is not None:
-            _thread.call.captured.append(parts)
+            _thread.call.module_results.append(parts)
         return parts
 
-    return _Namespace(mlx, split=split)
+    return _OverridingProxy(mlx, split=split)
 
 
-def rope_results(rope_call):
+def capture_rope_results(rope_call):
     """Wrap a RoPE class's `__call__` to pass its result to the current call if that call's module owns the RoPE."""
 
     @functools.wraps(rope_call)
@@ -178,7 +188,7 @@ def rope_results(rope_call):
         rotated = rope_call(self, *args, **kwargs)
         call = _thread.call
         if call is not None and self is call.family.rope_of(call.attention):
-            call.captured.append(rotated)
+            call.module_results.append(rotated)
         return rotated
 
     return __call__
@@ -186,6 +196,8 @@ def rope_results(rope_call):
 
 def rope_classes() -> list[type]:
     """Return the RoPE classes of MLX and mlx-lm."""
-    types = (x for x in vars(rope_utils).values() if isinstance(x, type))
-    modules = (x for x in types if issubclass(x, nn.Module) and "__call__" in vars(x))
-    return list(dict.fromkeys([nn.RoPE, *modules]))
+    classes = [value for value in vars(rope_utils).values() if isinstance(value, type)]
+    rope_modules = [
+        cls for cls in classes if issubclass(cls, nn.Module) and "__call__" in vars(cls)
+    ]
+    return list(dict.fromkeys([nn.RoPE, *rope_modules]))  # without duplicates

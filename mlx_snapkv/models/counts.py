@@ -9,7 +9,7 @@ _HEADS = "n_heads num_heads num_attention_heads n_head q_num_heads".split()
 _EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k".split()
 
 
-def query_heads(attention: Any) -> int:
+def n_query_heads(attention: Any) -> int:
     """Return the number of query heads, or 0 if unknown."""
     return _first(attention, _HEADS)
 
@@ -25,16 +25,16 @@ def _first(module: Any, names: list[str]) -> int:
     return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), 0)
 
 
-def tables(model: Any) -> list[nn.Module]:
+def embedding_modules(model: Any) -> list[nn.Module]:
     """Return a model's embedding modules."""
     return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
 
 
-def vocabulary(model: Any) -> int:
+def vocabulary_size(model: Any) -> int:
     """Return the number of token embeddings, or `sys.maxsize` if unknown. A tokenizer may have more tokens."""
-    return max((x.weight.shape[0] for x in tables(model)), default=sys.maxsize)
+    return max((x.weight.shape[0] for x in embedding_modules(model)), default=sys.maxsize)
 
 
 def hidden_size(model: Any) -> int:
     """Return the dimension of the token embeddings."""
-    return min(getattr(x, "dims", x.weight.shape[-1]) for x in tables(model))
+    return min(getattr(x, "dims", x.weight.shape[-1]) for x in embedding_modules(model))

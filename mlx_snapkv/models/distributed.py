@@ -54,7 +54,7 @@ def rank() -> int:
     return 0 if (group := world()) is None else group.rank()
 
 
-def from_first(work: Callable[[], T]) -> T:
+def from_first_rank(work: Callable[[], T]) -> T:
     """Call `work` on rank 0 only and return its result on every rank. All ranks must call this function.
 
     Raises: SnapKVError: `work` raised this error on rank 0.
@@ -107,7 +107,7 @@ def split_of(model: Any) -> str | None:
     return TENSOR if splits else None
 
 
-def require_whole(model: Any, what: str) -> None:
+def require_on_one_mac(model: Any, what: str) -> None:
     """Check that the whole model is on this Mac.
 
     Args:

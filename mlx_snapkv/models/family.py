@@ -9,7 +9,7 @@ import mlx.core as mx
 
 
 def _never(attention: Any) -> bool:
-    """Return False (the default for `AttentionFamily.borrows`)."""
+    """Return False (the default for `AttentionFamily.is_borrower`)."""
     return False
 
 
@@ -25,22 +25,22 @@ class AttentionFamily:
         tiled: whether query head j reads KV head j % n_kv_heads instead of j // (n_heads // n_kv_heads).
         rope: attribute that holds the RoPE object, or a function that returns it for an attention module. The object is
             called as `rope(x, offset)`. None means that the class has no RoPE.
-        rotates: attribute that is true if the layer applies RoPE. None means that all layers do.
+        rope_switch: attribute that is true if the layer applies RoPE. None means that all layers do.
         rotary_tail: attribute that holds the number of trailing head dimensions that RoPE rotates. None means all.
         note: remark for the list of models.
-        refusal: returns the reason why attention modules can't be compressed, or None if they can.
-        plain_only: returns the reason why the entries of attention modules can't be quantised, or None if they can.
-        idle: returns True for a decoder layer that does not use its plain KV cache.
+        why_refused: returns the reason why attention modules can't be compressed, or None if they can.
+        why_unquantizable: returns the reason why attention modules can't read quantised entries, or None if they can.
+        is_idle: returns True for a decoder layer that does not use its plain KV cache.
         latent: whether the module caches latents and positional keys (MLA); see `capture`.
-        factor: index of the call argument by which the queries are multiplied after RoPE.
-        cap: attribute that holds the soft cap of the logits.
-        attends: function that computes the attention: mlx-lm's, "mx.fast" for MLX's, or "" if the module does it
-            inline. In the last case, the first result of the module's RoPE is its queries.
-        captures: additional result to record: the call's first "rope" or "split" result.
+        query_factor: index of the call argument by which the queries are multiplied after RoPE.
+        logit_cap: attribute that holds the soft cap of the logits.
+        attention_function: function that computes the attention: mlx-lm's, "mx.fast" for MLX's, or "" if the module
+            does it inline. In the last case, the first result of the module's RoPE is its queries.
+        extra_capture: additional result to record: the call's first "rope" or "split" result.
         method: name of the method that is called with a cache.
-        borrows: returns True for an attention module that reads an earlier layer's entries.
-        kind: returns a value by which a borrower finds its lender: the last earlier layer with an equal value.
-        again: number of additional passes of a looped model in which the module reads the same entries.
+        is_borrower: returns True for an attention module that reads an earlier layer's entries.
+        lender_key: returns a value by which a borrower finds its lender: the last earlier layer with an equal value.
+        extra_passes: number of additional passes of a looped model in which the module reads the same entries.
     """
 
     module: str
@@ -49,21 +49,21 @@ class AttentionFamily:
     sinks: str | None = None
     tiled: bool = False
     rope: str | Callable[[Any], Any] | None = "rope"
-    rotates: str | None = None
+    rope_switch: str | None = None
     rotary_tail: str | None = None
     note: str = ""
-    refusal: Callable[[list[Any]], str | None] | None = None
-    plain_only: Callable[[list[Any]], str | None] | None = None
-    idle: Callable[[Any], bool] | None = None
+    why_refused: Callable[[list[Any]], str | None] | None = None
+    why_unquantizable: Callable[[list[Any]], str | None] | None = None
+    is_idle: Callable[[Any], bool] | None = None
     latent: bool = False
-    factor: int | None = None
-    cap: str | None = None
-    attends: str = "scaled_dot_product_attention"
-    captures: str = ""
+    query_factor: int | None = None
+    logit_cap: str | None = None
+    attention_function: str = "scaled_dot_product_attention"
+    extra_capture: str = ""
     method: str = "__call__"
-    borrows: Callable[[Any], bool] = _never
-    kind: Callable[[Any], Any] = type
-    again: int = 0
+    is_borrower: Callable[[Any], bool] = _never
+    lender_key: Callable[[Any], Any] = type
+    extra_passes: int = 0
 
     @property
     def no_sparse(self) -> str | None:
@@ -73,13 +73,13 @@ class AttentionFamily:
         """
         if self.latent:
             return "its layers multiply latents before they call mlx-lm's attention function (MLA)"
-        if self.cap:
+        if self.logit_cap:
             return "its layers cap their logits, which mlx-lm's attention function can't"
-        if self.again:
+        if self.extra_passes:
             return "its layers read their entries twice"
         if self.tiled:
             return "its layers tile the entries before they call mlx-lm's attention function"
-        if self.attends != "scaled_dot_product_attention":
+        if self.attention_function != "scaled_dot_product_attention":
             return "its layers do not call mlx-lm's attention function"
         return None
 
@@ -89,7 +89,7 @@ class AttentionFamily:
 
     def attentions_of(self, layer) -> list[Any]:
         """Return a decoder layer's attention modules of this family, in order, or `[None]` if the layer is idle."""
-        if self.idle and self.idle(layer):
+        if self.is_idle and self.is_idle(layer):
             return [None]
         cls = self.attention_class()
         return [m for _, m in sorted(layer.named_modules()) if type(m) is cls]
@@ -104,7 +104,7 @@ class AttentionFamily:
 
     def rope_of(self, attention) -> Any | None:
         """Return an attention module's RoPE, which is called as `rope(x, offset)`, or None if it applies none."""
-        if self.rope is None or (self.rotates and not getattr(attention, self.rotates)):
+        if self.rope is None or (self.rope_switch and not getattr(attention, self.rope_switch)):
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
 

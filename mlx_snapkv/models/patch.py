@@ -79,7 +79,7 @@ def _call_and_record(call):
             attention=self,
             family=family,
             arguments=args,
-            borrowed=given is None or family.borrows(self),
+            borrowed=given is None or family.is_borrower(self),
         )
         with capture.capturing(current):
             return call(self, *args, **kwargs)
@@ -108,16 +108,18 @@ def _targets(cls: type) -> list[tuple]:
     # Other code may have wrapped the method. The innermost function is mlx-lm's own.
     module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
     targets: list[tuple] = [(owner, family.method, _call_and_record)]
-    if family.attends == _SDPA:
+    if family.attention_function == _SDPA:
         if _SDPA not in vars(module):
             raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
         targets.append((module, _SDPA, _record_and_attend))
-    if family.attends == "mx.fast":
-        targets.append((module, "mx", capture.attention_of_mlx))
-    if family.captures == "split":
-        targets.append((module, "mx", capture.splits_of_mlx))
-    if family.captures == "rope":
-        targets += [(rope, "__call__", capture.rope_results) for rope in capture.rope_classes()]
+    if family.attention_function == "mx.fast":
+        targets.append((module, "mx", capture.mlx_with_recording_attention))
+    if family.extra_capture == "split":
+        targets.append((module, "mx", capture.mlx_with_captured_splits))
+    if family.extra_capture == "rope":
+        targets += [
+            (rope, "__call__", capture.capture_rope_results) for rope in capture.rope_classes()
+        ]
     return targets
 
 
@@ -149,7 +151,7 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 def recording(classes: Iterable[type]) -> Iterator[None]:
     """Patch attention classes inside the `with` block and restore them afterwards. Blocks can be nested."""
     with contextlib.ExitStack() as stack:
-        stack.callback(capture.forget)
+        stack.callback(capture.forget_lenders)
         for cls in classes:
             for target in _targets(cls):
                 stack.enter_context(_wrapped(*target))

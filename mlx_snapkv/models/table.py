@@ -63,9 +63,11 @@ def _similar_families(names: str, **special: Any) -> list[Family]:
 
 _MLA: dict[str, Any] = {
     "latent": True,
-    "captures": "rope",
+    "extra_capture": "rope",
     "rotary_tail": ROTARY_TAIL,
-    "plain_only": _always("mlx-lm multiplies this model's latents past its quantised attention"),
+    "why_unquantizable": _always(
+        "mlx-lm multiplies this model's latents past its quantised attention"
+    ),
     "note": _LATENTS,
 }
 _HYBRID_MLA = _MLA | {"note": f"{_LATENTS}; {_LINEAR}"}
@@ -90,20 +92,20 @@ _DECLARED_FAMILIES = (
         "afmoe gemma3_text laguna mellum olmo3:Olmo3Attention plamo3 spark2_5 step3p5:Step3p5Attention",
         note=_SLIDING_NOTE,
     ),
-    *_similar_families("llama ministral3", note=_SLIDING_NOTE, idle=_uses_sliding_window),
-    Family("cohere2", rotates="use_sliding_window", note=_SLIDING_NOTE),
-    *_similar_families("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING_NOTE),
+    *_similar_families("llama ministral3", note=_SLIDING_NOTE, is_idle=_uses_sliding_window),
+    Family("cohere2", rope_switch="use_sliding_window", note=_SLIDING_NOTE),
+    *_similar_families("exaone4 muse_glimmer", rope_switch="use_rope", note=_SLIDING_NOTE),
     Family(
         "exaone_moe",
-        rotates="use_rope",
+        rope_switch="use_rope",
         note=_SLIDING_NOTE,
-        refusal=_reason_unless(
+        why_refused=_reason_unless(
             lambda found: any(a.is_sliding_window for a in found),
             "without sliding-window layers it still asks its first layer for a sliding-window mask",
         ),
     ),
-    Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
-    Family("llama4_text", rotates="use_rope"),
+    Family("llama4", rope_switch="use_rope", note="chunked-attention layers stay as they are"),
+    Family("llama4_text", rope_switch="use_rope"),
     Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING_NOTE),
     *_similar_families(
         "gpt_oss:AttentionBlock",
@@ -115,7 +117,7 @@ _DECLARED_FAMILIES = (
     Family(
         "gear",
         note=f"{_SLIDING_NOTE}, and so do convolutions",
-        refusal=_reason_unless(
+        why_refused=_reason_unless(
             lambda found: not any(a.attn_logit_softcapping for a in found),
             "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
         ),
@@ -123,37 +125,39 @@ _DECLARED_FAMILIES = (
     Family(
         "gemma4_text",
         note=f"{_SLIDING_NOTE}; {_BORROWED}",
-        borrows=lambda attention: not attention.has_kv,
-        kind=lambda attention: attention.is_sliding,
-        plain_only=_reason_unless(lambda found: all(a.has_kv for a in found), _LENT),
+        is_borrower=lambda attention: not attention.has_kv,
+        lender_key=lambda attention: attention.is_sliding,
+        why_unquantizable=_reason_unless(lambda found: all(a.has_kv for a in found), _LENT),
     ),
     Family(
         "gemma3n",
         "Gemma3nAttention",
         note=f"{_SLIDING_NOTE}; {_BORROWED}",
-        borrows=lambda attention: attention.is_kv_shared_layer,
-        kind=lambda attention: attention.is_sliding,
+        is_borrower=lambda attention: attention.is_kv_shared_layer,
+        lender_key=lambda attention: attention.is_sliding,
     ),
     Family(
         "iquestloopcoder",
         method="attention",
-        again=1,
+        extra_passes=1,
         note="both passes of its loop vote",
-        plain_only=_always(_LENT),
+        why_unquantizable=_always(_LENT),
     ),
     Family(
         "plamo2",
-        attends="mx.fast",
+        attention_function="mx.fast",
         note=_LINEAR,
-        plain_only=_always("this model calls MLX's attention past mlx-lm's quantised one"),
+        why_unquantizable=_always("this model calls MLX's attention past mlx-lm's quantised one"),
     ),
     Family(
         "gemma2",
-        attends="",
-        captures="rope",
-        cap="attn_logit_softcapping",
+        attention_function="",
+        extra_capture="rope",
+        logit_cap="attn_logit_softcapping",
         note="votes are of its capped logits",
-        plain_only=_always("this model computes scores itself, past mlx-lm's quantised attention"),
+        why_unquantizable=_always(
+            "this model computes scores itself, past mlx-lm's quantised attention"
+        ),
     ),
     *_similar_families(
         """deepseek_v3:DeepseekV3Attention glm4_moe_lite:Glm4MoeLiteAttention longcat_flash:LongcatFlashMLA""",
@@ -164,9 +168,9 @@ _DECLARED_FAMILIES = (
     ),
     *_similar_families(
         "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
-        **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "captures": "split"}),
+        **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "extra_capture": "split"}),
     ),
-    Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
+    Family("mistral4", "Mistral4Attention", query_factor=1, **_MLA),
     *_similar_families(
         """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
         qwen3_next:Qwen3NextAttention""",
@@ -185,11 +189,11 @@ _DECLARED_FAMILIES = (
     Family(
         "nemotron-nas",
         note="layers whose attention is replaced by a linear one stay as they are",
-        refusal=_reason_unless(
+        why_refused=_reason_unless(
             lambda found: found[0] is not None,
             "it makes all masks from its first cache, and its first layer has no attention to fill it",
         ),
-        idle=_replaces_attention,
+        is_idle=_replaces_attention,
     ),
 )
 FAMILIES: dict[str, Family] = {family.module: family for family in _DECLARED_FAMILIES}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..compress.options import Compress
 from ..compress.policies import SnapKV
-from ..entries.quantization import Quantization, extract_quantization
+from ..entries.quantization import Quantization, split_off_quantization
 from ..errors import (
     ConflictError,
     Option,
@@ -16,7 +16,7 @@ from ..errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from ..models import attentions, type_of
+from ..models import cache_owners, type_of
 from ..models.distributed import TENSOR, split_of
 from ..sparse.options import Sparse
 from .prompt_plan import require_step_size
@@ -95,7 +95,7 @@ class CompressionConfig:
         Raises: SnapKVError: an option is invalid or conflicts with the config.
         """
         require_step_size(options.get("prefill_step_size"))
-        quantization, _ = extract_quantization(options)
+        quantization, _ = split_off_quantization(options)
         return replace(
             self,
             quantization=quantization,
@@ -187,7 +187,7 @@ class CompressionConfig:
 
 def _require_sparse_support(model) -> None:
     """Check that every layer of the model supports sparse attention. Raises: UnsupportedModelError."""
-    owners = attentions(model)
+    owners = cache_owners(model)
     reason = next((owner.family.no_sparse for owner in owners if owner.family.no_sparse), None)
     if reason is None and all(owner.borrowers for owner in owners):
         reason = "other layers read the entries of all its layers"

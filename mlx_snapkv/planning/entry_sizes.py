@@ -7,8 +7,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import AttentionLayer, attention_layers, members, token_caches
-from ..entries.quantization import Quantization, n_bytes, pack
+from ..caches.layers import AttentionLayer, all_caches, attention_layers, token_caches
+from ..entries.quantization import Quantization, count_bytes, pack
 from ..errors import UnsupportedModelError
 from ..sparse.clusters import CLUSTER_SIZE
 from ..sparse.growing_rows import ENTRIES_IN_MEMORY
@@ -52,7 +52,7 @@ class EntrySizes:
         self._incompressible: list[int] = []
         self.sliding_windows: list[tuple[int, int]] = []
         self.state_bytes = 0
-        for cache in members(self.caches):
+        for cache in all_caches(self.caches):
             if id(cache) in compressible_ids or cache.empty():
                 continue
             window = window_of(cache)
@@ -60,7 +60,7 @@ class EntrySizes:
                 token_bytes = cache.nbytes // cache.keys.shape[2]
                 self.sliding_windows.append((token_bytes, window))
             elif has_all_entries(cache):
-                self._incompressible.append(n_bytes(cache.keys_and_values()))
+                self._incompressible.append(count_bytes(cache.keys_and_values()))
             else:
                 self.state_bytes += cache.nbytes
 
@@ -82,7 +82,7 @@ class EntrySizes:
     def bytes_by_layer(self, quantization: Quantization | None = None) -> list[int]:
         """Return the KV bytes per token for each of `layers`, optionally quantised."""
         return [
-            n_bytes([pack(keys, quantization), pack(values, quantization)])
+            count_bytes([pack(keys, quantization), pack(values, quantization)])
             for keys, values in self._entries
         ]
 
@@ -110,7 +110,7 @@ class EntrySizes:
     def page_mean_bytes(self) -> float:
         """Return the bytes per token of the mean keys that chunks use to choose pages."""
         means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
-        return n_bytes(list(means)) / PAGE_SIZE
+        return count_bytes(list(means)) / PAGE_SIZE
 
     def cluster_bytes(self) -> float:
         """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
@@ -133,7 +133,7 @@ class EntrySizes:
             if isinstance(cache, KVCache) and not cache.empty()
         ]
         quantised = [pack(array, quantization) for pair in quantisable for array in pair]
-        return unquantised_bytes - n_bytes(quantisable) + n_bytes(quantised)
+        return unquantised_bytes - count_bytes(quantisable) + count_bytes(quantised)
 
     def window_and_state_bytes(self, n_tokens: int, chunk_size: int) -> int:
         """Return the size of linear states and sliding windows after `n_tokens`, read in chunks.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.layers import members
+from ..caches.layers import all_caches
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..errors import OptionError, SnapKVError
@@ -86,7 +86,7 @@ def reason_to_leave(
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
     # Check all layers, because in a hybrid model, the first layer's cache may not have an offset.
-    if not all(cache.empty() for cache in members(prompt_cache or [])):
+    if not all(cache.empty() for cache in all_caches(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):
         return _sparse_reason(setting, n_prompt)

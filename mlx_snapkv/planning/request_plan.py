@@ -217,11 +217,11 @@ def plan_request(
     if not layers:
         cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         layers = attention_layers(model, cache)
-    n_held = 0 if prompt_cache is None else layers[0].entries_in(prompt_cache).offset
+    n_held = 0 if prompt_cache is None else layers[0].layer_cache_in(prompt_cache).offset
     plan = _planned(model, options, layers, n_held + n_new, n_new)
     if options.quantization is not None:
         require_quantizable(model, layers, options.quantization)
-    if plan.statistics_from is not None and any(layer.cap for layer in layers):
+    if plan.statistics_from is not None and any(layer.logit_cap for layer in layers):
         raise UnsupportedModelError(
             f"{options.setting} can't score models that cap their logits, such as model type "
             f"{type_of(model)!r}: give another policy, such as snapkv"

@@ -12,11 +12,11 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache
 from mlx_lm.utils import load_config, load_model
 
-from ..caches.layers import members
+from ..caches.layers import all_caches
 from ..entries.quota import UNLIMITED
 from ..errors import UnsupportedModelError
-from ..models import attentions
-from ..models.counts import experts_per_token, query_heads
+from ..models import cache_owners
+from ..models.counts import experts_per_token, n_query_heads
 from ..models.family import AttentionFamily
 from ..models.rope_parameters import unread_parameters
 from .scores import MIN_TOKENS_AT_ONCE, is_fused, tokens_at_once
@@ -81,7 +81,7 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
         shape = LayerShape(number_bytes * _n_projected(modules))
         attentions_of_layer = [module for module in modules if id(module) in families]
         if window and attentions_of_layer:
-            attention = max(attentions_of_layer, key=query_heads)
+            attention = max(attentions_of_layer, key=n_query_heads)
             family = families[id(attention)]
             shape = _with_attention(shape, attention, family, window, key_size, number_bytes)
         shapes.add(shape)
@@ -111,7 +111,7 @@ def _caches_with_keys(caches: list) -> list[Any]:
     """Return the caches that contain keys, including members of cache lists."""
     return [
         cache
-        for cache in members(caches)
+        for cache in all_caches(caches)
         if not isinstance(cache, ArraysCache) and not cache.empty()
     ]
 
@@ -119,9 +119,9 @@ def _caches_with_keys(caches: list) -> list[Any]:
 def _families(model: Any) -> dict[int, AttentionFamily | None]:
     """Map the `id()` of each attention module to its family, or to None if the family is unknown."""
     try:
-        owners = attentions(model)
+        owners = cache_owners(model)
     except UnsupportedModelError:
-        return {id(module): None for module in model.modules() if query_heads(module)}
+        return {id(module): None for module in model.modules() if n_query_heads(module)}
     return {
         id(module): owner.family
         for owner in owners
@@ -151,7 +151,7 @@ def _with_attention(
     entry_bytes = 0
     if hasattr(attention, "embed_q"):  # MLA expands the latents for every head
         head_size = attention.qk_nope_head_dim
-        n_expanded = query_heads(attention) * (head_size + attention.v_head_dim)
+        n_expanded = n_query_heads(attention) * (head_size + attention.v_head_dim)
         entry_bytes = number_bytes * n_expanded
     pair_bytes = score_bytes(attention, family, head_size, number_bytes)
     return replace(shape, pair_bytes=pair_bytes, window=window, entry_bytes=entry_bytes)
@@ -167,12 +167,12 @@ def score_bytes(
     """
     n_arrays = 1
     if hasattr(attention, "embed_q"):
-        n_arrays = 2 if family is None or family.factor is None else 1
+        n_arrays = 2 if family is None or family.query_factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
         n_arrays = 3  # a column for the sinks is appended and removed again
     if is_fused(head_size):
         n_arrays = 1 if n_arrays == 2 else 0  # only the separate positional scores are stored
-    return number_bytes * query_heads(attention) * n_arrays
+    return number_bytes * n_query_heads(attention) * n_arrays
 
 
 def _n_projected(modules: list[Any]) -> int:

@@ -21,10 +21,10 @@ import mlx.core as mx
 
 from .._version import __version__
 from ..caches.layers import attention_layers, token_caches
-from ..entries.quantization import arrays
+from ..entries.quantization import flat_arrays
 from ..errors import SnapKVError
 from ..models import type_of
-from ..models.counts import hidden_size, query_heads
+from ..models.counts import hidden_size, n_query_heads
 from ..paths import put
 from ..sparse.options import Sparse
 from .machine import processor, this_machine
@@ -254,9 +254,9 @@ def _shape(model: Any) -> list[str]:
     """Describe the shape of a model. Raises: SnapKVError: the model does not support sparse attention."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
-    keys = arrays(layers[0].entries_in(caches).sample)[0]
+    keys = flat_arrays(layers[0].layer_cache_in(caches).sample_entries)[0]
     n_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    group = query_heads(layers[0].attention) // n_kv_heads
+    group = n_query_heads(layers[0].attention) // n_kv_heads
     return [
         f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
         f"{n_kv_heads} heads x {group} x {head_dim}, {keys.dtype}",

@@ -249,13 +249,13 @@ def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
 
 def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
     """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. There is no file for zero codes."""
-    keys, values = map(Layout.of, cache.sample)
+    keys, values = map(Layout.of, cache.sample_entries)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
         _File(folder / f"{number:03d}.values", values, n),
     ]
     if n_codes:
-        layout = Layout.of(no_codes(cache.sample[0]))
+        layout = Layout.of(no_codes(cache.sample_entries[0]))
         files.append(_File(folder / f"{number:03d}.codes", layout, n_codes))
     return files
 
@@ -268,5 +268,5 @@ def _n_codes(cache: StoredKVCache) -> int:
     if cache.index is None:
         return 0
     codes = cache.index.codes
-    fits = Layout.of(codes.between(0, 0)) == Layout.of(no_codes(cache.sample[0]))
+    fits = Layout.of(codes.between(0, 0)) == Layout.of(no_codes(cache.sample_entries[0]))
     return len(codes) if fits else 0

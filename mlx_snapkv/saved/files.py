@@ -22,11 +22,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
-from ..caches.layers import first_sparse, layer_caches
-from ..caches.matching import adopt, require_match, require_tokens
+from ..caches.layers import first_sparse_position, layer_caches
+from ..caches.matching import require_match, require_tokens, set_missing_layers
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
-from ..models.distributed import require_whole
+from ..models.distributed import require_on_one_mac
 from ..paths import path_of, reason, require_place
 from ..planning.settings import Setting
 from ..sparse.prompt_caches import books
@@ -84,7 +84,7 @@ def save(
 
     Raises: SnapKVError: the file can't be written, or the cache does not contain these tokens.
     """
-    require_whole(model, "prompt caches can't be saved")
+    require_on_one_mac(model, "prompt caches can't be saved")
     path = require_writable(path)
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
@@ -96,7 +96,7 @@ def save(
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": model_fingerprint or fingerprint(model),
         "policy": str(policy),
-        _SPARSE_FROM: str(first_sparse(prompt_cache)),
+        _SPARSE_FROM: str(first_sparse_position(prompt_cache)),
         sealed.CHECKSUM_KEY: sealed.UNKNOWN,
     }
     target = Path(os.path.realpath(path))
@@ -122,7 +122,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
 
     Raises: SnapKVError: the file does not exist, is damaged, has another format version, or is for another model.
     """
-    require_whole(model, "saved prompt caches can't be loaded")
+    require_on_one_mac(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
     metadata = sealed.metadata(path)
     is_ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(metadata)
@@ -146,7 +146,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     except SnapKVError as error:
         again = "" if is_ours else "; save the prompt with mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
-    adopt(prompt_cache, model)
+    set_missing_layers(prompt_cache, model)
     if not is_ours:
         return SavedPrompt(prompt_cache, tokens, notes=notes)
     sparse_from = metadata[_SPARSE_FROM]

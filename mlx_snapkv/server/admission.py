@@ -10,7 +10,7 @@ from ..batch.memory import RESERVED_ANSWER, Memory
 from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
-from ..models.counts import vocabulary
+from ..models.counts import vocabulary_size
 from ..models.trained_length import beyond_trained_length, trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
@@ -76,7 +76,7 @@ class Admission:
         self.context = limits.context or trained_length(model)
         self.bounds = Bounds(
             max_tokens=trained_length(model) or DEFAULT_MAX_ANSWER,
-            vocabulary_size=vocabulary(model),
+            vocabulary_size=vocabulary_size(model),
         )
         self._logged_once = LoggedOnce()
         self._memory: Memory | None = None

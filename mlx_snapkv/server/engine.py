@@ -15,7 +15,7 @@ from ..completions.body import ChatBody, Defaults
 from ..completions.prompt import tokenize
 from ..completions.request import completion_request
 from ..errors import sentence
-from ..models.distributed import from_first, n_ranks, rank
+from ..models.distributed import from_first_rank, n_ranks, rank
 from .admission import Admission, Limits
 from .api_error import ApiError
 from .checkpoints import Checkpoints
@@ -246,7 +246,7 @@ class Engine:
 
     def _exchange_and_take_next(self) -> EngineRequest | None:
         """Share rank 0's news with all ranks. Return the next request, or None if none may start yet."""
-        news = from_first(self._collect_news)
+        news = from_first_rank(self._collect_news)
         self._cancelled = news.cancelled
         self._ended = news.ends
         if rank() != 0:  # rank 0 has already done this

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from ..caches.layers import file_bytes, first_sparse, memory_bytes
+from ..caches.layers import file_bytes, first_sparse_position, memory_bytes
 from ..planning.units import format_bytes
 from ..sparse.prompt_caches import books
 from .log import log
@@ -67,7 +67,7 @@ class PrefixCache:
             caches = caches_in_file
             self._insert(prefix.ids, caches)
         # Entries after this position depend on what sparse attention has chosen.
-        n_exact = first_sparse(caches) if exact else None
+        n_exact = first_sparse_position(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             if n_exact == 0 or not prefix.is_trimmable:
                 return None, 0

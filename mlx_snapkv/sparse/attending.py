@@ -10,8 +10,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from ..caches.contract import LayerCache
-from ..entries.attention import HIDDEN
-from ..entries.queries import Captured
+from ..entries.attention import HIDDEN_LOGIT
+from ..entries.queries import CapturedQueries
 
 
 class AttendingCache(LayerCache):
@@ -25,7 +25,7 @@ class AttendingCache(LayerCache):
 
     @abstractmethod
     def choose(
-        self, captured: Captured, keys: mx.array, values: mx.array
+        self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
         """Choose the keys and values that the newest tokens read.
 
@@ -58,7 +58,7 @@ class AttendingCache(LayerCache):
 
         Returns: `(B, n_heads, L, head_dim)`.
         """
-        keys, values, bias = self.choose(Captured(queries, scale, sinks), keys, values)
+        keys, values, bias = self.choose(CapturedQueries(queries, scale, sinks), keys, values)
         if bias is not None:
             mask = mask_with_bias(bias, keys.shape[2], mask)
         return mx.fast.scaled_dot_product_attention(
@@ -87,5 +87,5 @@ def mask_with_bias(bias: mx.array, n: int, mask: Any = None) -> mx.array:
         mask = create_causal_mask(L, n - L)
     if mask is None:
         return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_means)])
-    others = mx.where(mask[..., n_means:], mx.zeros((B, H, L, n - n_means)), HIDDEN)
+    others = mx.where(mask[..., n_means:], mx.zeros((B, H, L, n - n_means)), HIDDEN_LOGIT)
     return mx.concatenate([bias, others.astype(bias.dtype)], axis=-1)

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from ..caches.contract import keys_property
 from ..entries.entries import Entries
-from ..entries.quantization import n_bytes
-from ..entries.queries import Captured
+from ..entries.quantization import count_bytes
+from ..entries.queries import CapturedQueries
 from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain
 from .token_ranking import Pair, TokenRanking
@@ -34,7 +34,7 @@ class SparseKVCache(AttendingCache):
         """Start from a ranking of the prompt's entries. Part of the answer may already have been decoded."""
         self.ranking = ranking
         self.layer = ranking.view.layer
-        self._entry_nbytes = n_bytes(self.sample)
+        self._entry_nbytes = count_bytes(self.sample_entries)
         self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
@@ -66,11 +66,13 @@ class SparseKVCache(AttendingCache):
     ) -> mx.array:
         """Compute the attention with the GPU kernels if they support it, otherwise as in `AttendingCache.attend`."""
         if why_plain(self.ranking, queries) is None:
-            return attend_token(self.ranking, Captured(queries, scale, sinks), self.offset - 1)
+            return attend_token(
+                self.ranking, CapturedQueries(queries, scale, sinks), self.offset - 1
+            )
         return super().attend(queries, keys, values, scale, mask, sinks)
 
     def choose(
-        self, captured: Captured, keys: mx.array, values: mx.array
+        self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
         """Return the keys and values that a token reads, and the bias of the cluster means among them.
 
@@ -100,7 +102,7 @@ class SparseKVCache(AttendingCache):
         return Entries(*self.ranking.read(None))
 
     @property
-    def sample(self) -> Pair:
+    def sample_entries(self) -> Pair:
         """Return the first entry's key and value."""
         return self.ranking.view.read_keys(0, 1), self.ranking.view.read_values(0, 1)
 

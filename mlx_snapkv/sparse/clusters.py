@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..entries.quantization import join, rows
+from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.spans import BLOCK_SIZE, spans
 
 # Average number of entries per cluster. If clusters were smaller, a token would read more means and therefore fewer
@@ -52,7 +52,7 @@ class Clusters(NamedTuple):
             return None
         ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
         mx.async_eval(ids)
-        return WholeBlocks(ids, *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
+        return WholeBlocks(ids, *slice_rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
 
     def followed_by(self, other: Clusters) -> Clusters:
         """Return these clusters followed by those of the next entries."""
@@ -109,7 +109,7 @@ class WholeBlocks:
             return None
         return WholeBlocks(
             self.ids[:, :, : n * BLOCK_SIZE],
-            *rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK),
+            *slice_rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK),
         )
 
     def clusters(self) -> Clusters:
@@ -126,7 +126,7 @@ def _join(parts: list[Clusters]) -> Clusters:
     for part in parts:
         ids.append(part.ids + n)
         n += part.n
-    keys, values = join(*((part.keys, part.values) for part in parts))
+    keys, values = concatenate_rows(*((part.keys, part.values) for part in parts))
     joined = Clusters(mx.concatenate(ids, axis=2), keys, values)
     mx.async_eval(joined.ids, keys, values)
     return joined

@@ -14,15 +14,15 @@ import mlx.core as mx
 
 from ..entries.quantization import (
     Stored,
-    arrays,
-    each,
-    join,
-    n_bytes,
-    n_rows,
-    rows,
+    concatenate_rows,
+    count_bytes,
+    count_rows,
+    flat_arrays,
+    map_arrays,
     rows_to_allocate,
+    slice_rows,
     with_new_rows,
-    write,
+    write_rows,
 )
 
 # Number of entries whose rows stay in memory if there is a spill file: a trade-off between memory and file reads.
@@ -80,7 +80,7 @@ class GrowingRows:
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
         """Return the arrays in memory, including unused rows."""
-        return (*arrays(self._first.stored), *arrays(self._last.stored))
+        return (*flat_arrays(self._first.stored), *flat_arrays(self._last.stored))
 
     @property
     def buffers(self) -> Stored | None:
@@ -90,12 +90,12 @@ class GrowingRows:
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the rows in memory."""
-        return n_bytes(self.in_memory)
+        return count_bytes(self.in_memory)
 
     @property
     def spilled_nbytes(self) -> int:
         """Return the size in bytes of the rows in the spill file."""
-        return self._n_spilled * n_bytes(rows(self._first.stored, 0, 1))
+        return self._n_spilled * count_bytes(slice_rows(self._first.stored, 0, 1))
 
     def reserve(self, n: int) -> None:
         """Allocate memory for `n` rows, or for as many of them as will stay in memory."""
@@ -106,16 +106,16 @@ class GrowingRows:
         if self._spill is None:
             self._first.append(new)
             return
-        n = n_rows(new)
+        n = count_rows(new)
         n_first = min(n, self._n_in_memory - self._first.n)
         if n_first > 0:
-            self._first.append(rows(new, 0, n_first))
+            self._first.append(slice_rows(new, 0, n_first))
         if n_first < n:
-            self._last.append(rows(new, n_first, n))
+            self._last.append(slice_rows(new, n_first, n))
         while self._last.n >= self._block_rows:
             last = self._last.stored
-            self._block_readers.append(self._spill.put(rows(last, 0, self._block_rows)))
-            self._last = _Buffer(rows(last, self._block_rows, self._last.n))
+            self._block_readers.append(self._spill.put(slice_rows(last, 0, self._block_rows)))
+            self._last = _Buffer(slice_rows(last, self._block_rows, self._last.n))
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
@@ -126,7 +126,7 @@ class GrowingRows:
             last_start -= self._block_rows
             read = self._block_readers.pop()
             if n > last_start:
-                self._last = _Buffer(rows(read(), 0, n - last_start))
+                self._last = _Buffer(slice_rows(read(), 0, n - last_start))
         self._first.n = min(self._first.n, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -137,7 +137,7 @@ class GrowingRows:
 
     def read(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)`, which must be one of `spans`."""
-        return rows(*self._locate(start, stop))
+        return slice_rows(*self._locate(start, stop))
 
     def read_at_least(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)` for a matrix product, possibly followed by further rows.
@@ -145,9 +145,9 @@ class GrowingRows:
         MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and on other backends it may copy the slice.
         """
         stored, start, stop = self._locate(start, stop)
-        if start == 0 and 8 * stop >= 7 * n_rows(stored):
+        if start == 0 and 8 * stop >= 7 * count_rows(stored):
             return stored
-        return each(mx.contiguous, rows(stored, start, stop))
+        return map_arrays(mx.contiguous, slice_rows(stored, start, stop))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
         """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
@@ -164,7 +164,7 @@ class GrowingRows:
     def between(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)`, concatenated if they are in several arrays."""
         parts = [self.read(*span) for span in self.spans(start, stop)]
-        return join(*parts) if parts else rows(self._first.stored, 0, 0)
+        return concatenate_rows(*parts) if parts else slice_rows(self._first.stored, 0, 0)
 
     def __deepcopy__(self, memo: dict) -> GrowingRows:
         """Copy the rows in memory, but share the spill file, which is append-only."""
@@ -179,15 +179,17 @@ class _Buffer:
 
     def __init__(self, stored: Stored):
         self.stored = stored
-        self.n = n_rows(stored)
+        self.n = count_rows(stored)
 
     def reserve(self, n: int) -> None:
         """Allocate memory for at least `n` rows."""
-        if n > n_rows(self.stored):
-            self.stored = with_new_rows(rows(self.stored, 0, self.n), rows_to_allocate(n) - self.n)
+        if n > count_rows(self.stored):
+            self.stored = with_new_rows(
+                slice_rows(self.stored, 0, self.n), rows_to_allocate(n) - self.n
+            )
 
     def append(self, new: Stored) -> None:
-        end = self.n + n_rows(new)
+        end = self.n + count_rows(new)
         self.reserve(end)
-        write(self.stored, self.n, new)
+        write_rows(self.stored, self.n, new)
         self.n = end

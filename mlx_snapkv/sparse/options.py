@@ -149,7 +149,7 @@ class Sparse(Hyperparameters):
             raise SnapKVError(
                 f"sparse option budget={self.budget} is less than one entry of this prompt"
             )
-        return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk()
+        return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether an answer token would read all entries of a prompt of `n_prompt` tokens."""

@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..entries.quantization import Quantization, groups_dividing, pack, rows, unpack
+from ..entries.quantization import Quantization, group_sizes_dividing, pack, slice_rows, unpack
 from ..entries.spans import spans
 from .full_view import FullView
 from .growing_rows import GrowingRows
@@ -64,7 +64,7 @@ class PageMeans:
         self._quantization = means_quantization(new.shape[3])
         packed = pack(new, self._quantization)
         if self._means is None:
-            self._means = GrowingRows(rows(packed, 0, 0), PAGE_SIZE, view.make_spill)
+            self._means = GrowingRows(slice_rows(packed, 0, 0), PAGE_SIZE, view.make_spill)
         self._means.append(packed)
         return self._means
 
@@ -84,5 +84,5 @@ def page_means(entries: mx.array) -> mx.array:
 
 def means_quantization(head_dim: int) -> Quantization | None:
     """Return the 8-bit quantisation for mean keys, or None if MLX can't quantise keys of this size."""
-    group_sizes = groups_dividing([head_dim])
+    group_sizes = group_sizes_dividing([head_dim])
     return Quantization(8, group_sizes[-1]) if group_sizes else None

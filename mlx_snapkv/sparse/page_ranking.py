@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from ..entries.queries import Captured
+from ..entries.queries import CapturedQueries
 from .full_view import FullView
 from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
@@ -56,7 +56,7 @@ class PageRanking:
         stop, n = self._pages(start)
         return (self._first + n - stop) * PAGE_SIZE + start if n else start
 
-    def read(self, captured: Captured, start: int) -> tuple[mx.array, mx.array]:
+    def read(self, captured: CapturedQueries, start: int) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that a chunk reads, in order of position.
 
         Args:
@@ -81,7 +81,7 @@ class PageRanking:
         reads_all = stop - self._first <= n or not self._chooses(start)
         return stop, 0 if reads_all else n
 
-    def _likeliest(self, captured: Captured, among: range, n: int) -> mx.array:
+    def _likeliest(self, captured: CapturedQueries, among: range, n: int) -> mx.array:
         """Return the `n` pages that get the largest share of some query's attention.
 
         A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ..caches.contract import keys_property
 from ..entries.entries import Entries
-from ..entries.quantization import join
-from ..entries.queries import Captured
+from ..entries.quantization import concatenate_rows
+from ..entries.queries import CapturedQueries
 from .attending import AttendingCache
 from .page_ranking import PageRanking
 from .stored_cache import StoredKVCache
@@ -67,15 +67,15 @@ class SparsePrefillKVCache(AttendingCache):
         return keys, values
 
     def choose(
-        self, captured: Captured, keys: mx.array, values: mx.array
+        self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, None]:
         """Return the keys and values that a chunk reads, including its own. Also record the queries that will vote."""
         self.stored.record(captured)
         if not self._reads_all:
-            keys, values = join(self._read_before(captured), (keys, values))
+            keys, values = concatenate_rows(self._read_before(captured), (keys, values))
         return keys, values, None
 
-    def _read_before(self, captured: Captured) -> tuple[mx.array, mx.array]:
+    def _read_before(self, captured: CapturedQueries) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that the chunk chooses."""
         start = self.offset - captured.queries.shape[2]
         self.n_read = max(self.n_read or 0, self._ranking.n_read(start))

@@ -14,7 +14,7 @@ from ..caches.layers import (
     layer_caches,
     require_quantised_attention,
 )
-from ..entries.quantization import Quantization, fitting_groups
+from ..entries.quantization import Quantization, fitting_group_sizes
 from ..errors import Option, SnapKVError
 from .options import Sparse
 from .stored_cache import StoredKVCache
@@ -60,7 +60,7 @@ def store_quantization(
     if store is None or (bits := STORES[store].bits) is None:
         return None
     require_quantised_attention(layers, "give {}", Option("store", "memory"))
-    groups = fitting_groups(head_sizes(model, layers), Option("store", store))
+    groups = fitting_group_sizes(head_sizes(model, layers), Option("store", store))
     return Quantization(bits, 64 if 64 in groups else 32)
 
 
@@ -100,7 +100,7 @@ def caches_to_save(model, caches: list) -> list:
     forms = list(caches)
     if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
-            layer.put(forms, layer.entries_in(caches).cache_to_save())
+            layer.put(forms, layer.layer_cache_in(caches).cache_to_save())
     return forms
 
 
@@ -108,7 +108,7 @@ def caches_to_batch(model, caches: list) -> list:
     """Return caches that mlx-lm can batch. Stored and quantised entries are unpacked into a `KVCache`."""
     forms = list(caches)
     for layer in attention_layers(model, caches):
-        cache = layer.entries_in(caches)
+        cache = layer.layer_cache_in(caches)
         if cache.is_compressed or (cache.store is None and cache.quantization is None):
             continue
         plain: Any = KVCache()

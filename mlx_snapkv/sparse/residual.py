@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..entries.attention import HIDDEN
+from ..entries.attention import HIDDEN_LOGIT
 from ..entries.spans import BLOCK_SIZE, spans
 from .clusters import Clusters
 
@@ -36,7 +36,7 @@ WEIGHING_QUERIES = 4
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # number of adjacent entries in each sample
 
-SMALLEST_MASS = 1e-30  # avoids log(0), which is replaced by `HIDDEN` afterwards
+SMALLEST_MASS = 1e-30  # avoids log(0), which is replaced by `HIDDEN_LOGIT` afterwards
 
 
 class Residual(NamedTuple):
@@ -45,7 +45,7 @@ class Residual(NamedTuple):
     Attributes:
         clusters: clusters of all entries.
         choosable: number of entries in each cluster that a token may choose, `(B, n_kv_heads, n_clusters)`.
-        log_mass: each head's log `a`, or `HIDDEN` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
+        log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """
 
@@ -66,8 +66,8 @@ class Residual(NamedTuple):
         """Return a bias for the logits of the cluster means, `(B, n_heads, L, n_clusters)`, in the queries' dtype.
 
         The attention computes the logit `scale * (q . mean key)`. The bias turns this logit into the one in the module
-        docstring: `bias = (t - 1) * logit + log(number of unread entries in the cluster) + log a`. It is `HIDDEN` if
-        the token reads all entries of the cluster, or if a = 0.
+        docstring: `bias = (t - 1) * logit + log(number of unread entries in the cluster) + log a`. It is `HIDDEN_LOGIT`
+        if the token reads all entries of the cluster, or if a = 0.
 
         Args:
             queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.
@@ -89,8 +89,8 @@ def _bias(
     """Compute `Residual.bias` per KV head, float32 `(B, n_kv_heads, group, L, n_clusters)`."""
     log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
     bias = logits * (temperature - 1) + log_unread + log_mass
-    is_visible = (n_unread > 0) & (log_mass > HIDDEN)
-    return mx.where(is_visible, bias, HIDDEN)
+    is_visible = (n_unread > 0) & (log_mass > HIDDEN_LOGIT)
+    return mx.where(is_visible, bias, HIDDEN_LOGIT)
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
@@ -197,7 +197,7 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
 
 def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sums]:
     """Return each query's top logit, and its `Sums` over all entries and over the entries that it would read."""
-    top = mx.array(HIDDEN)
+    top = mx.array(HIDDEN_LOGIT)
     full = read = mx.array(0.0), mx.array(0.0)
     for entry_spans, weight in example.sampled_spans():
         positions = mx.concatenate([mx.arange(*span) for span in entry_spans])
@@ -205,7 +205,7 @@ def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sum
         values = mx.concatenate([entries.read_values(*span) for span in entry_spans], axis=2)
         values = values.astype(mx.float32)[:, :, None]
         logits = grouped_logits(example.queries, keys) + math.log(weight)
-        logits = mx.where(example.sees(positions), logits, HIDDEN)
+        logits = mx.where(example.sees(positions), logits, HIDDEN_LOGIT)
         is_read = mx.take(example.read, positions, axis=-1)[:, :, None]
         earlier_top = top
         top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
@@ -231,5 +231,5 @@ def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
     # Return separate arrays, because a kernel would copy views for every token.
     best = mx.argmin(distances, axis=0)
     mass, temperature = (mx.array(factors)[best] for factors in zip(*PAIRS))
-    log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN)
+    log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN_LOGIT)
     return log_mass[..., None, None], temperature[..., None, None]

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 from ..caches.adapter import full_cache
 from ..caches.contract import LayerCache, keys_property, loadable
 from ..entries.entries import Entries
-from ..entries.quantization import join, n_bytes
+from ..entries.quantization import concatenate_rows, count_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
 from .clusters import WholeBlocks
@@ -106,7 +106,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             return self.growing.keys_and_values()
         keys, values = self.store.entries()
         if self.growing.offset:
-            keys, values = join((keys, values), self.growing.keys_and_values())
+            keys, values = concatenate_rows((keys, values), self.growing.keys_and_values())
         mx.eval(keys)
         mx.eval(values)
         return keys, values
@@ -116,7 +116,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         keys, values = self.keys_and_values()
         voters = None
         if self.n_queries:
-            voters = self.voters(self.queries, self.query_positions, keys.shape)
+            voters = self.make_voters(self.queries, self.query_positions, keys.shape)
         return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
@@ -150,7 +150,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def fill(self, entries: Entries) -> None:
         """Fill this cache, which must be empty."""
         if self.growing is self.store.cache:
-            self.growing.keys, self.growing.values = entries.plain()
+            self.growing.keys, self.growing.values = entries.dequantized()
             self.growing.offset = len(entries)
         else:
             self.store.append(entries)
@@ -211,7 +211,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def full_nbytes(self) -> int:
         """Return the size in bytes that all entries would have in a full, unquantised cache."""
-        return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
+        return self.offset * count_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
@@ -235,7 +235,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return 0 if self.index is None else self.index.nbytes
 
     @property
-    def sample(self) -> tuple:
+    def sample_entries(self) -> tuple:
         """Return the first entry if entries are in files, otherwise the entries in `growing`."""
         return self.store.first_entry or self.growing.keys_and_values()
 

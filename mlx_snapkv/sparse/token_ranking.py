@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..entries.attention import attention_votes
-from ..entries.quantization import join, rows
-from ..entries.queries import Captured, Queries
+from ..entries.quantization import concatenate_rows, slice_rows
+from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import Quota
 from .clusters import Clusters, WholeBlocks, clusters_of
 from .full_view import FullView
@@ -98,7 +98,7 @@ class TokenRanking:
         """Return the number of cluster means that a token reads."""
         return 0 if self.residual is None else self.residual.clusters.n
 
-    def choose(self, captured: Captured, start: int) -> mx.array:
+    def choose(self, captured: CapturedQueries, start: int) -> mx.array:
         """Choose one set of entries for the queries of all tokens from position `start` on.
 
         Returns: positions, uint32 `(B, n_kv_heads, n_read)`.
@@ -124,8 +124,8 @@ class TokenRanking:
             parts.append(self.view.gather(always))
         if self.answer.offset:
             start = max(0, self.stop - self.n_prompt)
-            parts.append(rows(self.answer_buffers, start, self.answer.offset))
-        return join(*parts)
+            parts.append(slice_rows(self.answer_buffers, start, self.answer.offset))
+        return concatenate_rows(*parts)
 
     def choose_up_to(self, stop: int) -> None:
         """Move `stop` to a later position, so that tokens choose among the entries before it instead of reading all.

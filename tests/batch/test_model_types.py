@@ -7,7 +7,7 @@ from model_configs import make_model
 
 from mlx_snapkv import SnapKVError, Sparse
 from mlx_snapkv.batch.generator import UNBATCHED_TYPES
-from mlx_snapkv.caches.layers import members
+from mlx_snapkv.caches.layers import all_caches
 
 SPARSE = Sparse(top_k=6, n_sink=2, n_window=8, store="file")
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
@@ -42,7 +42,7 @@ def test_a_batch_answers_as_each_request_by_itself(name, policy, few, monkeypatc
     uids += run.insert(prompts[2:], [10])
     sizes = set()
     while run.step():
-        caches = members(run.generator._generation_batch.prompt_cache)
+        caches = all_caches(run.generator._generation_batch.prompt_cache)
         sizes |= {len(cache.members) for cache in caches if hasattr(cache, "members")}
     assert max(sizes) > 1
     run.assert_alone(uids, prompts, (14, 9, 10))

@@ -15,7 +15,7 @@ from mlx_snapkv.caches.adapter import full_cache, has_all_entries, layer_cache
 from mlx_snapkv.caches.matching import problem_of
 from mlx_snapkv.engine.loop_model import one_by_one
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.quantization import arrays
+from mlx_snapkv.entries.quantization import flat_arrays
 
 
 def feed_split(cache, n):
@@ -44,7 +44,9 @@ def assert_same(cache, other):
         assert cache.offset == other.offset and layer_cache(cache).room == layer_cache(other).room
         mine, theirs = layer_cache(cache).held(), layer_cache(other).held()
         assert mx.array_equal(mine.positions, theirs.positions)
-        stored = ([*arrays(x.stored_keys), *arrays(x.stored_values)] for x in (mine, theirs))
+        stored = (
+            [*flat_arrays(x.stored_keys), *flat_arrays(x.stored_values)] for x in (mine, theirs)
+        )
         assert all(map(mx.array_equal, *stored))
         if mine.received is not None or theirs.received is not None:
             assert mx.allclose(mine.received, theirs.received, atol=1e-5)

@@ -17,7 +17,13 @@ from request_helpers import is_quantised
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError, Sparse
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.adapter import layer_cache
-from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members, n_tokens_read
+from mlx_snapkv.caches.layers import (
+    all_caches,
+    attention_layers,
+    file_bytes,
+    kv_bytes,
+    n_tokens_read,
+)
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import UnsupportedModelError
@@ -81,7 +87,7 @@ def test_a_model_that_can_not_be_compressed_can_chat(demo_llama, haystack, monke
     def refuse(*args):
         raise UnsupportedModelError("not this one")
 
-    monkeypatch.setattr(layers, "attentions", refuse)
+    monkeypatch.setattr(layers, "cache_owners", refuse)
     assert is_answered(begun(demo_llama, haystack), haystack[1][0])
 
 
@@ -301,9 +307,9 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
     caches = make_caches(model, Sparse())
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-    forms = list(members(caches_to_save(model, caches)))
+    forms = list(all_caches(caches_to_save(model, caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
-    for form, cache in zip(forms, members(caches)):
+    for form, cache in zip(forms, all_caches(caches)):
         if form is not cache:
             assert mx.array_equal(form.keys[:, :, :3], cache.keys_and_values()[0])
 

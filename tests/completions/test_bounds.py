@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_snapkv import SnapKVError, batch_generate, generate_step, prefill, stream_generate
 from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse
 from mlx_snapkv.completions.request import Bounds, completion_request
-from mlx_snapkv.models.counts import vocabulary
+from mlx_snapkv.models.counts import vocabulary_size
 
 TEXT = {"prompt": "the key"}
 MESSAGES = {"messages": [{"role": "user", "content": "the key"}]}
@@ -21,7 +21,7 @@ ODD = [
 @pytest.mark.parametrize("url, body, field", ODD)
 def test_token_ids_of_a_body_must_be_in_the_models_vocabulary(demo_llama, url, body, field):
     model, tokenizer = demo_llama
-    assert vocabulary(model) == len(tokenizer) == 1536
+    assert vocabulary_size(model) == len(tokenizer) == 1536
     parsed = parse(url, body)
     completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=1536))
     with pytest.raises(

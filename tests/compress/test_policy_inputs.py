@@ -123,7 +123,7 @@ GAPS = Queries(mx.zeros((1, N_HEADS, 2, D)), range(4, 6))
         (lambda e: e.layer.attention, "prefill with mlx_snapkv.prefill"),
         (lambda e: e.statistics.mean, "give the policy a query_statistics"),
         (lambda e: ExpectedAttention().score(e), "prefill with mlx_snapkv"),
-        (lambda e: replace(e, observed=GAPS, explicit_positions=e.positions + 3).raw_queries, "a start"),
+        (lambda e: replace(e, voting_queries=GAPS, explicit_positions=e.positions + 3).raw_queries, "a start"),
     ],
 )  # fmt: skip
 def test_a_missing_value_is_one_sentence(ask, message):

@@ -58,7 +58,7 @@ def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
 def test_scissorhands_counts_queries_that_give_above_average_attention(T, first):
     """Tokens after the last entry count as well, and there may be more entries than fit into a block."""
     entries = make_entries(T=T, n=8)
-    entries.observed = Queries(entries.queries, range(first, first + 8), 8**-0.5)
+    entries.voting_queries = Queries(entries.queries, range(first, first + 8), 8**-0.5)
     scores = np.asarray(ScissorHands().score(entries))
     off = np.abs(scores - reference.above_average(*asked(entries)))
     # A weight that equals 1/t except for its last bit may count or not.

@@ -35,7 +35,7 @@ def test_votes_of_sink_and_window_are_not_pooled_into_the_middle(pool):
 def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, beyond, seed):
     entries = make_entries(T=100, n=n_voters, seed=seed)
     places, queries = range(100 + beyond - n_voters, 100 + beyond), 4 * entries.queries
-    entries.observed = Queries(queries, places, 8**-0.5)
+    entries.voting_queries = Queries(queries, places, 8**-0.5)
     policy = SnapKV(pool_kernel=kernel, n_sink=n_sink, n_window=n_window)
     ends = (n_sink, n_window)
     expected = reference.forward_scores(*asked(entries), beyond, ends, kernel)

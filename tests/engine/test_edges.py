@@ -102,7 +102,7 @@ def test_turns_of_a_few_tokens_are_served(demo_llama, how):
 
 def positions(model, cache):
     layers = attention_layers(model, cache)
-    return [np.array(layer.entries_in(cache).held().positions) for layer in layers]
+    return [np.array(layer.layer_cache_in(cache).held().positions) for layer in layers]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.caches.adapter import layer_cache
-from mlx_snapkv.caches.layers import members
+from mlx_snapkv.caches.layers import all_caches
 from mlx_snapkv.compress.policies import H2O, KeyDiff
 from mlx_snapkv.engine import loop_model
 from mlx_snapkv.models import attention_classes
@@ -50,7 +50,7 @@ def test_generate_step_reads_a_turn_as_token_by_token(make, tokens, policy, befo
         tiny_model(mx.array([[token]]), cache=caches[0])  # mlx-lm's loop runs one token ahead
     [(said, logprobs)] = steps(tiny_model, TURN, 1, prompt_cache=caches[1])
     assert said == token and mx.abs(logprobs - (logits - mx.logsumexp(logits))).max() < 1e-4
-    for a, b in zip(*map(members, caches)):
+    for a, b in zip(*map(all_caches, caches)):
         if hasattr(a, "positions"):
             ours, theirs = layer_cache(a).held(), layer_cache(b).held()
             assert a.offset == b.offset and mx.array_equal(ours.positions, theirs.positions)

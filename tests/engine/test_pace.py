@@ -143,7 +143,7 @@ def test_a_short_answer_equals_the_full_caches(make, tokens):
     assert not report.compressed and "ended among its first tokens" in report.reason
     layers = attention_layers(model, cache)
     assert {layer.cache_in(cache).offset for layer in layers} == {N + FIRST_TOKENS - 1}
-    assert not any(layer.entries_in(cache).is_compressed for layer in layers)
+    assert not any(layer.layer_cache_in(cache).is_compressed for layer in layers)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])

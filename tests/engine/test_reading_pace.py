@@ -10,7 +10,7 @@ from request_helpers import plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation, prefill
-from mlx_snapkv.caches.layers import first_sparse
+from mlx_snapkv.caches.layers import first_sparse_position
 from mlx_snapkv.engine import reading_pace, sparse_mode
 from mlx_snapkv.engine.reading_pace import ReadingPace
 from mlx_snapkv.planning import request_plan
@@ -199,7 +199,7 @@ def test_a_prompt_whose_chunks_all_read_everything_counts_as_dense(make, clock, 
         (SHORT_STEP - 1, False),
     ]
     cache, _ = prefill(model, PROMPT, sparse=BUDGET)
-    assert first_sparse(cache) is None
+    assert first_sparse_position(cache) is None
 
 
 @pytest.mark.parametrize("times, n_chosen", [(slower, 2), (faster, 3)])
@@ -207,7 +207,7 @@ def test_a_prompt_is_read_the_faster_way(times, n_chosen, clock):
     """The prompt is so short that its last tokens read everything."""
     chunks, model = clock(times), make_llama()
     cache, report = prefill(model, PROMPT, sparse=BUDGET)
-    assert first_sparse(cache) == SHORT_STEP and report.read_per_chunk is not None
+    assert first_sparse_position(cache) == SHORT_STEP and report.read_per_chunk is not None
     assert [n for _, n, chooses in chunks if chooses] == [CHUNK_SIZE] * n_chosen
     assert sum(n for _, n, _ in chunks) == N
 
@@ -215,7 +215,7 @@ def test_a_prompt_is_read_the_faster_way(times, n_chosen, clock):
 def test_always_chooses_from_the_first_chunk_on(clock):
     chunks, model = clock(slower), make_llama()
     cache, _ = prefill(model, PROMPT, sparse=f"{BUDGET},when=always")
-    assert first_sparse(cache) == CHUNK_SIZE and all(n <= CHUNK_SIZE for _, n, _ in chunks)
+    assert first_sparse_position(cache) == CHUNK_SIZE and all(n <= CHUNK_SIZE for _, n, _ in chunks)
 
 
 def test_an_answer_extends_the_record_once(clock, record):

@@ -25,7 +25,7 @@ def test_votes_and_weights_equal_the_float64_reference(shape, sinks, blocks, mon
     if blocks:
         in_blocks(monkeypatch, 1, one_pass=0)
     entries = make_entries(**shape)
-    entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
+    entries.voting_queries = dataclasses.replace(entries.voting_queries, sinks=sinks)
     wanted = reference.weights(*asked(entries), sinks)
     assert entries.votes.dtype == mx.float32
     assert np.allclose(entries.votes, votes_of(entries), atol=1e-5)
@@ -34,12 +34,12 @@ def test_votes_and_weights_equal_the_float64_reference(shape, sinks, blocks, mon
 
 @pytest.mark.parametrize("kind", ["held", "blocks"])
 @pytest.mark.parametrize("way", [
-    {}, {"sinks": SINKS}, {"cap": 0.7}, {"indices": range(290, 310)},
+    {}, {"sinks": SINKS}, {"logit_cap": 0.7}, {"indices": range(290, 310)},
 ], ids=["plain", "sinks", "capped", "past the last entry"])  # fmt: skip
 def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monkeypatch):
     """A single pass over the keys also returns the votes of all queries."""
     entries = make_entries(T=300, n=20)
-    every = entries.observed = dataclasses.replace(entries.observed, **way)
+    every = entries.voting_queries = dataclasses.replace(entries.voting_queries, **way)
     alone = every.latest(7)
     assert (
         mx.array_equal(alone.vectors, every.vectors[:, :, 13:])
@@ -58,7 +58,7 @@ def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monke
     (32, lambda entries: entries.votes),
     (32, lambda entries: (entries.latest_votes(5), entries.votes)),
     (32, lambda entries: entries.above_average),
-    (8, lambda entries: Entries(entries.keys, entries.values, entries.observed.latest(2)).attention),
+    (8, lambda entries: Entries(entries.keys, entries.values, entries.voting_queries.latest(2)).attention),
     (32, lambda entries: entries.with_quantization(Quantization(4, 64)).votes),
     (32, KeyNorm(budget=9).score),
     (32, KeyDiff(budget=9).score),

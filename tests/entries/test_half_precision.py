@@ -38,15 +38,17 @@ def entries_of(keys, queries, bits=None):
 
 def in_float32(entries):
     """Return the entries and their queries in float32."""
-    queries = dataclasses.replace(entries.observed, vectors=entries.queries.astype(mx.float32))
-    return Entries(*(x.astype(mx.float32) for x in entries.plain()), queries)
+    queries = dataclasses.replace(
+        entries.voting_queries, vectors=entries.queries.astype(mx.float32)
+    )
+    return Entries(*(x.astype(mx.float32) for x in entries.dequantized()), queries)
 
 
 def by_index(entries):
     """Return the relevance that a sparse token's index computes for the entries."""
     index = KeyIndex(entries.keys, entries.queries)
     index.append(entries.keys)
-    return index.relevance(dataclasses.replace(entries.observed, indices=range(T, T + N)), T)
+    return index.relevance(dataclasses.replace(entries.voting_queries, indices=range(T, T + N)), T)
 
 
 def overlap(scores, others):

@@ -44,7 +44,7 @@ POLICIES = [policy_of(text) for text in SHARING + ALONE]
 
 def assert_same_entries(model, cache, other, atol=1e-5):
     for layer in attention_layers(model, cache):
-        ours, theirs = (layer.entries_in(caches) for caches in (cache, other))
+        ours, theirs = (layer.layer_cache_in(caches) for caches in (cache, other))
         a, b = ours.held(), theirs.held()
         assert ours.offset == theirs.offset and mx.array_equal(a.positions, b.positions)
         assert mx.allclose(a.keys, b.keys, atol=atol, rtol=atol)
@@ -106,7 +106,7 @@ def assert_continues_as_generate_step(model, reading, policy, n=24):
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
     cache, _ = reading.compress(policy, answering=True)
-    fed = attention_layers(model, cache)[0].entries_in(cache).offset
+    fed = attention_layers(model, cache)[0].layer_cache_in(cache).offset
     of_full = fed - len(reading.tokens) + 1
     assert of_full == max(1, policy.decode_policy.lookahead) + 1
     assert list(answer[:of_full]) == reading.answer(of_full)

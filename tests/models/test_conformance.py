@@ -16,7 +16,7 @@ from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_mod
 from request_helpers import plain, steps
 
 from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, prefill
-from mlx_snapkv.caches.layers import attention_layers, members
+from mlx_snapkv.caches.layers import all_caches, attention_layers
 from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import REFUSED, SUPPORTED
@@ -142,7 +142,7 @@ def test_a_block_cache_below_its_budget_equals_mlx_lm(model, theirs):
 
 
 def bounded(cache):
-    return [c for c in members(cache) if isinstance(c, BlockKVCache)]
+    return [c for c in all_caches(cache) if isinstance(c, BlockKVCache)]
 
 
 def test_every_model_type_of_mlx_lm_is_listed_once():

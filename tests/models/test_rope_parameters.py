@@ -42,7 +42,7 @@ def changed(name, removed=(), **values):
 def ropes(config):
     """Return the unit vectors as rotated by the RoPE of each layer of mlx-lm's model."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    found = models.attentions(module.Model(module.ModelArgs.from_dict(config)))
+    found = models.cache_owners(module.Model(module.ModelArgs.from_dict(config)))
     rope = [x.family.rope_of(x.attention) for x in found if x.attention is not None]
     return [each(mx.eye(16)[None, :, None], offset=9) for each in rope if each is not None]
 

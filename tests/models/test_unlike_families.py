@@ -60,7 +60,7 @@ def test_every_policy_keeps_its_budget_or_is_refused(model):
                 prefill(model, TOKENS, policy)
             continue
         cache, _ = prefill(model, TOKENS, policy)
-        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {40}
+        assert {layer.layer_cache_in(cache).n_entries for layer in layers_of(model, cache)} == {40}
         assert mx.all(mx.isfinite(model(TOKENS[None, :1], cache=cache)))
 
 
@@ -79,8 +79,8 @@ def test_keys_are_latents_with_positional_keys_and_values_are_latents(name):
             wanted = [mx.take_along_axis(x, at, axis=2) for x in (latents, positional)]
             assert mx.allclose(held.keys, mx.concatenate(wanted, axis=-1), atol=1e-5)
             assert mx.allclose(held.values, wanted[0], atol=1e-5)
-        both = mx.concatenate(held.plain(), axis=-1)
-        for read, whole in ((held.read_keys, both), (held.read_values, held.plain()[0])):
+        both = mx.concatenate(held.dequantized(), axis=-1)
+        for read, whole in ((held.read_keys, both), (held.read_values, held.dequantized()[0])):
             assert mx.array_equal(read(3, 9), whole[:, :, 3:9])
 
 

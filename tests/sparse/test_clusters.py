@@ -64,10 +64,13 @@ def test_clusters_grow_with_the_text():
     n = 2 * BLOCK_SIZE + 700
     entries = Entries(normal(1, H, n, D), normal(1, H, n, D, seed=1))
     every = clusters_of(entries)
-    assert clusters_of(Entries(*(x[:, :, :1000] for x in entries.plain()))).whole_blocks() is None
+    assert (
+        clusters_of(Entries(*(x[:, :, :1000] for x in entries.dequantized()))).whole_blocks()
+        is None
+    )
     held = every.whole_blocks()
     assert held.n_entries == 2 * BLOCK_SIZE and held.ids.dtype == mx.uint8
-    first = clusters_of(Entries(*(x[:, :, : 2 * BLOCK_SIZE] for x in entries.plain())))
+    first = clusters_of(Entries(*(x[:, :, : 2 * BLOCK_SIZE] for x in entries.dequantized())))
     assert equal(held.clusters(), first)
     assert equal(held.clusters().followed_by(clusters_of(entries, 2 * BLOCK_SIZE)), every)
     shorter = held.of_first(BLOCK_SIZE + 5)

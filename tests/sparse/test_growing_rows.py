@@ -9,7 +9,7 @@ from entry_helpers import normal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv.entries.quantization import Quantization, n_bytes, pack, rows
+from mlx_snapkv.entries.quantization import Quantization, count_bytes, pack, slice_rows
 from mlx_snapkv.sparse import growing_rows
 from mlx_snapkv.sparse.growing_rows import GrowingRows
 from mlx_snapkv.sparse.stores.file import SpillFile
@@ -29,9 +29,9 @@ def few_in_memory():
 
 
 def held(stored, n, make_spill=SpillFile, step=7):
-    found = GrowingRows(rows(stored, 0, 0), make_spill=make_spill)
+    found = GrowingRows(slice_rows(stored, 0, 0), make_spill=make_spill)
     for start in range(0, n, step):
-        found.append(rows(stored, start, min(start + step, n)))
+        found.append(slice_rows(stored, start, min(start + step, n)))
     return found
 
 
@@ -46,13 +46,13 @@ def test_rows_equal_the_appended_rows(stored, make_spill):
     found = held(stored, N, make_spill)
     assert len(found) == N and found.reads_allocate == (make_spill is not None)
     assert_same(found.between(0, N), stored)
-    assert_same(found.between(13, 61), rows(stored, 13, 61))
+    assert_same(found.between(13, 61), slice_rows(stored, 13, 61))
     for start, stop in found.spans(5, 90):
-        assert_same(found.read(start, stop), rows(stored, start, stop))
+        assert_same(found.read(start, stop), slice_rows(stored, start, stop))
 
 
 def test_only_the_first_rows_and_a_block_are_in_memory():
-    one = n_bytes(rows(PLAIN, 0, 1))
+    one = count_bytes(slice_rows(PLAIN, 0, 1))
     for n in (16, 60, N):
         found = held(PLAIN, n)
         used = 16 + (n - 16) % 8

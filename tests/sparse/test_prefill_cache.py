@@ -16,7 +16,7 @@ from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.quantization import n_bytes, rows
+from mlx_snapkv.entries.quantization import count_bytes, slice_rows
 from mlx_snapkv.entries.spans import BLOCK_SIZE
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -137,8 +137,8 @@ def test_pages_means_are_held_in_8_bits(dtype):
     read_by(model, caches, START, N)
     *_, means = caches[0].state
     B, H, n, D = view.read_keys(0, (START - CHUNK_WINDOW) // PAGE_SIZE * PAGE_SIZE).shape
-    held = rows(means, 0, n // PAGE_SIZE)  # without free room
-    assert n_bytes(held) == B * H * n // PAGE_SIZE * (D + 2 * dtype.size)
+    held = slice_rows(means, 0, n // PAGE_SIZE)  # without free room
+    assert count_bytes(held) == B * H * n // PAGE_SIZE * (D + 2 * dtype.size)
 
 
 def test_ranking_pages_of_a_file_holds_one_block_of_keys_at_a_time():

@@ -15,7 +15,7 @@ from tiny_models import make_llama
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.quantization import Quantization
-from mlx_snapkv.entries.queries import Captured, Queries
+from mlx_snapkv.entries.queries import CapturedQueries, Queries
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.sparse.full_view import FullView
@@ -87,7 +87,7 @@ def test_recorded_queries_do_not_keep_their_chunk_alive():
     queries = mx.random.normal((1, 4, 2048, 64))
     mx.eval(queries, cache.state)
     chunk, before = queries.nbytes, mx.get_active_memory()
-    cache.record(Captured(queries, 1.0))
+    cache.record(CapturedQueries(queries, 1.0))
     mx.eval(cache.state)
     del queries
     gc.collect()

@@ -59,7 +59,7 @@ def assert_holds(store, rows):
     wanted = [mx.take_along_axis(x, positions[..., None], axis=2) for x in rows]
     assert_bits_equal(store.gather(positions), wanted)
     assert store.all_entries().quantization == how
-    assert_bits_equal(store.all_entries().plain(), rows)
+    assert_bits_equal(store.all_entries().dequantized(), rows)
 
 
 def saved(folder, rows):

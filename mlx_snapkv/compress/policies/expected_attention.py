@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...entries.attention import block_size
+from ...entries.attention import entries_per_block
 from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
@@ -58,7 +58,7 @@ class ExpectedAttention(Policy):
             sizes = mx.linalg.norm(values, axis=-1, keepdims=True)
             return mx.concatenate([logits, sizes], axis=-1)
 
-        size = block_size(4 * B * H * width)
+        size = entries_per_block(4 * B * H * width)
         columns = entries.map_blocks(logits_and_sizes, spans(self.n_sink, len(entries), size))
         logits, sizes = columns[..., :-1], columns[..., -1]
         log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)

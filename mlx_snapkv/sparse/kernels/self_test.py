@@ -7,7 +7,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from ...entries.attention import HIDDEN
+from ...entries.attention import HIDDEN_LOGIT
 from ...entries.queries import Queries
 from ..clusters import Clusters, k_means, mean_by_cluster
 from ..index import KeyIndex
@@ -131,7 +131,7 @@ class _Case:
         clusters = Clusters(ids, mean_keys, mean_by_cluster(values, ids, N_CLUSTERS))
         shape = 1, N_KV_HEADS, group, 1, 1
         log_mass = mx.random.uniform(-2, 0.5, shape, key=seeds[4])
-        log_mass[0, 0, 0] = HIDDEN  # a head without a residual
+        log_mass[0, 0, 0] = HIDDEN_LOGIT  # a head without a residual
         temperature = mx.random.uniform(0.5, 1, shape, key=seeds[5])
         choosable = clusters.sizes_between(N_SINK, STOP)
         self.residual = Residual(clusters, choosable, log_mass, temperature)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ...entries.queries import Captured
+from ...entries.queries import CapturedQueries
 from .launch import MAX_MEANS, Means, attend, choose
 from .self_test import why_unused
 
@@ -36,7 +36,7 @@ def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
     return why_unused(head_dim, n_heads // keys.shape[1], queries.dtype)
 
 
-def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx.array:
+def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int) -> mx.array:
     """Compute one token's attention, `(1, n_heads, 1, head_dim)`. Call this only if `why_plain` returns None.
 
     Args:
@@ -69,7 +69,7 @@ def attend_token(ranking: TokenRanking, captured: Captured, position: int) -> mx
 
 
 def _choose(
-    ranking: TokenRanking, captured: Captured, position: int
+    ranking: TokenRanking, captured: CapturedQueries, position: int
 ) -> tuple[mx.array, mx.array | None]:
     """Return the positions that the token chooses, and the number of unread entries per cluster (None without means).
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from ...entries.entries import Entries
-from ...entries.quantization import KEYS, VALUES, Quantization, Stored, join, unpack
+from ...entries.quantization import KEYS, VALUES, Quantization, Stored, concatenate_rows, unpack
 from ..growing_rows import MakeSpill
 
 STORES: dict[str, type["Store"]] = {}  # value of the `store` option -> class
@@ -135,11 +135,15 @@ class JoinedView(EntryView):
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         """Return the stored KEYS or VALUES of entries `[start, stop)`. All views must have the same quantisation."""
-        return join(*(part.stored(which, a, b) for part, a, b in self._within(start, stop)))
+        return concatenate_rows(
+            *(part.stored(which, a, b) for part, a, b in self._within(start, stop))
+        )
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
         """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
-        return join(*(part.read(which, a, b) for part, a, b in self._within(start, stop)))
+        return concatenate_rows(
+            *(part.read(which, a, b) for part, a, b in self._within(start, stop))
+        )
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, gathered from all views."""

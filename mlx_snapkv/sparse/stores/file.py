@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...entries.entries import Entries
-from ...entries.quantization import Quantization, Stored, arrays
+from ...entries.quantization import Quantization, Stored, flat_arrays
 from ...errors import EntryFileError
 from ...paths import refusing
 from .base import EntryView, JoinedView, Store
@@ -37,7 +37,7 @@ class Layout:
     @classmethod
     def of(cls, stored: Stored) -> Layout:
         """Return the layout for one layer's keys or values, plain or quantised."""
-        parts = arrays(stored)
+        parts = flat_arrays(stored)
         return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
     @property
@@ -52,7 +52,7 @@ class Layout:
 
     def to_bytes(self, stored: Stored) -> memoryview:
         """Convert rows `(B, n_kv_heads, n, ...)` to bytes for the file."""
-        parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
+        parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in flat_arrays(stored)]
         return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:

@@ -9,13 +9,13 @@ from ...entries.entries import Entries
 from ...entries.quantization import (
     Quantization,
     Stored,
-    arrays,
-    n_bytes,
-    n_rows,
-    rows,
+    count_bytes,
+    count_rows,
+    flat_arrays,
+    slice_rows,
     unpack,
     with_new_rows,
-    write,
+    write_rows,
 )
 from ..selection import take_entries
 from .base import Store
@@ -58,11 +58,11 @@ class MemoryStore(Store):
         cache = self.cache
         n = self.n_entries
         stored = new.stored_keys, new.stored_values
-        if cache.keys is None or n + len(new) > n_rows(cache.keys):
-            before = rows((cache.keys, cache.values) if n else stored, 0, n)
+        if cache.keys is None or n + len(new) > count_rows(cache.keys):
+            before = slice_rows((cache.keys, cache.values) if n else stored, 0, n)
             # Reallocation copies all entries, so buffers grow by at least an eighth.
             cache.keys, cache.values = with_new_rows(before, max(KVCache.step, len(new), n // 8))
-        write((cache.keys, cache.values), n, stored)
+        write_rows((cache.keys, cache.values), n, stored)
         cache.offset += len(new)
         mx.eval(cache.keys)
         mx.eval(cache.values)  # after the keys, to limit memory
@@ -73,11 +73,11 @@ class MemoryStore(Store):
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         """Return the stored KEYS or VALUES of entries `[start, stop)`."""
-        return rows((self.cache.keys, self.cache.values)[which], start, stop)
+        return slice_rows((self.cache.keys, self.cache.values)[which], start, stop)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
-        keys, values = arrays(self.cache.keys), arrays(self.cache.values)
+        keys, values = flat_arrays(self.cache.keys), flat_arrays(self.cache.values)
         taken = take_entries((*keys, *values), positions)
         parts = taken[: len(keys)], taken[len(keys) :]
         plain = self.quantization is None
@@ -86,7 +86,7 @@ class MemoryStore(Store):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size of all entries in bytes, not counting unused rows."""
-        return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
+        return count_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 
 class EightBitStore(MemoryStore):
