@@ -233,7 +233,7 @@ class Hyperparameters:
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:
-        """Return each field's `option` metadata. Subclasses that override a default inherit it."""
+        """Return each field's `option` metadata. A subclass that overrides a default keeps the metadata."""
         checks: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             fields = vars(base).get("__dataclass_fields__", {})

@@ -1,4 +1,4 @@
-"""Answers a file of requests with continuous batching."""
+"""Answer the requests of a file, with continuous batching."""
 
 import hashlib
 import secrets

@@ -27,7 +27,7 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-SHORT_TURN = 2048  # tokens; turns up to this length don't announce how much they write to files
+SHORT_TURN = 2048  # in tokens; shorter turns don't announce how many bytes they write to files
 
 
 class Lines:

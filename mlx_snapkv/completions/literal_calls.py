@@ -46,7 +46,7 @@ class Notation:
 
 JSON = Notation()
 NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
-# Notations by the name of mlx-lm's parser.
+# Tool-call notations, by the name of mlx-lm's parser.
 FORMATS = {
     "function_gemma": Notation(
         rf"call:{NAME}\s*(?={{)", ("<escape>",), escapes=False, is_json=False

@@ -12,7 +12,7 @@ from ..errors import SnapKVError, brief
 # Maximum number of optional properties in an object. For each one that may come next, the parser needs four items.
 MAX_OPTIONAL_PROPERTIES = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
-MAX_REASON_LENGTH = 200  # maximum length of llguidance's error in ours, in characters
+MAX_REASON_LENGTH = 200  # maximum number of characters quoted from llguidance's error message
 
 _vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 

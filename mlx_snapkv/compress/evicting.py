@@ -181,7 +181,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @property
     def _heads(self) -> tuple[int, ...]:
-        """Return `(B, n_kv_heads)`."""
+        """Return the batch size and the number of KV heads."""
         first_array, *_ = flat_arrays(self.keys)
         return first_array.shape[:2]
 

@@ -55,7 +55,7 @@ def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: li
 
 
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Create the prefill caches of a request with a policy, including the entries of earlier turns."""
+    """Create the prefill caches for a request that uses a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier = [layer.layer_cache_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)

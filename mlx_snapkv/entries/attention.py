@@ -129,7 +129,7 @@ def _sum_over_blocks(
 
 
 def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield slices of the KV heads, each with slices of its `group_size * n_queries` queries.
+    """Yield blocks of queries: a slice of the KV heads, and slices of the `group_size * n_queries` queries of each head.
 
     If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
     """

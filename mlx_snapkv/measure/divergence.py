@@ -46,7 +46,7 @@ class Reference:
         """Return the full cache's log-probabilities for the judged tokens, `(len(self), vocab_size)`."""
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
-            # The full cache has already read the whole prompt, so it no longer predicts the first token.
+            # The prompt's last token has already been fed, so the first prediction comes from that pass.
             logprobs = mx.concatenate([self._first, logprobs])
         mx.eval(logprobs)
         return logprobs

@@ -230,7 +230,7 @@ class Reading:
 
     def _feed_answer(self, n: int) -> None:
         """Feed answer tokens until `n` of them have been fed."""
-        while len(self._answer) <= n:  # the last token has not been fed
+        while len(self._answer) <= n:  # the model has not been fed the last token
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]

@@ -70,7 +70,7 @@ def mac(memory: int) -> Machine:
 
 
 def processor() -> str:
-    """Return the name of the GPU, or else of the CPU. Return "unknown" if neither has a name."""
+    """Return the GPU's name, the CPU's if there is no GPU, or "unknown" if neither has a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     # A line such as "model name : AMD EPYC 9575F 64-Core Processor".

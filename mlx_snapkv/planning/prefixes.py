@@ -14,7 +14,7 @@ from .footprint import Footprint
 from .machine import Machine
 from .units import format_bytes
 
-# Default sizes in bytes. They are larger if a single prompt needs more.
+# Default limits in bytes. They are raised if a single prompt needs more.
 IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9
 MIN_PREFIX_BYTES = 256 << 20  # the default size is never smaller than this
 DEFAULT_CONTEXT = 1 << 17  # prompt length in tokens to assume if the trained length is unknown

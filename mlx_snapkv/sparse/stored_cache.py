@@ -245,7 +245,10 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def state(self) -> tuple:
-        """Return the arrays of a running request. Between requests, return what to save if entries are in files."""
+        """Return the cache's arrays.
+
+        If the entries are in files and no request is running, return the arrays to save instead.
+        """
         first = None if self.growing.offset else self.store.first_entry
         if first is not None:
             return *first, None if self.index is None else self.index.state

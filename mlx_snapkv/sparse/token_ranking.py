@@ -1,4 +1,4 @@
-"""Choose the entries that an answer token reads, by an index or by exact votes."""
+"""Choose the entries that an answer token reads, with an index or with exact votes."""
 
 from __future__ import annotations
 

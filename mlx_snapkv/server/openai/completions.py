@@ -136,7 +136,7 @@ class CompletionFormatter(ResponseFormatter):
     def _part(self, index: int, reply: Reply) -> dict[str, Any]:
         """Return part of an answer, with the log-probabilities that have not been sent yet.
 
-        The part's tokens and calls are marked as sent. Calls are numbered throughout the answer.
+        The part's tokens and calls are marked as sent. Calls are numbered consecutively across the whole answer.
         """
         logprobs = self._logprobs(index, self._n_sent_tokens[index])
         self._n_sent_tokens[index] = len(self._tokens[index])

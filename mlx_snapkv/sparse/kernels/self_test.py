@@ -123,7 +123,7 @@ class _Case:
         keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
-        with mx.stream(mx.cpu):  # because GPUs may round the factors of float32 products
+        with mx.stream(mx.cpu):  # because GPUs may round the inputs of float32 matrix products
             self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
         self.codes, self.powers = index.codes.in_memory[:2]
         self.projection = index.state[2]

@@ -255,7 +255,7 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        """Start with saved files, if there are any. The first `append` creates new files."""
+        """Start with the `n_entries` entries of saved files, if any. The first `append` creates further files."""
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
