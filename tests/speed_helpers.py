@@ -3,10 +3,10 @@
 from mlx_snapkv import Sparse
 from mlx_snapkv.planning import speed_record
 from mlx_snapkv.planning.speed_record import (
-    DECODE_ALL,
-    DECODE_FEW,
-    READ_ALL,
-    READ_FEW,
+    DECODE_FULL,
+    DECODE_SPARSE,
+    READ_FULL,
+    READ_SPARSE,
     SETUP,
     Measurement,
     Speed,
@@ -17,17 +17,17 @@ LENGTHS = (1000, 8000, 64_000)  # tokens; the speeds were measured at these leng
 # For each kind, the seconds `a + b * length` of a machine on which sparse attention always loses, and of one on which
 # it reads and decodes faster from about 12,000 tokens on.
 LOSES = {
-    READ_ALL: (1e-3, 1e-8),
-    READ_FEW: (2e-3, 1e-8),
+    READ_FULL: (1e-3, 1e-8),
+    READ_SPARSE: (2e-3, 1e-8),
     SETUP: (1.0, 0),
-    DECODE_ALL: (0.01, 1e-7),
-    DECODE_FEW: (0.05, 1e-7),
+    DECODE_FULL: (0.01, 1e-7),
+    DECODE_SPARSE: (0.05, 1e-7),
 }
 WINS_LATER = LOSES | {
-    READ_ALL: (1e-3, 1e-7),
-    READ_FEW: (1e-3, 1e-8),
-    DECODE_ALL: (0.01, 1e-6),
-    DECODE_FEW: (0.02, 1e-7),
+    READ_FULL: (1e-3, 1e-7),
+    READ_SPARSE: (1e-3, 1e-8),
+    DECODE_FULL: (0.01, 1e-6),
+    DECODE_SPARSE: (0.02, 1e-7),
 }
 
 
@@ -41,4 +41,4 @@ def speed(lines):
 
 
 def remember(model, lines, sparse=Sparse()):  # noqa: B008
-    speed_record.extend(model, sparse, measured(lines))
+    speed_record.record_measurements(model, sparse, measured(lines))

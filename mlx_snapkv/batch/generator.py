@@ -175,16 +175,16 @@ class CompressedBatchGenerator(BatchGenerator):
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
             if plan.adapts:
                 # Batched requests decode in lockstep, so a single one can't switch to full attention.
-                plan = replace(plan, adapts=False, reason=self._why_slower(plan, limit))
+                plan = replace(plan, adapts=False, reason=self._slower_reason(plan, limit))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
 
-    def _why_slower(self, plan: Plan, max_tokens: int) -> str | None:
+    def _slower_reason(self, plan: Plan, max_tokens: int) -> str | None:
         """Return the reason to leave a request to mlx-lm if sparse attention is known to be slower, otherwise None."""
         assert plan.sparse is not None
         n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
-        is_slower = speed_of(self.model, plan.sparse).loses(plan.n_prompt, n_answer)
-        return SLOWER_REASON if is_slower else None
+        speed = speed_of(self.model, plan.sparse)
+        return SLOWER_REASON if speed.is_sparse_slower(plan.n_prompt, n_answer) else None
 
     def _next(self) -> Any:
         """Run one step, like mlx-lm. With `reads_first`, no request decodes until all prompts have been read."""

@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median
 
-from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement
+from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement
 from ..sparse.options import FIRST_TOKENS
 
 # Tokens not timed after a switch: one is already being computed, and the next allocates buffers.
@@ -26,72 +26,77 @@ class Pace:
 
     Args:
         n_prompt: prompt length in tokens.
-        setup_in_tokens: number of sparse tokens that it takes to make up for building the index and the means. Sparse
-            attention is first tried after this many tokens. This way, an answer of any length takes at most twice as
-            long as it would with the better mode.
+        tokens_to_repay_setup: number of sparse tokens that it takes to make up for building the index and the means.
+            Sparse attention is first tried after this many tokens. This way, an answer of any length takes at most
+            twice as long as it would with the better mode.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
         seconds: latest time per token, by value of `reads_all`. Modes that were not measured are missing.
     """
 
-    def __init__(self, n_prompt: int, setup_in_tokens: float = 0):
+    def __init__(self, n_prompt: int, tokens_to_repay_setup: float = 0):
         """Start an answer. The first tokens read all entries."""
         self.reads_all = True
         self.seconds: dict[bool, float] = {}
-        self._n_text = n_prompt
+        self._n_tokens = n_prompt
         self._lengths: dict[bool, int] = {}  # text length in tokens when `seconds` was measured
         # Number of tokens before the other mode is tried.
-        self._until_trial = max(FIRST_TOKENS, int(min(setup_in_tokens, self._tokens_to_grow())))
-        self._gap = FIRST_GAP
+        self._n_until_trial = max(
+            FIRST_TOKENS, int(min(tokens_to_repay_setup, self._max_until_trial()))
+        )
+        self._next_gap = FIRST_GAP
         self._is_trial = False
-        self._latest: deque[float] = deque(maxlen=N_MEASURED)
-        self._to_skip = N_SKIPPED
+        self._latest_seconds: deque[float] = deque(maxlen=N_MEASURED)
+        self._n_to_skip = N_SKIPPED
 
     @property
     def prefers_all(self) -> bool:
         """Return whether reading all entries was faster in the latest comparison."""
-        few, all_entries = self.seconds.get(False), self.seconds.get(True)
-        return few is not None and all_entries is not None and few >= MAX_TIME_RATIO * all_entries
+        sparse_seconds, full_seconds = self.seconds.get(False), self.seconds.get(True)
+        if sparse_seconds is None or full_seconds is None:
+            return False
+        return sparse_seconds >= MAX_TIME_RATIO * full_seconds
 
     @property
     def measurements(self) -> list[Measurement]:
         """Return the latest measurement of each mode, for the speed record."""
+        kind_of_mode = {True: DECODE_FULL, False: DECODE_SPARSE}
         return [
-            Measurement(DECODE_ALL if reads_all else DECODE_FEW, self._lengths[reads_all], seconds)
+            Measurement(kind_of_mode[reads_all], self._lengths[reads_all], seconds)
             for reads_all, seconds in self.seconds.items()
         ]
 
-    def switches(self, seconds: float) -> bool:
+    def switches_after(self, seconds: float) -> bool:
         """Record a token that took `seconds`, and return whether to switch modes for the next tokens."""
-        self._measure(seconds)
-        changes = self._ends_trial() if self._is_trial else self._begins_trial()
-        if changes:
+        self._add_token(seconds)
+        switches = self._ends_trial() if self._is_trial else self._begins_trial()
+        if switches:
             self.reads_all = not self.reads_all
-            self._latest.clear()
-            self._to_skip = N_SKIPPED
-        return changes
+            self._latest_seconds.clear()
+            self._n_to_skip = N_SKIPPED
+        return switches
 
-    def _measure(self, seconds: float) -> None:
+    def _add_token(self, seconds: float) -> None:
         """Count a token, and update the time per token if enough tokens have been timed since the last switch."""
-        self._n_text += 1
-        self._until_trial -= 1
-        if self._to_skip:
-            self._to_skip -= 1
+        self._n_tokens += 1
+        self._n_until_trial -= 1
+        if self._n_to_skip > 0:
+            self._n_to_skip -= 1
             return
-        self._latest.append(seconds)
+        self._latest_seconds.append(seconds)
         if self._is_measured:
-            self.seconds[self.reads_all] = median(self._latest)
-            self._lengths[self.reads_all] = self._n_text
+            self.seconds[self.reads_all] = median(self._latest_seconds)
+            self._lengths[self.reads_all] = self._n_tokens
 
     @property
     def _is_measured(self) -> bool:
         """Return whether enough tokens have been timed since the last switch."""
-        return len(self._latest) == N_MEASURED
+        return len(self._latest_seconds) == N_MEASURED
 
     def _begins_trial(self) -> bool:
         """Start a trial of the other mode if one is due. Return whether it started."""
-        self._is_trial = self._until_trial <= 0 and self._is_measured
+        self._is_trial = self._n_until_trial <= 0 and self._is_measured
         return self._is_trial
 
     def _ends_trial(self) -> bool:
@@ -102,14 +107,14 @@ class Pace:
         self._plan_next_trial()
         return self.prefers_all != self.reads_all
 
-    def _tokens_to_grow(self) -> int:
+    def _max_until_trial(self) -> int:
         """Return the number of tokens after which the other mode is tried at the latest."""
-        return int(self._n_text * (RETRY_GROWTH - 1))
+        return int(self._n_tokens * (RETRY_GROWTH - 1))
 
     def _plan_next_trial(self) -> None:
-        """Schedule the next trial."""
-        self._until_trial = self._tokens_to_grow()
-        slower, faster = max(self.seconds.values()), min(self.seconds.values())
-        if slower <= RETRY_RATIO * faster:
-            self._until_trial = min(self._until_trial, self._gap)
-            self._gap *= 2
+        """Schedule the next trial, which is earlier if the two modes take about equally long."""
+        self._n_until_trial = self._max_until_trial()
+        faster_seconds, slower_seconds = min(self.seconds.values()), max(self.seconds.values())
+        if slower_seconds <= RETRY_RATIO * faster_seconds:
+            self._n_until_trial = min(self._n_until_trial, self._next_gap)
+            self._next_gap *= 2

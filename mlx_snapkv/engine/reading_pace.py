@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..planning.request_plan import Plan
-from ..planning.speed_record import READ_ALL, READ_FEW, Measurement, Speed
+from ..planning.speed_record import READ_FULL, READ_SPARSE, Measurement, Speed
 from ..sparse.options import CHUNK_SIZE
 from .pace import MAX_TIME_RATIO
 
@@ -21,10 +21,15 @@ compiled: set[bool] = set()
 class _Chunk(NamedTuple):
     """A chunk that is being read."""
 
-    began: float
-    start: int
-    n: int
+    start_time: float
+    start: int  # position of the first token
+    n_tokens: int
     chooses: bool
+
+    @property
+    def end(self) -> int:
+        """Return the position after the chunk's last token."""
+        return self.start + self.n_tokens
 
 
 class ReadingPace:
@@ -58,12 +63,14 @@ class ReadingPace:
         self._clock = clock
         self._chunk: _Chunk | None = None
         # Seconds per token in the latest chunk that read all entries.
-        self._dense: float | None = None
+        self._full_seconds: float | None = None
         # Whether choosing is known to be faster.
-        self._wins = plan.n_held > 0 and bool(
-            recorded.pays(READ_FEW, READ_ALL, plan.n_held, MAX_TIME_RATIO)
-        )
-        self._try_from = 0  # position of the first chunk that may be tried next
+        self._is_sparse_faster = False
+        if plan.n_held > 0:
+            self._is_sparse_faster = bool(
+                recorded.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_held, MAX_TIME_RATIO)
+            )
+        self._next_trial_from = 0  # position of the first chunk that may be tried next
 
     def chooses(self, start: int) -> bool:
         """Return whether a chunk that starts at position `start` chooses, if there are enough entries.
@@ -73,31 +80,35 @@ class ReadingPace:
         if not self._adapts:
             return True
         chunk = self._chunk
-        if chunk is not None and start < chunk.start + chunk.n:
+        if chunk is not None and start < chunk.end:  # another piece of the same chunk
             return chunk.chooses
         if start >= self._n_prompt:  # the first answer tokens
             return False
-        has_room = start + CHUNK_SIZE <= self._last_from
-        is_trial = self._dense is not None and has_room and start >= self._try_from
-        return self._wins or is_trial
+        return self._is_sparse_faster or self._is_trial(start)
 
-    def begin(self, start: int, n: int, chooses: bool) -> None:
-        """Start timing a chunk of `n` tokens at position `start`."""
-        self._chunk = _Chunk(self._clock(), start, n, chooses)
+    def _is_trial(self, start: int) -> bool:
+        """Return whether a chunk that starts at position `start` tries whether choosing is faster."""
+        is_whole_chunk = start + CHUNK_SIZE <= self._last_from
+        return self._full_seconds is not None and is_whole_chunk and start >= self._next_trial_from
+
+    def begin(self, start: int, n_tokens: int, chooses: bool) -> None:
+        """Start timing a chunk of `n_tokens` at position `start`."""
+        self._chunk = _Chunk(self._clock(), start, n_tokens, chooses)
 
     def end(self) -> None:
         """Stop timing the current chunk, if there is one, and record its time."""
         chunk, self._chunk = self._chunk, None
-        if chunk is None or not self._adapts or chunk.n < CHUNK_SIZE:
+        if chunk is None or not self._adapts or chunk.n_tokens < CHUNK_SIZE:
             return
         if chunk.chooses not in compiled:
             compiled.add(chunk.chooses)
             return
-        seconds = (self._clock() - chunk.began) / chunk.n
-        kind = READ_FEW if chunk.chooses else READ_ALL
-        self.measurements.append(Measurement(kind, chunk.start + chunk.n / 2, seconds))
+        token_seconds = (self._clock() - chunk.start_time) / chunk.n_tokens
+        kind = READ_SPARSE if chunk.chooses else READ_FULL
+        mean_length = chunk.start + chunk.n_tokens / 2
+        self.measurements.append(Measurement(kind, mean_length, token_seconds))
         if not chunk.chooses:
-            self._dense = seconds
-        elif self._dense is not None and not self._wins:
-            self._wins = seconds < MAX_TIME_RATIO * self._dense
-            self._try_from = RETRY_GROWTH * chunk.start
+            self._full_seconds = token_seconds
+        elif self._full_seconds is not None and not self._is_sparse_faster:  # the end of a trial
+            self._is_sparse_faster = token_seconds < MAX_TIME_RATIO * self._full_seconds
+            self._next_trial_from = RETRY_GROWTH * chunk.start

@@ -12,7 +12,7 @@ from ..caches.layers import attention_layers
 from ..models import attention_classes
 from ..models.patch import recording
 from ..planning.request_plan import Plan
-from ..planning.speed_record import Measurement, extend, speed_of
+from ..planning.speed_record import Measurement, record_measurements, speed_of
 from ..sparse.prompt_caches import copy_to_store
 from .compress import KeptCallback, measuring
 from .compress_mode import PolicyMode
@@ -125,7 +125,7 @@ class Request:
         assert self._sparse_mode is not None
         self._sparse_mode.read_all(self.caches)
 
-    def setup_in_tokens(self) -> float:
+    def tokens_to_repay_setup(self) -> float:
         """Estimate from this machine's speed record how many answer tokens make up for building the index.
 
         Return 0 for later turns of a conversation, which only extend the index.
@@ -133,14 +133,14 @@ class Request:
         assert self.plan.sparse is not None
         if self.plan.n_held:
             return 0
-        return speed_of(self._model, self.plan.sparse).setup_in_tokens(self.plan.n_prompt)
+        return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 
     def remember(self, answer: Sequence[Measurement] = ()) -> None:
         """Add the measured times of prompt chunks and of the answer to this machine's speed record."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
         chunks = [] if pace is None else pace.measurements
-        extend(self._model, self.plan.sparse, [*chunks, *answer])
+        record_measurements(self._model, self.plan.sparse, [*chunks, *answer])
 
     def end(self) -> CompressionReport:
         """Finish a request whose answer never used sparse attention.

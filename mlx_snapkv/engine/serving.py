@@ -145,7 +145,7 @@ def _adaptive_answer(
 
     The index is built when sparse attention is first tried, so short answers never need one.
     """
-    pace = Pace(request.plan.n_prompt, request.setup_in_tokens())
+    pace = Pace(request.plan.n_prompt, request.tokens_to_repay_setup())
     report = request.report
     timed = _Timed(items)
     report.read_all = [[1, None]]
@@ -155,7 +155,7 @@ def _adaptive_answer(
         with request.recording():
             for n, item in enumerate(timed, 1):
                 request.prompt_is_read()
-                if pace.switches(timed.latest):
+                if pace.switches_after(timed.latest):
                     switch_seconds = _switch(request, pace.reads_all, n, on_report)
                     seconds += switch_seconds
                     if not setup and not request.plan.n_held:  # later turns only extend the index

@@ -21,7 +21,7 @@ from ..planning.break_even import BreakEven, break_evens
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from ..planning.scores import on_gpu
-from ..planning.speed_record import DECODE_ALL, DECODE_FEW, Measurement, Speed, speed_of
+from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Speed, speed_of
 from ..sparse.options import N_VOTERS, Sparse
 from ..sparse.prompt_caches import make_caches
 
@@ -42,7 +42,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
     sparse = Sparse()
     speed = speed_of(model, sparse)
     estimate = Speed()
-    if on_gpu() and not {DECODE_ALL, DECODE_FEW} <= speed.lines.keys():
+    if on_gpu() and not {DECODE_FULL, DECODE_SPARSE} <= speed.lines.keys():
         with contextlib.suppress(*FAILURES):
             estimate = layer_speed(model, sparse)
     return break_evens(speed, estimate)
@@ -105,7 +105,7 @@ def _token_seconds(
     def read_few() -> mx.array:
         return few.attend(query, *few.update_and_fetch(*new), scale, None)
 
-    return {DECODE_ALL: _seconds(read_all), DECODE_FEW: _seconds(read_few)}
+    return {DECODE_FULL: _seconds(read_all), DECODE_SPARSE: _seconds(read_few)}
 
 
 def _seconds(attend: Callable[[], mx.array]) -> float:

@@ -23,7 +23,8 @@ from .units import format_bytes
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
-def _within(budget: int) -> CompressionConfig:
+def _evicting_within(budget: int) -> CompressionConfig:
+    """Return a config whose prefill keeps the prompt within `budget`, and whose answer reads a quarter of it."""
     return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
@@ -32,21 +33,22 @@ SNAPKV = CompressionConfig(Compress(SnapKV(top_k=4096)))
 SPARSE = CompressionConfig(Sparse())
 SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
 SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
-SMALL_WINDOW = _within(8192)
+SMALL_BUDGET = _evicting_within(8192)
 # Shorter prompts would lose less than half of their entries.
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
-TYPICAL = 32_768  # prompt length in tokens to assume if the prompts are not known yet
+TYPICAL_PROMPT = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
 # Candidates for each task, from the best answers to the least memory. In a conversation, later questions may need any
 # entry, so settings that keep all entries come first.
-EVICTING = (SNAPKV, SMALL_WINDOW, *(_within(n) for n in (4096, 2048, 1024, 512)))
+SMALLER_BUDGETS = tuple(map(_evicting_within, (4096, 2048, 1024, 512)))
+EVICTING = (SNAPKV, SMALL_BUDGET, *SMALLER_BUDGETS)
 CANDIDATES = {
     QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
 # Fraction of the usable memory that a request with a full cache may take. Other programs need the rest.
-COMFORTABLE = 0.75
+FULL_CACHE_SHARE = 0.75
 # Sparse attention must take less than this fraction of the full cache's time for a prompt and `MAX_TOKENS` more tokens.
 MAX_TIME_RATIO = 0.95
 
@@ -58,8 +60,7 @@ class AutoRequest:
     Attributes:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
-        may_be_sparse: whether sparse attention is possible. Ignored if `store` is set.
-        store: the store that the user asked for, which requires sparse attention.
+        sparse: whether sparse attention is possible, or the sparse attention that the user requires.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: limit on the size of the entries in bytes.
         speed: this machine's speed record for sparse attention in memory.
@@ -67,35 +68,36 @@ class AutoRequest:
 
     n_prompt: int | None
     task: str = QUESTION
-    may_be_sparse: bool = True
-    store: str | None = None
+    sparse: Sparse | bool = True
     kv_bits: int | None = None
     kv_memory: int | None = None
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. If `store` is set, the only one is sparse attention."""
-        if self.store is not None:
-            return (CompressionConfig(Sparse(store=self.store)),)
+        """Return the candidates for a prompt, best first. If sparse attention is required, it is the only one."""
+        if isinstance(self.sparse, Sparse):
+            return (CompressionConfig(self.sparse),)
         configs = CANDIDATES[self.task]
-        if configs[0] == KEEP_ALL and self.sparse_share(n_prompt) < MAX_TIME_RATIO:
+        if configs[0] == KEEP_ALL and self.sparse_time_ratio(n_prompt) < MAX_TIME_RATIO:
             configs = (SPARSE, *configs)
-        return tuple(config for config in configs if self.may_be_sparse or config.sparse is None)
+        if self.sparse:
+            return configs
+        return tuple(config for config in configs if config.sparse is None)
 
-    def sparse_share(self, n_prompt: int) -> float:
+    def sparse_time_ratio(self, n_prompt: int) -> float:
         """Return the predicted time with sparse attention, as a fraction of the full cache's time on this machine.
 
         Return infinity if there are no measurements.
         """
-        predicted = self.speed.seconds(n_prompt, MAX_TOKENS)
-        return math.inf if predicted is None else predicted[0] / predicted[1]
+        predicted = self.speed.predict_seconds(n_prompt, MAX_TOKENS)
+        return math.inf if predicted is None else predicted.sparse / predicted.full
 
-    def completed(self, candidate: CompressionConfig) -> CompressionConfig:
+    def with_min_ctx(self, candidate: CompressionConfig) -> CompressionConfig:
         """Return the candidate, with a minimum prompt length for SnapKV if the prompts are not known yet."""
         if self.n_prompt is None and candidate == SNAPKV:
             # The prompts may turn out to be short, and short prompts have little to evict.
-            long_only = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
-            return CompressionConfig(long_only)
+            for_long_prompts = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
+            return CompressionConfig(for_long_prompts)
         return candidate
 
 
@@ -126,13 +128,13 @@ def explaining(
 ) -> Callable[[Any], None]:
     """Wrap `on_report` so that the recommendation, if there is one, is added to the report first."""
 
-    def receive(report: Any) -> None:
+    def explain_and_report(report: Any) -> None:
         if recommendation is not None:
             recommendation.explain(report)
         if on_report is not None:
             on_report(report)
 
-    return receive
+    return explain_and_report
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,30 +161,41 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
-    n_prompt = request.n_prompt or min(TYPICAL, planner.trained_length or TYPICAL)
+    n_prompt = request.n_prompt or min(TYPICAL_PROMPT, planner.trained_length or TYPICAL_PROMPT)
     candidates = _candidates(planner, request, n_prompt)
     best = candidates[0]
     if not planner.can_compress:
         return best.recommendation("this model's entries can't be compressed")
     kv_limit = usable if request.kv_memory is None else request.kv_memory
     is_short = n_prompt < MIN_TOKENS_TO_EVICT
-    full_cache_limit = usable if is_short else int(COMFORTABLE * usable)
+    full_cache_limit = usable if is_short else int(FULL_CACHE_SHARE * usable)
 
     def fits(candidate: _Candidate) -> bool:
+        """Return whether a candidate fits. The full cache also has to leave memory for other programs."""
         config = candidate.config
-        is_larger = config.store == "memory" and request.store is None
-        peak_limit = full_cache_limit if config.setting is None or is_larger else usable
+        is_required = isinstance(request.sparse, Sparse)
+        keeps_full_cache = config.setting is None or (config.store == "memory" and not is_required)
+        peak_limit = full_cache_limit if keeps_full_cache else usable
         return candidate.plan.peak <= peak_limit and candidate.kv_bytes <= kv_limit
 
-    chosen = next((candidate for candidate in candidates if fits(candidate)), None)
-    if chosen is None:
-        smallest = min(candidates, key=lambda x: max(x.plan.peak / usable, x.kv_bytes / kv_limit))
-        limit = format_bytes(min(usable, kv_limit))
-        why = f"no setting fits {limit}, and it takes the least memory"
-        return smallest.recommendation(why, fits=False)
-    if chosen is best:
+    fitting = [candidate for candidate in candidates if fits(candidate)]
+    if not fitting:
+        return _recommend_smallest(candidates, usable, kv_limit)
+    if fitting[0] is best:
         return best.recommendation(_why_best(best.config, n_prompt, request))
-    return chosen.recommendation(_why_not_best(best, usable, kv_limit))
+    return fitting[0].recommendation(_why_not_best(best, usable, kv_limit))
+
+
+def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int) -> Recommendation:
+    """Recommend the candidate that takes the least memory, although none fits."""
+
+    def share_of_limit(candidate: _Candidate) -> float:
+        return max(candidate.plan.peak / usable, candidate.kv_bytes / kv_limit)
+
+    smallest = min(candidates, key=share_of_limit)
+    limit = format_bytes(min(usable, kv_limit))
+    why = f"no setting fits {limit}, and it takes the least memory"
+    return smallest.recommendation(why, fits=False)
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
@@ -197,17 +210,17 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
         configs = (KEEP_ALL, *configs)
     candidates: list[_Candidate] = []
     refusal = None
-    for config in configs:
+    for candidate in configs:
         try:
-            completed = request.completed(config)
-            completed.require(planner.model)
-            plan, kv_bytes = planner.memory_and_peak(n_prompt, completed, request.kv_bits)
+            config = request.with_min_ctx(candidate)
+            config.require(planner.model)
+            plan, kv_bytes = planner.memory_and_peak(n_prompt, config, request.kv_bits)
         except SnapKVError as error:
             refusal = error
             continue
-        would_change_nothing = completed.setting is not None and plan.reason is not None
+        would_change_nothing = config.setting is not None and plan.reason is not None
         if not would_change_nothing:
-            candidates.append(_Candidate(completed, plan, kv_bytes))
+            candidates.append(_Candidate(config, plan, kv_bytes))
     if refusal is not None and not candidates:
         raise refusal
     return candidates
@@ -221,14 +234,14 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
         return f"all entries of {n_prompt:,} tokens fit in memory"
     if config.sparse is None:
         return "the question chooses the entries that the answer needs from a long prompt"
-    share = request.sparse_share(n_prompt)
-    if config.store == "memory" and share < MAX_TIME_RATIO:
+    time_ratio = request.sparse_time_ratio(n_prompt)
+    if config.store == "memory" and time_ratio < MAX_TIME_RATIO:
         return (
-            f"on this machine {n_prompt:,} tokens and {MAX_TOKENS} of the answer take about {share:.0%} of the full "
-            "cache's time"
+            f"on this machine {n_prompt:,} tokens and {MAX_TOKENS} of the answer take about {time_ratio:.0%} of the "
+            "full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
-    bits = re.search(r"(\d+)bit", config.store or "")
+    bits = re.search(r"(\d+)bit", config.store or "")  # such as "4bit"
     if bits is not None:
         where += f" in {bits[1]} bits"
     return f"all entries {where}, so that every token can choose which few it reads"
@@ -236,12 +249,11 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
 
 def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:
     """Explain why the best candidate is not recommended: how much memory it would take, and how much there is."""
+    needed_bytes, limit = best.plan.peak, usable
     if best.kv_bytes > kv_limit:
-        need, limit = best.kv_bytes, kv_limit
-    else:
-        need, limit = best.plan.peak, usable
-    would_take = f"{best.config} would take {format_bytes(need)}"
-    if need <= limit:  # it fits, but leaves too little for other programs
+        needed_bytes, limit = best.kv_bytes, kv_limit
+    would_take = f"{best.config} would take {format_bytes(needed_bytes)}"
+    if needed_bytes <= limit:  # it fits, but leaves too little for other programs
         return f"{would_take} of the {format_bytes(limit)} for models"
     return f"{would_take}, and {format_bytes(limit)} is available"
 
@@ -287,13 +299,13 @@ def resolve(
             Option("sparse"),
         )
     _, mlx_options = CompressionConfig.from_keywords(options)
+    has_cache_or_draft = any(
+        mlx_options.get(name) is not None for name in ("prompt_cache", "draft_model")
+    )
     request = AutoRequest(
         n_prompt=n_prompt,
         task=task,
-        may_be_sparse=(
-            mlx_options.get("prompt_cache") is None and mlx_options.get("draft_model") is None
-        ),
-        store=store,
+        sparse=not has_cache_or_draft if store is None else Sparse(store=store),
         kv_bits=mlx_options.get("kv_bits"),
         kv_memory=kv_memory,
         speed=speed_of(model, Sparse()),
@@ -303,7 +315,7 @@ def resolve(
         for name in ("prefill_step_size", "kv_group_size")
         if name in mlx_options
     }
-    n_answer = min(max(0, max_tokens), TYPICAL)  # -1 (no limit) is planned as 0
+    n_answer = min(max(0, max_tokens), TYPICAL_PROMPT)  # -1 (no limit) is planned as 0
     planner = Planner(model, max_tokens=n_answer, **planner_options)
     recommendation = recommend(planner, request, this_machine().usable)
     config = recommendation.config.with_mlx_options(mlx_options)
@@ -320,5 +332,5 @@ def worth_comparing(n_prompt: int) -> list[str]:
     while top_k > 16 and 16 * top_k > 3 * n_prompt:
         top_k //= 2
     evicting_once = f"snapkv:top_k={top_k}"
-    within_budget = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"
-    return [evicting_once, within_budget]
+    evicting_within = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"
+    return [evicting_once, evicting_within]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .speed_record import DECODE_ALL, DECODE_FEW, READ_ALL, READ_FEW, Speed
+from .speed_record import DECODE_FULL, DECODE_SPARSE, READ_FULL, READ_SPARSE, Speed
 
 LENGTHS = tuple(1 << n for n in range(10, 21))  # tokens, from 1k to 1M
 MEASURED, ESTIMATED, UNKNOWN = "measured", "estimated", "unknown"
@@ -25,8 +25,9 @@ class BreakEven(NamedTuple):
         """Return words to follow "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
-        where = f"at no length up to {LENGTHS[-1]:,}" if self.tokens is None else ""
-        return f"pays {where or f'from {self.tokens:,} tokens on'} ({self.basis})"
+        if self.tokens is None:
+            return f"pays at no length up to {LENGTHS[-1]:,} ({self.basis})"
+        return f"pays from {self.tokens:,} tokens on ({self.basis})"
 
 
 def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
@@ -36,18 +37,23 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
         speed: the speed record.
         estimate: speeds estimated by timing a layer, used where the record has no measurements.
     """
-    ways = {"reading": (READ_FEW, READ_ALL), "decoding": (DECODE_FEW, DECODE_ALL)}
-    bases = {MEASURED: speed, ESTIMATED: estimate}
-    found = {}
-    for name, (few, every) in ways.items():
-        known = ((basis, x) for basis, x in bases.items() if {few, every} <= x.lines.keys())
-        basis, by = next(known, (UNKNOWN, speed))
-        found[name] = BreakEven(basis, by.pays_from(few, every, LENGTHS))
-    return found
+    return {
+        "reading": _break_even(READ_SPARSE, READ_FULL, speed, estimate),
+        "decoding": _break_even(DECODE_SPARSE, DECODE_FULL, speed, estimate),
+    }
 
 
-def sentence(found: dict[str, BreakEven]) -> str:
+def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed) -> BreakEven:
+    """Return the break-even length for a pair of kinds, from the speed record or else from the estimate."""
+    for basis, source in ((MEASURED, speed), (ESTIMATED, estimate)):
+        if {sparse_kind, full_kind} <= source.lines.keys():
+            length = source.sparse_faster_from(sparse_kind, full_kind, LENGTHS)
+            return BreakEven(basis, length)
+    return BreakEven(UNKNOWN)
+
+
+def sentence(lengths: dict[str, BreakEven]) -> str:
     """Describe the result of `break_evens` in a sentence without a full stop."""
-    if all(way.basis == UNKNOWN for way in found.values()):
+    if all(length.basis == UNKNOWN for length in lengths.values()):
         return "no request has measured yet whether sparse attention pays"
-    return "; ".join(f"sparse {name} {way}" for name, way in found.items())
+    return "; ".join(f"sparse {stage} {length}" for stage, length in lengths.items())

@@ -2,7 +2,7 @@
 
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
-from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL
+from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL_PROMPT
 from .config import CompressionConfig
 from .entry_sizes import weight_bytes
 from .footprint import Footprint
@@ -21,7 +21,7 @@ def machine_kv_limit(footprint: Footprint) -> int:
         footprint: estimates the memory of requests.
     """
     model = footprint.sizes.model
-    longest_prompt = trained_length(model) or TYPICAL
+    longest_prompt = trained_length(model) or TYPICAL_PROMPT
     try:
         chunk_bytes = footprint.need(footprint.plan(longest_prompt), 0).chunk_bytes
     except SnapKVError:  # requests of this length are rejected for another reason

@@ -32,16 +32,16 @@ from .machine import processor, this_machine
 # Environment variable that overrides the path of the file. If it is empty, no record is kept.
 PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
 FORMAT = 1  # version of the file format; files in other versions are ignored
-MOST_KEYS = 64  # maximum number of keys (model and method) in the file; the oldest are dropped
-FORGETTING = 1 / 32  # each new measurement reduces the weight of earlier ones by this fraction
+MAX_KEYS = 64  # maximum number of keys (model and method) in the file; the oldest are dropped
+FORGETTING_RATE = 1 / 32  # each new measurement reduces the weight of earlier ones by this fraction
 # Minimum spread of the measured lengths for fitting a slope: standard deviation relative to the mean.
-SPREAD = 1 / 8
+MIN_SPREAD = 1 / 8
 
-# Kinds of measurements:
-DECODE_ALL = "decode_all"  # an answer token that reads all entries
-DECODE_FEW = "decode_few"  # an answer token that chooses
-READ_ALL = "read_all"  # a prompt token that reads all entries
-READ_FEW = "read_few"  # a prompt token in a chunk that chooses
+# Kinds of measurements. The names are part of the file format.
+DECODE_FULL = "decode_all"  # an answer token that reads all entries
+DECODE_SPARSE = "decode_few"  # an answer token that chooses
+READ_FULL = "read_all"  # a prompt token that reads all entries
+READ_SPARSE = "read_few"  # a prompt token in a chunk that chooses
 SETUP = "setup"  # building the index and the means of a prompt
 
 
@@ -64,38 +64,52 @@ class Line(NamedTuple):
     assumed to be between 0 and the slope of a line through the origin.
     """
 
-    n: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
+    weight: float = 0.0
+    sum_x: float = 0.0
+    sum_xx: float = 0.0
+    sum_y: float = 0.0
+    sum_xy: float = 0.0
 
     def with_measurements(self, length: float, seconds: float) -> Line:
         """Return the line with one more measurement."""
-        new = 1.0, length, length * length, seconds, length * seconds
-        return Line(*((1 - FORGETTING) * old + added for old, added in zip(self, new)))
+        added = 1.0, length, length * length, seconds, length * seconds
+        sums = [(1 - FORGETTING_RATE) * old + new for old, new in zip(self, added)]
+        return Line(*sums)
 
-    def least(self, length: float) -> float:
+    def lower_bound(self, length: float) -> float:
         """Return a lower bound on the seconds at a length."""
-        return min(self._at(length))
+        return min(self._bounds(length))
 
-    def most(self, length: float) -> float:
+    def upper_bound(self, length: float) -> float:
         """Return an upper bound on the seconds at a length."""
-        return max(self._at(length))
+        return max(self._bounds(length))
 
-    def _at(self, length: float) -> tuple[float, float]:
+    def _bounds(self, length: float) -> tuple[float, float]:
         """Return the seconds at a length with the smallest and with the largest possible slope."""
-        x, y = self.x / self.n, self.y / self.n
-        through_origin = y / x if x else 0.0
-        variance = self.xx / self.n - x * x
-        smallest, largest = 0.0, through_origin
-        if x and variance >= (SPREAD * x) ** 2:
-            slope = (self.xy / self.n - x * y) / variance
-            smallest = largest = min(max(slope, 0.0), through_origin)
-        return y + smallest * (length - x), y + largest * (length - x)
+        mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
+        smallest_slope, largest_slope = self._slopes(mean_x, mean_y)
+        distance = length - mean_x
+        return mean_y + smallest_slope * distance, mean_y + largest_slope * distance
+
+    def _slopes(self, mean_x: float, mean_y: float) -> tuple[float, float]:
+        """Return the smallest and the largest possible slope, which are equal if the lengths differ enough."""
+        slope_through_origin = mean_y / mean_x if mean_x else 0.0
+        variance = self.sum_xx / self.weight - mean_x * mean_x
+        if mean_x and variance >= (MIN_SPREAD * mean_x) ** 2:
+            covariance = self.sum_xy / self.weight - mean_x * mean_y
+            slope = min(max(covariance / variance, 0.0), slope_through_origin)
+            return slope, slope
+        return 0.0, slope_through_origin
 
 
-_Bound = Callable[[Line, float], float]  # `Line.least` or `Line.most`
+_Bound = Callable[[Line, float], float]  # `Line.lower_bound` or `Line.upper_bound`
+
+
+class PredictedSeconds(NamedTuple):
+    """The predicted time of a prompt and its answer, with sparse attention and with the full cache."""
+
+    sparse: float
+    full: float
 
 
 @dataclass(frozen=True)
@@ -107,66 +121,85 @@ class Speed:
 
     lines: dict[str, Line] = field(default_factory=dict)
 
-    def pays(self, few: str, every: str, length: float, worth: float = 1.0) -> bool | None:
-        """Return whether tokens that read few entries take less than `worth` times as long as tokens that read all.
+    def is_sparse_faster(
+        self, sparse_kind: str, full_kind: str, length: float, max_time_ratio: float = 1.0
+    ) -> bool | None:
+        """Return whether sparse attention takes less than `max_time_ratio` times as long as the full cache.
 
         Return None if one of the kinds was not measured. If a slope is unknown, assume the worst case for sparse
         attention.
         """
-        if few not in self.lines or every not in self.lines:
+        if sparse_kind not in self.lines or full_kind not in self.lines:
             return None
-        return self.lines[few].most(length) < worth * self.lines[every].least(length)
+        sparse_seconds = self.lines[sparse_kind].upper_bound(length)
+        full_seconds = self.lines[full_kind].lower_bound(length)
+        return sparse_seconds < max_time_ratio * full_seconds
 
-    def pays_from(self, few: str, every: str, lengths: Iterable[int]) -> int | None:
-        """Return the first of `lengths` at which `pays` is true, or None if it never is."""
-        return next((n for n in lengths if self.pays(few, every, n)), None)
+    def sparse_faster_from(
+        self, sparse_kind: str, full_kind: str, lengths: Iterable[int]
+    ) -> int | None:
+        """Return the first of `lengths` at which sparse attention is faster, or None if it never is."""
+        for length in lengths:
+            if self.is_sparse_faster(sparse_kind, full_kind, length):
+                return length
+        return None
 
-    def seconds(self, n_prompt: int, n_answer: int) -> tuple[float, float] | None:
-        """Predict the seconds for a prompt and its answer, with sparse attention and with the full cache.
+    def predict_seconds(self, n_prompt: int, n_answer: int) -> PredictedSeconds | None:
+        """Predict the time of a prompt and its answer.
 
         Return None if measurements are missing. If a slope is unknown, assume the worst case for sparse attention.
         """
-        return self._seconds(n_prompt, n_answer, Line.most, Line.least)
+        return self._predict(n_prompt, n_answer, Line.upper_bound, Line.lower_bound)
 
-    def loses(self, n_prompt: int, n_answer: int) -> bool:
+    def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
         """Return whether sparse attention is known to be slower than the full cache.
 
         If prefill was not measured, only the answer is compared. If a slope is unknown, assume the best case for sparse
         attention.
         """
-        predicted = self._seconds(n_prompt, n_answer, Line.least, Line.most)
-        if predicted is None and {DECODE_FEW, DECODE_ALL} <= self.lines.keys():
+        predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
+        if predicted is None and {DECODE_SPARSE, DECODE_FULL} <= self.lines.keys():
             mean_length = n_prompt + n_answer / 2
-            few, every = self.lines[DECODE_FEW], self.lines[DECODE_ALL]
-            predicted = few.least(mean_length), every.most(mean_length)
-        return predicted is not None and predicted[0] >= predicted[1]
+            predicted = PredictedSeconds(
+                sparse=self.lines[DECODE_SPARSE].lower_bound(mean_length),
+                full=self.lines[DECODE_FULL].upper_bound(mean_length),
+            )
+        return predicted is not None and predicted.sparse >= predicted.full
 
-    def setup_in_tokens(self, n_prompt: int) -> float:
+    def tokens_to_repay_setup(self, n_prompt: int) -> float:
         """Return how many answer tokens it takes until sparse attention makes up for building the index and the means.
 
         Return 0 if that is unknown, and infinity if sparse attention is not faster. If a slope is unknown, assume the
         best case for sparse attention.
         """
         lines = self.lines
-        if not {DECODE_FEW, DECODE_ALL, SETUP} <= lines.keys():
+        if not {DECODE_SPARSE, DECODE_FULL, SETUP} <= lines.keys():
             return 0
-        saved = lines[DECODE_ALL].most(n_prompt) - lines[DECODE_FEW].least(n_prompt)
-        return lines[SETUP].least(n_prompt) / saved if saved > 0 else math.inf
+        full_seconds = lines[DECODE_FULL].upper_bound(n_prompt)
+        sparse_seconds = lines[DECODE_SPARSE].lower_bound(n_prompt)
+        if sparse_seconds >= full_seconds:
+            return math.inf
+        return lines[SETUP].lower_bound(n_prompt) / (full_seconds - sparse_seconds)
 
-    def _seconds(
-        self, n_prompt: int, n_answer: int, of_few: _Bound, of_all: _Bound
-    ) -> tuple[float, float] | None:
-        """Predict `seconds` with the bound `of_few` for sparse attention and the bound `of_all` for the full cache."""
+    def _predict(
+        self, n_prompt: int, n_answer: int, sparse_bound: _Bound, full_bound: _Bound
+    ) -> PredictedSeconds | None:
+        """Predict the time of a prompt and its answer, with bounds for sparse attention and for the full cache."""
         lines = self.lines
-        if not {DECODE_FEW, DECODE_ALL, SETUP, READ_ALL} <= lines.keys():
+        if not {DECODE_SPARSE, DECODE_FULL, SETUP, READ_FULL} <= lines.keys():
             return None
-        mean_read, mean_answered = n_prompt / 2, n_prompt + n_answer / 2
-        read = n_prompt * of_all(lines[READ_ALL], mean_read)
-        # Without measurements of sparse chunks, assume that the prompt is read in full.
-        read_few = n_prompt * of_few(lines[READ_FEW], mean_read) if READ_FEW in lines else read
-        sparse = read_few + of_few(lines[SETUP], n_prompt)
-        sparse += n_answer * of_few(lines[DECODE_FEW], mean_answered)
-        return sparse, read + n_answer * of_all(lines[DECODE_ALL], mean_answered)
+        # The mean numbers of entries before a token of the prompt and before one of the answer.
+        prompt_mean, answer_mean = n_prompt / 2, n_prompt + n_answer / 2
+        full_prefill = n_prompt * full_bound(lines[READ_FULL], prompt_mean)
+        full_answer = n_answer * full_bound(lines[DECODE_FULL], answer_mean)
+        sparse_prefill = full_prefill  # without measurements of sparse chunks, assume full ones
+        if READ_SPARSE in lines:
+            sparse_prefill = n_prompt * sparse_bound(lines[READ_SPARSE], prompt_mean)
+        setup = sparse_bound(lines[SETUP], n_prompt)
+        sparse_answer = n_answer * sparse_bound(lines[DECODE_SPARSE], answer_mean)
+        return PredictedSeconds(
+            sparse=sparse_prefill + setup + sparse_answer, full=full_prefill + full_answer
+        )
 
     def with_measurements(self, measurements: Iterable[Measurement]) -> Speed:
         """Return the lines with more measurements. Times that are not positive and finite are ignored."""
@@ -179,21 +212,25 @@ class Speed:
 
 def speed_of(model: Any, sparse: Sparse) -> Speed:
     """Return this machine's record for a model with sparse attention, or an empty one."""
-    speeds = _read()
-    return speeds.get(_key(model, sparse) or "", Speed()) if speeds else Speed()
+    speeds = _load_record()
+    if not speeds:
+        return Speed()
+    key = _key(model, sparse)
+    return Speed() if key is None else speeds.get(key, Speed())
 
 
-def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
+def record_measurements(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
     """Add a request's measurements to the record. Do nothing if the file can't be written."""
     path = record_path()
-    key = _key(model, sparse) if path is not None and measurements else None
-    if path is None or key is None:
+    if path is None or not measurements:
         return
-    speeds = _read()
-    speeds[key] = speeds.pop(key, Speed()).with_measurements(
-        measurements
-    )  # pop and reinsert, so that the latest key is last
-    latest = list(speeds.items())[-MOST_KEYS:]
+    key = _key(model, sparse)
+    if key is None:
+        return
+    speeds = _load_record()
+    earlier_speed = speeds.pop(key, Speed())
+    speeds[key] = earlier_speed.with_measurements(measurements)  # inserted last, as the latest key
+    latest = list(speeds.items())[-MAX_KEYS:]
     content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest}}
     with contextlib.suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,15 +239,15 @@ def extend(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
 
 def record_path() -> Path | None:
     """Return the path of the record, by default in the user's cache folder. Return None if no record is kept."""
-    given = os.environ.get(PATH_VARIABLE)
-    if given is not None:
-        return Path(given) if given else None
-    caches = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(caches)
-    return Path(folder) / "mlx-snapkv" / "speed.json"
+    path_of_user = os.environ.get(PATH_VARIABLE)
+    if path_of_user is not None:
+        return Path(path_of_user) if path_of_user else None
+    default_folder = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(default_folder)
+    return Path(cache_folder) / "mlx-snapkv" / "speed.json"
 
 
-def _read() -> dict[str, Speed]:
+def _load_record() -> dict[str, Speed]:
     """Read the record. Return an empty dict if there is no readable file in this format."""
     path = record_path()
     if path is None:
@@ -230,7 +267,7 @@ def _read() -> dict[str, Speed]:
 def _parse_line(sums: Any) -> Line:
     """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: no measurements can have these sums."""
     line = Line(*map(float, sums))
-    if not all(map(math.isfinite, line)) or line.n <= 0 or line.y <= 0:
+    if not all(map(math.isfinite, line)) or line.weight <= 0 or line.sum_y <= 0:
         raise ValueError("no measurements have these sums")
     return line
 
@@ -254,20 +291,24 @@ def _shape(model: Any) -> list[str]:
     """Describe the shape of a model. Raises: SnapKVError: the model does not support sparse attention."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
-    keys = flat_arrays(layers[0].layer_cache_in(caches).sample_entries)[0]
+    keys, *_ = flat_arrays(layers[0].layer_cache_in(caches).sample_entries)
     n_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    group = n_query_heads(layers[0].attention) // n_kv_heads
+    group_size = n_query_heads(layers[0].attention) // n_kv_heads
     return [
         f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
-        f"{n_kv_heads} heads x {group} x {head_dim}, {keys.dtype}",
+        f"{n_kv_heads} heads x {group_size} x {head_dim}, {keys.dtype}",
         f"hidden {hidden_size(model)}, {_bits(model)} bits",
     ]
 
 
 def _bits(model: Any) -> int:
     """Return the bits per weight: the minimum over quantised modules, or those of the largest unquantised weight."""
-    bits = [x.bits for x in model.modules() if "scales" in x and hasattr(x, "bits")]
-    if bits:
-        return min(bits)
-    weights = [x["weight"] for x in model.modules() if "weight" in x]
-    return 8 * max(weights, key=lambda x: x.size).dtype.size if weights else 0
+    modules = model.modules()
+    quantised = [module for module in modules if "scales" in module and hasattr(module, "bits")]
+    if quantised:
+        return min(module.bits for module in quantised)
+    weights = [module["weight"] for module in modules if "weight" in module]
+    if not weights:
+        return 0
+    largest = max(weights, key=lambda weight: weight.size)
+    return 8 * largest.dtype.size

@@ -22,11 +22,11 @@ from mlx_snapkv.sparse.options import FIRST_TOKENS
 TRIAL = N_SKIPPED + N_MEASURED
 
 
-def switches(seconds, n_tokens, n_prompt=10_000, setup_in_tokens=0):
+def switches(seconds, n_tokens, n_prompt=10_000, tokens_to_repay_setup=0):
     """Return the tokens after which a pace switches, if each token takes `seconds(n, reads_all)`."""
-    measured, found = Pace(n_prompt, setup_in_tokens), []
+    measured, found = Pace(n_prompt, tokens_to_repay_setup), []
     for n in range(1, n_tokens + 1):
-        if measured.switches(seconds(n, measured.reads_all)):
+        if measured.switches_after(seconds(n, measured.reads_all)):
             found.append(n)
     return found
 
@@ -38,13 +38,15 @@ def test_the_faster_way_continues():
 
 
 @pytest.mark.parametrize(
-    "setup_in_tokens, first", [(3.5, FIRST_TOKENS), (100.5, 100), (math.inf, 5000)]
+    "tokens_to_repay_setup, first", [(3.5, FIRST_TOKENS), (100.5, 100), (math.inf, 5000)]
 )
 def test_few_entries_are_tried_once_the_answer_is_as_long_as_repays_the_index(
-    setup_in_tokens, first
+    tokens_to_repay_setup, first
 ):
     """If the record predicts no gain, the other way is tried only after the text has grown by half."""
-    found = switches(lambda n, reads_all: 2.0 if reads_all else 1.0, 6000, 10_000, setup_in_tokens)
+    found = switches(
+        lambda n, reads_all: 2.0 if reads_all else 1.0, 6000, 10_000, tokens_to_repay_setup
+    )
     assert found[0] == first
 
 

@@ -17,9 +17,9 @@ from mlx_snapkv.planning import request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.planning.speed_record import (
-    DECODE_ALL,
-    READ_ALL,
-    READ_FEW,
+    DECODE_FULL,
+    READ_FULL,
+    READ_SPARSE,
     Measurement,
     Speed,
 )
@@ -127,13 +127,13 @@ def test_a_chunk_in_several_pieces_is_read_one_way():
 def test_measurements_are_of_whole_chunks():
     _, pace = read(faster, 8000)
     kinds = {x.kind for x in pace.measurements}
-    assert pace.measurements[0] == Measurement(READ_ALL, STEP / 2, 2.0) and READ_FEW in kinds
-    assert all(x.seconds == (2.0 if x.kind == READ_ALL else 1.0) for x in pace.measurements)
+    assert pace.measurements[0] == Measurement(READ_FULL, STEP / 2, 2.0) and READ_SPARSE in kinds
+    assert all(x.seconds == (2.0 if x.kind == READ_FULL else 1.0) for x in pace.measurements)
 
 
 def recorded(few, every):
     return Speed().with_measurements(
-        [Measurement(READ_FEW, 9000, few), Measurement(READ_ALL, 9000, every)]
+        [Measurement(READ_SPARSE, 9000, few), Measurement(READ_FULL, 9000, every)]
     )
 
 
@@ -223,7 +223,7 @@ def test_an_answer_extends_the_record_once(clock, record):
     clock(faster)
     steps(model, PROMPT, 12, sparse=BUDGET)
     (lines,) = json.loads(record.read_text())["speeds"].values()
-    assert set(lines) == {READ_ALL, READ_FEW, DECODE_ALL}
+    assert set(lines) == {READ_FULL, READ_SPARSE, DECODE_FULL}
     record.unlink()
     for sparse in (f"{BUDGET},when=always", None):
         steps(model, PROMPT[:1000], 2, sparse=sparse)

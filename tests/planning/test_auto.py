@@ -21,12 +21,12 @@ from mlx_snapkv.planning import auto as module
 from mlx_snapkv.planning.auto import (
     BATCH,
     CANDIDATES,
-    COMFORTABLE,
     CONVERSATION,
+    FULL_CACHE_SHARE,
     KEEP_ALL,
     MIN_TOKENS_TO_EVICT,
     QUESTION,
-    SMALL_WINDOW,
+    SMALL_BUDGET,
     SNAPKV,
     SPARSE,
     SPARSE_4BIT,
@@ -39,7 +39,7 @@ from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.machine import Machine
 from mlx_snapkv.planning.memory_plan import Planner
 from mlx_snapkv.planning.settings import AUTO, resolve_compress
-from mlx_snapkv.planning.speed_record import DECODE_FEW, READ_FEW, SETUP
+from mlx_snapkv.planning.speed_record import DECODE_SPARSE, READ_SPARSE, SETUP
 
 GB = 10**9
 LONG = 20_000  # tokens
@@ -52,7 +52,7 @@ def planner(demo_llama):
 
 def cost(planner, n, setting):
     """Return the peak memory, and the size of the entries, in bytes."""
-    plan, kv = planner.memory_and_peak(n, AutoRequest(n).completed(setting))
+    plan, kv = planner.memory_and_peak(n, AutoRequest(n).with_min_ctx(setting))
     return plan.peak, kv
 
 
@@ -75,9 +75,9 @@ def cost(planner, n, setting):
         ),
         (MIN_TOKENS_TO_EVICT, BATCH, None, SNAPKV, "the question chooses"),
         (MIN_TOKENS_TO_EVICT, CONVERSATION, None, KEEP_ALL, "fit in memory"),
-        (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SMALL_WINDOW, "the full cache would take"),
+        (MIN_TOKENS_TO_EVICT, QUESTION, "KV memory", SMALL_BUDGET, "the full cache would take"),
         (MIN_TOKENS_TO_EVICT, CONVERSATION, "KV memory", SPARSE_4BIT, "and {} is available"),
-        (MIN_TOKENS_TO_EVICT, BATCH, "KV memory", SMALL_WINDOW, "and {} is available"),
+        (MIN_TOKENS_TO_EVICT, BATCH, "KV memory", SMALL_BUDGET, "and {} is available"),
         (9000, QUESTION, "KV memory", CANDIDATES[QUESTION][3], "the full cache would take"),
     ],
 )
@@ -94,7 +94,7 @@ def test_auto_selects_a_setting_and_says_why(planner, n, task, lacks, setting, w
 @pytest.mark.parametrize("task, second", [(QUESTION, SNAPKV), (CONVERSATION, SPARSE_4BIT)])
 def test_the_full_cache_leaves_memory_to_spare(planner, task, second):
     peak, _ = cost(planner, MIN_TOKENS_TO_EVICT, KEEP_ALL)
-    enough = math.ceil(peak / COMFORTABLE)
+    enough = math.ceil(peak / FULL_CACHE_SHARE)
     assert recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough + 1).config == KEEP_ALL
     taken = recommend(planner, AutoRequest(MIN_TOKENS_TO_EVICT, task), enough - 2)
     assert (
@@ -128,11 +128,11 @@ def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkey
 @pytest.mark.parametrize("store", ["file", "4bit"])
 def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
     """The last candidate would be a bad choice, because it may leave the prompt uncompressed."""
-    request = AutoRequest(n, store=store, kv_memory=10**6)
+    request = AutoRequest(n, sparse=Sparse(store=store), kv_memory=10**6)
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.candidates():
-        _, sizes[setting] = planner.memory_and_peak(n, request.completed(setting))
+        _, sizes[setting] = planner.memory_and_peak(n, request.with_min_ctx(setting))
     assert sizes[taken.config] == min(sizes.values())
     assert taken.config == CompressionConfig(Sparse(store=store))
 
@@ -140,7 +140,7 @@ def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
 def test_every_candidate_is_a_valid_setting(demo_llama, planner):
     for task in CANDIDATES:
         for setting in CANDIDATES[task]:
-            AutoRequest(None, task).completed(setting).require(demo_llama[0])
+            AutoRequest(None, task).with_min_ctx(setting).require(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
     assert config.setting is None and taken.config == KEEP_ALL
 
@@ -250,7 +250,7 @@ def test_policies_worth_comparing_evict_at_least_three_quarters(n):
 # Selection by this machine's speed record.
 
 
-LITTLE_FASTER = LOSES | {READ_FEW: (1.06e-3, 0), SETUP: (1e-3, 0), DECODE_FEW: (0.0116, 0)}
+LITTLE_FASTER = LOSES | {READ_SPARSE: (1.06e-3, 0), SETUP: (1e-3, 0), DECODE_SPARSE: (0.0116, 0)}
 
 
 @pytest.mark.parametrize("task", [QUESTION, CONVERSATION])
@@ -265,7 +265,7 @@ def test_sparse_attention_is_selected_if_it_was_clearly_faster(planner, lines, s
         words = "on this machine 20,000 tokens and 256 of the answer take about 60% of the full"
         assert words in taken.why
         assert recommend(planner, replace(request, task=BATCH), 10 * GB).config == SNAPKV
-        for other in ({"may_be_sparse": False}, {"kv_bits": 8}):
+        for other in ({"sparse": False}, {"kv_bits": 8}):
             assert recommend(planner, replace(request, **other), 10 * GB).config == KEEP_ALL
 
 
@@ -273,7 +273,7 @@ def test_a_faster_setting_that_does_not_fit_is_not_selected(planner):
     """Sparse attention needs more memory than the full cache."""
     request = AutoRequest(LONG, speed=speed(WINS_LATER))
     peaks = {setting: cost(planner, LONG, setting)[0] for setting in (SPARSE, SNAPKV)}
-    enough = math.ceil(peaks[SPARSE] / COMFORTABLE)
+    enough = math.ceil(peaks[SPARSE] / FULL_CACHE_SHARE)
     assert recommend(planner, request, enough + 1).config == SPARSE
     taken = recommend(planner, request, enough - 2)
     assert taken.config != SPARSE and "sparse would take" in taken.why

@@ -14,24 +14,24 @@ from mlx_snapkv import Sparse
 from mlx_snapkv.planning import speed_record as module
 from mlx_snapkv.planning.break_even import BreakEven, break_evens, sentence
 from mlx_snapkv.planning.speed_record import (
-    DECODE_ALL,
-    DECODE_FEW,
-    FORGETTING,
-    MOST_KEYS,
+    DECODE_FULL,
+    DECODE_SPARSE,
+    FORGETTING_RATE,
+    MAX_KEYS,
     PATH_VARIABLE,
-    READ_ALL,
-    READ_FEW,
+    READ_FULL,
+    READ_SPARSE,
     SETUP,
     Line,
     Measurement,
     Speed,
-    extend,
+    record_measurements,
     record_path,
     speed_of,
 )
 
 SPARSE = Sparse()
-ONE = [Measurement(DECODE_ALL, 1000, 0.5)]
+ONE = [Measurement(DECODE_FULL, 1000, 0.5)]
 
 
 def line(*points):
@@ -48,48 +48,50 @@ def model():
 
 def test_lengths_that_differ_give_a_line():
     found = line((1000, 3.0), (2000, 5.0), (4000, 9.0))
-    assert found.least(8000) == pytest.approx(found.most(8000)) == pytest.approx(17)
+    assert found.lower_bound(8000) == pytest.approx(found.upper_bound(8000)) == pytest.approx(17)
 
 
 @pytest.mark.parametrize("points", [[(1000, 2.0)], [(1000, 2.0), (1010, 2.0)], [(0, 2.0)]])
 def test_one_length_gives_bounds(points):
     """Time does not decrease with length, and does not grow faster than length."""
     found = line(*points)
-    assert found.least(4000) == pytest.approx(2, rel=0.01) and found.most(500) >= 1.99
+    assert found.lower_bound(4000) == pytest.approx(2, rel=0.01) and found.upper_bound(500) >= 1.99
     if points[0][0]:
-        assert found.most(4000) == pytest.approx(8, rel=0.02)
-        assert found.least(500) == pytest.approx(1, rel=0.02)
+        assert found.upper_bound(4000) == pytest.approx(8, rel=0.02)
+        assert found.lower_bound(500) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.parametrize("points", [[(1000, 5.0), (9000, 1.0)], [(1000, 0.1), (9000, 9.0)]])
 def test_times_are_never_negative_and_never_fall(points):
     found = line(*points)
-    assert 0 <= found.least(0) <= found.least(500) <= found.least(10**7)
+    assert 0 <= found.lower_bound(0) <= found.lower_bound(500) <= found.lower_bound(10**7)
 
 
 def test_older_measurements_are_forgotten():
     found = line(*[(1000, 9.0)] * 10, *[(1000, 1.0)] * 200)
-    assert found.most(1000) == pytest.approx(1, abs=0.02)
-    assert found.n == pytest.approx(1 / FORGETTING, rel=0.01)
+    assert found.upper_bound(1000) == pytest.approx(1, abs=0.02)
+    assert found.weight == pytest.approx(1 / FORGETTING_RATE, rel=0.01)
 
 
 def test_the_file_keeps_models_and_methods_apart(record, model):
     assert speed_of(model, SPARSE) == Speed()
-    extend(model, SPARSE, ONE)
+    record_measurements(model, SPARSE, ONE)
     kept = speed_of(model, SPARSE)
-    assert kept.lines == {DECODE_ALL: line((1000, 0.5))}
+    assert kept.lines == {DECODE_FULL: line((1000, 0.5))}
     assert speed_of(model, Sparse(when="always")) == kept  # `when` is not part of the method
     for other, sparse in ((make_qwen(), SPARSE), (model, Sparse(budget="3%"))):
         assert speed_of(other, sparse) == Speed()
-        extend(other, sparse, ONE)
+        record_measurements(other, sparse, ONE)
     assert speed_of(model, SPARSE) == kept and len(json.loads(record.read_text())["speeds"]) == 3
-    extend(model, SPARSE, [Measurement(DECODE_ALL, 2000, 0.7), Measurement(SETUP, 0, 0.0)])
-    assert speed_of(model, SPARSE).lines == {DECODE_ALL: line((1000, 0.5), (2000, 0.7))}
+    record_measurements(
+        model, SPARSE, [Measurement(DECODE_FULL, 2000, 0.7), Measurement(SETUP, 0, 0.0)]
+    )
+    assert speed_of(model, SPARSE).lines == {DECODE_FULL: line((1000, 0.5), (2000, 0.7))}
 
 
 @pytest.mark.parametrize("name", ["__version__", "processor", "this_machine"])
 def test_other_machines_and_versions_have_their_own(record, model, name, monkeypatch):
-    extend(model, SPARSE, ONE)
+    record_measurements(model, SPARSE, ONE)
     old = getattr(module, name)
     other = "0.0.9"
     if name == "processor":
@@ -120,21 +122,21 @@ def test_an_unreadable_file_is_ignored_and_replaced(record, model, content):
     record.parent.mkdir()
     record.write_bytes(content)
     assert speed_of(model, SPARSE) == Speed()
-    extend(model, SPARSE, ONE)
-    assert set(speed_of(model, SPARSE).lines) == {DECODE_ALL}
+    record_measurements(model, SPARSE, ONE)
+    assert set(speed_of(model, SPARSE).lines) == {DECODE_FULL}
 
 
 def test_a_record_that_cannot_be_written_is_not_kept(tmp_path, model, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "speed.json", tmp_path, tmp_path / ("a" * 3000)):
         monkeypatch.setenv(PATH_VARIABLE, str(path))
-        extend(model, SPARSE, ONE)
+        record_measurements(model, SPARSE, ONE)
         assert speed_of(model, SPARSE) == Speed()
     assert sorted(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(record, model, monkeypatch):
-    extend(model, SPARSE, ONE)
+    record_measurements(model, SPARSE, ONE)
     before = record.read_bytes()
 
     def full(*args):
@@ -142,14 +144,14 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(record, model, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        extend(model, SPARSE, ONE)
+        record_measurements(model, SPARSE, ONE)
     assert record.read_bytes() == before and list(record.parent.iterdir()) == [record]
 
 
 def test_the_oldest_keys_are_dropped(record, model):
-    for n in range(MOST_KEYS + 2):
-        extend(model, Sparse(budget=2000 + n), ONE)
-    assert len(json.loads(record.read_text())["speeds"]) == MOST_KEYS
+    for n in range(MAX_KEYS + 2):
+        record_measurements(model, Sparse(budget=2000 + n), ONE)
+    assert len(json.loads(record.read_text())["speeds"]) == MAX_KEYS
     assert speed_of(model, Sparse(budget=2001)) == Speed()
     assert speed_of(model, Sparse(budget=2002)) != Speed()
 
@@ -168,35 +170,37 @@ def test_the_record_is_in_the_users_cache_folder(monkeypatch):
 
 
 def test_a_prompt_and_its_answer_are_predicted():
-    sparse, full = speed(WINS_LATER).seconds(32_000, 256)
+    sparse, full = speed(WINS_LATER).predict_seconds(32_000, 256)
     mean = 32_128
     assert full == pytest.approx(32_000 * (1e-3 + 1e-7 * 16_000) + 256 * (0.01 + 1e-6 * mean))
     assert sparse == pytest.approx(32_000 * (1e-3 + 1e-8 * 16_000) + 1 + 256 * (0.02 + 1e-7 * mean))
-    read_in_full = {name: x for name, x in WINS_LATER.items() if name != READ_FEW}
-    slower, _ = speed(read_in_full).seconds(32_000, 256)
+    read_in_full = {name: x for name, x in WINS_LATER.items() if name != READ_SPARSE}
+    slower, _ = speed(read_in_full).predict_seconds(32_000, 256)
     assert slower - sparse == pytest.approx(32_000 * 9e-8 * 16_000)
-    for kind in (READ_ALL, SETUP, DECODE_ALL, DECODE_FEW):
+    for kind in (READ_FULL, SETUP, DECODE_FULL, DECODE_SPARSE):
         lacking = {name: x for name, x in WINS_LATER.items() if name != kind}
-        assert speed(lacking).seconds(32_000, 256) is None
+        assert speed(lacking).predict_seconds(32_000, 256) is None
 
 
 def test_the_index_is_repaid_by_faster_tokens():
-    decoding = {DECODE_ALL: (0.01, 1e-6), DECODE_FEW: (0.02, 1e-7), SETUP: (1.0, 1e-5)}
+    decoding = {DECODE_FULL: (0.01, 1e-6), DECODE_SPARSE: (0.02, 1e-7), SETUP: (1.0, 1e-5)}
     saved = 0.11 - 0.03  # seconds a token, at 100,000 entries
-    assert speed(decoding).setup_in_tokens(100_000) == pytest.approx(2 / saved)
-    assert speed(decoding).setup_in_tokens(1000) == math.inf
-    assert Speed().setup_in_tokens(1000) == 0
+    assert speed(decoding).tokens_to_repay_setup(100_000) == pytest.approx(2 / saved)
+    assert speed(decoding).tokens_to_repay_setup(1000) == math.inf
+    assert Speed().tokens_to_repay_setup(1000) == 0
     del decoding[SETUP]
-    assert speed(decoding).setup_in_tokens(100_000) == 0
+    assert speed(decoding).tokens_to_repay_setup(100_000) == 0
 
 
 def test_sparse_attention_loses_only_if_that_is_certain():
-    decoding = {DECODE_ALL: (0.01, 1e-6), DECODE_FEW: (0.02, 1e-7)}
-    assert speed(decoding).loses(8000, 256) and not speed(decoding).loses(64_000, 256)
-    assert not speed(WINS_LATER).loses(8000, 1)  # slower decoding, but faster reading
-    assert not Speed().loses(8000, 256)
-    one = Speed({DECODE_ALL: line((1000, 0.1)), DECODE_FEW: line((1000, 0.11))})
-    assert one.loses(1000, 0) and not one.loses(8000, 0)
+    decoding = {DECODE_FULL: (0.01, 1e-6), DECODE_SPARSE: (0.02, 1e-7)}
+    assert speed(decoding).is_sparse_slower(8000, 256) and not speed(decoding).is_sparse_slower(
+        64_000, 256
+    )
+    assert not speed(WINS_LATER).is_sparse_slower(8000, 1)  # slower decoding, but faster reading
+    assert not Speed().is_sparse_slower(8000, 256)
+    one = Speed({DECODE_FULL: line((1000, 0.1)), DECODE_SPARSE: line((1000, 0.11))})
+    assert one.is_sparse_slower(1000, 0) and not one.is_sparse_slower(8000, 0)
 
 
 def test_break_evens_have_a_length_and_a_basis():
