@@ -13,7 +13,7 @@ from results_page import ROOT, load, table
 from typer.cli import get_docs_for_click
 
 from mlx_snapkv.cli.app import app
-from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
+from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused_types, supported_types
 
 NAME = "mlx-snapkv"
 COMMANDS = """# The commands
@@ -85,8 +85,8 @@ def models_page() -> str:
     return MODELS.format(
         n_supported=len(SUPPORTED),
         n_refused=len(REFUSED),
-        supported="\n".join(table(("model type", "also loads", "note"), supported())),
-        refused="\n".join(table(("model type", "also loads", "why"), refused())),
+        supported="\n".join(table(("model type", "also loads", "note"), supported_types())),
+        refused="\n".join(table(("model type", "also loads", "why"), refused_types())),
     )
 
 

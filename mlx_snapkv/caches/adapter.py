@@ -53,8 +53,9 @@ class FullCache(LayerCache):
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
         """Return the position that `full_cache` stored on mlx-lm's cache, or None if it has been trimmed since."""
-        first = getattr(self.cache, "sparse_from", None)
-        return first if first is not None and first < self.cache.offset else None
+        position = getattr(self.cache, "sparse_from", None)
+        was_trimmed = position is not None and position >= self.cache.offset
+        return None if was_trimmed else position
 
     @sparse_from.setter
     def sparse_from(self, position: int | None) -> None:
@@ -68,7 +69,9 @@ class FullCache(LayerCache):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size of all entries in bytes, not counting unused rows."""
-        return count_bytes(slice_rows(self.sample_entries, 0, self.offset)) if self.offset else 0
+        if self.offset == 0:
+            return 0
+        return count_bytes(slice_rows(self.sample_entries, 0, self.offset))
 
     def size(self) -> int:
         """Return the number of entries, which is the number of tokens."""

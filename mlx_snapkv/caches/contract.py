@@ -90,13 +90,13 @@ class LayerCache(ABC):
 
     def validate(self) -> str | None:
         """Describe what is wrong with a loaded cache, or return None if it is consistent."""
-        n_rows, *other_numbers = {x.shape[2] for x in flat_arrays(self.sample_entries)}
-        is_sound = (
-            not other_numbers
+        n_rows, *other_row_counts = {array.shape[2] for array in flat_arrays(self.sample_entries)}
+        is_consistent = (
+            not other_row_counts
             and type(self.offset) is int  # a file could contain true or 1.5
             and 0 < self.n_entries <= n_rows
         )
-        return None if is_sound else "has numbers that contradict each other"
+        return None if is_consistent else "has numbers that contradict each other"
 
     @property
     def full_nbytes(self) -> int:
@@ -134,19 +134,23 @@ def keys_property(owner: Callable[[Any], Any]) -> Any:
 
 def restorer_of(cache: Any) -> Callable[[], None]:
     """Return a function that restores a cache's current attributes. It can be called more than once."""
-    before = _copied(vars(cache))
+    attributes_before = _copy_attributes(vars(cache))
 
     def restore() -> None:
         vars(cache).clear()
-        vars(cache).update(_copied(before))
+        vars(cache).update(_copy_attributes(attributes_before))
 
     return restore
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copy_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Copy attributes, including arrays and lists, so that later writes don't affect the copies."""
-    # A copied array shares its memory until one of the two is written.
-    return tree_map(lambda x: copy.copy(x) if isinstance(x, mx.array) else x, attributes)
+
+    def copy_leaf(value: Any) -> Any:
+        # A copied array shares its memory until one of the two is written.
+        return copy.copy(value) if isinstance(value, mx.array) else value
+
+    return tree_map(copy_leaf, attributes)
 
 
 def loadable(cls: type) -> type:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from ..entries.quantization import BITS, Quantization, fitting_group_sizes, flat_arrays
+from ..entries.quantization import BITS, Quantization, fitting_group_sizes
 from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import cache_owners, type_of
 from ..models.distributed import PIPELINE, split_of
@@ -33,8 +33,8 @@ class AttentionLayer:
 
     def cache_in(self, prompt_cache: list) -> Any:
         """Return the layer's cache from a prompt cache."""
-        entry = prompt_cache[self.index]
-        return entry if self.member is None else entry[self.member]
+        cache = prompt_cache[self.index]
+        return cache if self.member is None else cache[self.member]
 
     def layer_cache_in(self, prompt_cache: list) -> LayerCache:
         """Return the layer's cache from a prompt cache, as a `LayerCache`."""
@@ -71,27 +71,31 @@ class AttentionLayer:
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
         """Undo RoPE for queries `(B, n_heads, n, head_dim)` whose first position is `offset`. The result is float32."""
         rope = self.rope
-        return self.family.map_rotary(self.attention, queries, lambda x: undo_rope(rope, x, offset))
+
+        def undo(rotary_part: mx.array) -> mx.array:
+            return undo_rope(rope, rotary_part, offset)
+
+        return self.family.map_rotary(self.attention, queries, undo)
 
     def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
         """Average the rotation matrices of positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
         rope = self.rope
 
-        def rotate(x: mx.array) -> mx.array:
-            return x @ mean_rotation(rope, x.shape[3], start, n).T
+        def rotate(vectors: mx.array) -> mx.array:
+            return vectors @ mean_rotation(rope, vectors.shape[3], start, n).T
 
         # The columns of the matrix are the images of the unit vectors.
-        units = mx.eye(head_dim)[None, None]
-        rotated = self.family.map_rotary(self.attention, units, rotate)
-        return rotated[0, 0].T
+        unit_vectors = mx.eye(head_dim)[None, None]
+        images = self.family.map_rotary(self.attention, unit_vectors, rotate)
+        return images[0, 0].T
 
     def group_heads(self, heads: mx.array, n_kv_heads: int) -> mx.array:
         """Reorder the heads of all `readers`, `(B, n_heads, ...)`, so that the heads of each GQA group are adjacent."""
-        by_kv_head: list[mx.array] = []
-        for of_reader in mx.split(heads, len(self.readers), axis=1):
-            neighbours = self.family.group_heads(of_reader, n_kv_heads)
-            by_kv_head.append(mx.unflatten(neighbours, 1, (n_kv_heads, -1)))
-        return mx.concatenate(by_kv_head, axis=2).flatten(1, 2)
+        groups_by_reader: list[mx.array] = []  # `(B, n_kv_heads, group size, ...)` each
+        for heads_of_reader in mx.split(heads, len(self.readers), axis=1):
+            grouped_heads = self.family.group_heads(heads_of_reader, n_kv_heads)
+            groups_by_reader.append(mx.unflatten(grouped_heads, 1, (n_kv_heads, -1)))
+        return mx.concatenate(groups_by_reader, axis=2).flatten(1, 2)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         """Return the layer itself, because copied caches belong to the same model."""
@@ -106,22 +110,24 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     owners = cache_owners(model)
     # Linear layers use an `ArraysCache`, which has no entries.
     slots_with_entries = [
-        slot for slot in slots(prompt_cache) if not isinstance(slot[2], ArraysCache)
+        slot for slot in slots(prompt_cache) if not isinstance(slot.cache, ArraysCache)
     ]
     # A model that loops over its layers has a set of caches for each pass.
-    if len(slots_with_entries) % len(owners):
+    is_whole_number_of_passes = len(slots_with_entries) % len(owners) == 0
+    if not is_whole_number_of_passes:
         raise UnsupportedModelError(
             f"{len(slots_with_entries)} caches with entries for {len(owners)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
     layers: list[AttentionLayer] = []
-    for (index, member, cache), owner in zip(slots_with_entries, itertools.cycle(owners)):
-        if owner.attention is None or not has_all_entries(cache):
+    for slot, owner in zip(slots_with_entries, itertools.cycle(owners)):
+        is_compressible = owner.attention is not None and has_all_entries(slot.cache)
+        if not is_compressible:
             continue
         layers.append(
             AttentionLayer(
-                index=index,
-                member=member,
+                index=slot.cache_index,
+                member=slot.member,
                 attention=owner.attention,
                 family=owner.family,
                 borrowers=tuple(owner.borrowers),
@@ -159,8 +165,12 @@ def first_sparse_position(prompt_cache: list) -> int | None:
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
     """Return the head sizes of the layers' keys and values."""
-    caches = token_caches(model)
-    return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
+    prompt_cache = token_caches(model)
+    sizes: set[int] = set()
+    for layer in layers:
+        keys, values = layer.cache_in(prompt_cache).keys_and_values()
+        sizes |= {keys.shape[3], values.shape[3]}
+    return sizes
 
 
 def require_quantised_attention(layers: list[AttentionLayer], remedy: str, option: Option) -> None:
@@ -174,8 +184,10 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
     Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """
     for layer in layers:
-        plain_only = layer.family.why_unquantizable
-        reason = None if plain_only is None else plain_only(list(layer.readers))
+        why_unquantizable = layer.family.why_unquantizable
+        if why_unquantizable is None:
+            continue
+        reason = why_unquantizable(list(layer.readers))
         if reason:
             raise UnsupportedModelError(f"{{}}: {remedy}", reason, option)
 
@@ -196,26 +208,34 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
         )
     require_quantised_attention(layers, "drop {}", Option("kv_bits"))
     sizes = head_sizes(model, layers)
-    fitting = fitting_group_sizes(sizes, Option("kv_bits"))
-    if quantization.group_size not in fitting:
-        allowed = f"one of {fitting} for heads of size {sorted(sizes)}"
+    group_sizes = fitting_group_sizes(sizes, Option("kv_bits"))
+    if quantization.group_size not in group_sizes:
+        allowed = f"one of {group_sizes} for heads of size {sorted(sizes)}"
         raise OptionError("kv_group_size", allowed, quantization.group_size)
 
 
-def slots(prompt_cache: list) -> list[tuple[int, int | None, Any]]:
-    """Return `(index, member, cache)` for every cache. `member` is its index in a `CacheList`, or None."""
-    result: list[tuple[int, int | None, Any]] = []
-    for index, entry in enumerate(prompt_cache):
-        if isinstance(entry, CacheList):
-            result += [(index, member, cache) for member, cache in enumerate(entry.caches)]
+class Slot(NamedTuple):
+    """A cache and its place in a prompt cache."""
+
+    cache_index: int  # index in the prompt cache
+    member: int | None  # index inside a `CacheList`, or None
+    cache: Any
+
+
+def slots(prompt_cache: list) -> list[Slot]:
+    """Return every cache in a prompt cache with its place, including those inside a `CacheList`."""
+    result: list[Slot] = []
+    for index, cache in enumerate(prompt_cache):
+        if isinstance(cache, CacheList):
+            result += [Slot(index, member, inner) for member, inner in enumerate(cache.caches)]
         else:
-            result.append((index, None, entry))
+            result.append(Slot(index, None, cache))
     return result
 
 
 def all_caches(prompt_cache: list) -> list:
     """Return all caches in a prompt cache, including those inside a `CacheList`."""
-    return [cache for _, _, cache in slots(prompt_cache)]
+    return [slot.cache for slot in slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
@@ -225,7 +245,8 @@ def layer_caches(prompt_cache: list) -> list[LayerCache]:
 
 def n_tokens_read(model, prompt_cache: list) -> int:
     """Return the number of tokens that a prompt cache has read."""
-    return attention_layers(model, prompt_cache)[0].layer_cache_in(prompt_cache).offset
+    first_layer, *_ = attention_layers(model, prompt_cache)
+    return first_layer.layer_cache_in(prompt_cache).offset
 
 
 def kv_dtype(cache: LayerCache) -> str:
@@ -235,7 +256,8 @@ def kv_dtype(cache: LayerCache) -> str:
         quantization = cache.store.quantization
     if quantization is not None:
         return f"{quantization.bits} bits"
-    return str(flat_arrays(cache.sample_entries)[0].dtype).removeprefix("mlx.core.")
+    keys, _ = cache.sample_entries
+    return str(keys.dtype).removeprefix("mlx.core.")
 
 
 def kv_bytes(prompt_cache: list) -> int:
@@ -245,8 +267,10 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    caches = all_caches(prompt_cache)
-    return sum(max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in caches)
+    # Depending on the cache, one of the two sizes includes the other.
+    return sum(
+        max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in all_caches(prompt_cache)
+    )
 
 
 def file_bytes(prompt_cache: list) -> int:
@@ -256,9 +280,9 @@ def file_bytes(prompt_cache: list) -> int:
 
 def copies_sharing_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
     """Copy a prompt cache, but share the caches of the full-attention `layers` with the original."""
-    uncopied = [layer.cache_in(prompt_cache) for layer in layers]
+    shared_caches = [layer.cache_in(prompt_cache) for layer in layers]
     # deepcopy does not copy objects that it finds in `memo`.
-    memo = {id(cache): cache for cache in uncopied}
+    memo = {id(cache): cache for cache in shared_caches}
     return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 
 

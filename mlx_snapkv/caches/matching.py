@@ -11,8 +11,8 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import all_caches, attention_layers, layer_caches, slots, token_caches
 
-# Classes that may replace a model's `KVCache`.
-_REPLACES_KV_CACHE = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
+# Classes of caches with entries, which may replace a model's `KVCache`.
+KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
@@ -20,20 +20,22 @@ def require_match(prompt_cache: list, model) -> None:
 
     Raises: SnapKVError: the prompt cache does not fit the model.
     """
-    loaded = slots(prompt_cache)
-    wanted = slots(token_caches(model))
-    if [slot[:2] for slot in loaded] != [slot[:2] for slot in wanted]:
+    loaded_slots = slots(prompt_cache)
+    model_slots = slots(token_caches(model))
+    loaded_places = [(slot.cache_index, slot.member) for slot in loaded_slots]
+    model_places = [(slot.cache_index, slot.member) for slot in model_slots]
+    if loaded_places != model_places:
         raise SnapKVError(
-            f"it has {len(loaded)} caches, the model {len(wanted)}, or in other lists"
+            f"it has {len(loaded_slots)} caches, the model {len(model_slots)}, or in other lists"
         )
-    pairs = zip(all_caches(prompt_cache), (cache for _, _, cache in wanted))
-    for number, (cache, model_cache) in enumerate(pairs):
+    for number, (loaded_slot, model_slot) in enumerate(zip(loaded_slots, model_slots)):
         try:
-            problem = problem_of(cache, model_cache)
+            problem = mismatch(loaded_slot.cache, model_slot.cache)
         except Exception:  # the loaded state does not fit the class
             problem = "holds something else than its class says"
         if problem is not None:
-            raise SnapKVError(f"cache {number}, a {type(cache).__name__}, {problem}")
+            class_name = type(loaded_slot.cache).__name__
+            raise SnapKVError(f"cache {number}, a {class_name}, {problem}")
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
@@ -41,16 +43,16 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
     Raises: SnapKVError: the numbers differ, or no token has been read.
     """
-    filled = [cache for cache in all_caches(prompt_cache) if not cache.empty()]
+    nonempty_caches = [cache for cache in all_caches(prompt_cache) if not cache.empty()]
     # Linear layers don't count tokens.
-    with_entries = [cache for cache in filled if isinstance(cache, _REPLACES_KV_CACHE)]
-    counts = sorted({cache.offset for cache in with_entries})
-    if len(counts) > 1:
-        raise SnapKVError(f"its layers hold different numbers of tokens: {counts}")
-    if n_tokens == 0 or not filled:
+    counting_caches = [cache for cache in nonempty_caches if isinstance(cache, KV_CACHE_CLASSES)]
+    token_counts = sorted({cache.offset for cache in counting_caches})
+    if len(token_counts) > 1:
+        raise SnapKVError(f"its layers hold different numbers of tokens: {token_counts}")
+    if n_tokens == 0 or not nonempty_caches:
         raise SnapKVError("it holds no tokens")
-    if counts and n_tokens is not None and counts != [n_tokens]:
-        raise SnapKVError(f"its layers hold {counts[0]} tokens, the prompt has {n_tokens}")
+    if token_counts and n_tokens is not None and token_counts != [n_tokens]:
+        raise SnapKVError(f"its layers hold {token_counts[0]} tokens, the prompt has {n_tokens}")
 
 
 def n_tokens(prompt_cache: list) -> int:
@@ -60,52 +62,60 @@ def n_tokens(prompt_cache: list) -> int:
 
 def set_missing_layers(prompt_cache: list, model) -> None:
     """Set `layer` on caches that were loaded from a file and need it."""
-    if any(cache.needs_layer for cache in layer_caches(prompt_cache)):
-        for layer in attention_layers(model, prompt_cache):
-            if layer.layer_cache_in(prompt_cache).needs_layer:
-                layer.cache_in(prompt_cache).layer = layer
+    needs_layers = any(cache.needs_layer for cache in layer_caches(prompt_cache))
+    if not needs_layers:
+        return
+    for layer in attention_layers(model, prompt_cache):
+        if layer.layer_cache_in(prompt_cache).needs_layer:
+            layer.cache_in(prompt_cache).layer = layer
 
 
-def problem_of(cache: Any, model_cache: Any) -> str | None:
+def mismatch(cache: Any, model_cache: Any) -> str | None:
     """Describe how a loaded cache differs from the model's own, or return None if it fits.
 
     Args:
         cache: the loaded cache.
         model_cache: the model's own cache for the layer, after one token.
     """
-    replaces = type(model_cache) is KVCache and isinstance(cache, _REPLACES_KV_CACHE)
-    if type(cache) is not type(model_cache) and not replaces:
+    has_same_class = type(cache) is type(model_cache)
+    may_replace = type(model_cache) is KVCache and isinstance(cache, KV_CACHE_CLASSES)
+    if not has_same_class and not may_replace:
         return f"is where the model has a {type(model_cache).__name__}"
     if cache.empty() or model_cache.empty():
-        both_empty = cache.empty() == model_cache.empty()
-        return None if both_empty else "holds other tokens than other caches"
-    if not isinstance(cache, _REPLACES_KV_CACHE):
+        both_are_empty = cache.empty() == model_cache.empty()
+        return None if both_are_empty else "holds other tokens than other caches"
+    if not isinstance(cache, KV_CACHE_CLASSES):
         # The shape of an `ArraysCache` does not depend on the number of tokens.
-        return _difference(cache.state, model_cache.state, exact=hasattr(cache, "cache"))
-    loaded = layer_cache(cache)
-    quantization = loaded.quantization
+        compares_rows = hasattr(cache, "cache")
+        return _array_mismatch(cache.state, model_cache.state, compares_rows)
+    loaded_cache = layer_cache(cache)
+    quantization = loaded_cache.quantization
     if quantization is not None:
         model_cache = model_cache.to_quantized(quantization.group_size, quantization.bits)
-    wanted = (model_cache.keys, model_cache.values)
-    return _difference(loaded.sample_entries, wanted) or loaded.validate()
+    model_entries = (model_cache.keys, model_cache.values)
+    return _array_mismatch(loaded_cache.sample_entries, model_entries) or loaded_cache.validate()
 
 
-def _difference(loaded: Any, wanted: Any, exact: bool = False) -> str | None:
-    """Describe the first array whose dtype or shape differs. The number of rows only matters if `exact`."""
-    loaded_forms = _forms(loaded, exact)
-    wanted_forms = _forms(wanted, exact)
-    for path in sorted(loaded_forms.keys() | wanted_forms.keys()):
-        loaded_form, wanted_form = loaded_forms.get(path), wanted_forms.get(path)
-        if loaded_form != wanted_form:
-            return f"holds {loaded_form} where the model has {wanted_form}"
+def _array_mismatch(
+    loaded_arrays: Any, model_arrays: Any, compares_rows: bool = False
+) -> str | None:
+    """Describe the first array whose dtype or shape differs. The number of rows only matters if `compares_rows`."""
+    loaded_formats = _formats_by_path(loaded_arrays, compares_rows)
+    model_formats = _formats_by_path(model_arrays, compares_rows)
+    for path in sorted(loaded_formats.keys() | model_formats.keys()):
+        loaded_format, model_format = loaded_formats.get(path), model_formats.get(path)
+        if loaded_format != model_format:
+            return f"holds {loaded_format} where the model has {model_format}"
     return None
 
 
-def _forms(tree: Any, exact: bool) -> dict[str, str]:
-    """Return the dtype and shape of each array in a tree, by path. Leave out the number of rows unless `exact`."""
-    forms: dict[str, str] = {}
-    for path, x in dict(tree_flatten(tree)).items():
-        if isinstance(x, mx.array):
-            shape = x.shape if exact else x.shape[:-2] + x.shape[-1:]
-            forms[path] = f"{x.dtype} {shape}".removeprefix("mlx.core.")
-    return forms
+def _formats_by_path(tree: Any, includes_rows: bool) -> dict[str, str]:
+    """Return each array's dtype and shape, with or without the number of rows, by its path in a tree of arrays."""
+    formats: dict[str, str] = {}
+    for path, leaf in dict(tree_flatten(tree)).items():
+        if isinstance(leaf, mx.array):
+            shape = leaf.shape
+            if not includes_rows:
+                shape = shape[:-2] + shape[-1:]
+            formats[path] = f"{leaf.dtype} {shape}".removeprefix("mlx.core.")
+    return formats

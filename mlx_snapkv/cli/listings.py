@@ -78,11 +78,11 @@ CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("
 def models(as_json: AsJson = False) -> None:
     """List the model types that can be compressed, and the refused ones with the reason."""
     from ..measure.tables import Table
-    from ..models.table import refused, supported
+    from ..models.table import refused_types, supported_types
     from .terminal_table import print_table
 
     tables = {}
-    sections = (("Supported", "note", supported()), ("Refused", "why", refused()))
+    sections = (("Supported", "note", supported_types()), ("Refused", "why", refused_types()))
     for title, last_key, rows in sections:
         keys = ("model_type", "also_loads", last_key)
         tables[title.lower()] = [dict(zip(keys, row)) for row in rows]

@@ -30,8 +30,12 @@ def attention_classes(model) -> list[type]:
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
     """
-    readers = (x for owner in cache_owners(model) for x in (owner.attention, *owner.borrowers))
-    return list(dict.fromkeys(type(x) for x in readers if x is not None))
+    classes: dict[type, None] = {}  # an ordered set
+    for owner in cache_owners(model):
+        for attention in (owner.attention, *owner.borrowers):
+            if attention is not None:
+                classes[type(attention)] = None
+    return list(classes)
 
 
 def cache_owners(model) -> list[CacheOwner]:
@@ -39,58 +43,62 @@ def cache_owners(model) -> list[CacheOwner]:
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
     """
-    name = type_of(model)
-    if name not in SUPPORTED:
-        raise _refused(name, REFUSED.get(name, "this version does not know it"))
-    owners = _cache_owners(model, SUPPORTED[name])
-    reason = _refusal(owners) if owners else _refusal_of_unknown_layers(model)
-    if reason:
-        raise _refused(name, reason)
+    model_type = type_of(model)
+    if model_type not in SUPPORTED:
+        reason = REFUSED.get(model_type, "this version does not know it")
+        raise _refusal_error(model_type, reason)
+    owners = _owners_in_families(model, SUPPORTED[model_type])
+    why_refused = _why_refused(owners) if owners else _why_layers_are_unknown(model)
+    if why_refused:
+        raise _refusal_error(model_type, why_refused)
     return owners
 
 
-def _cache_owners(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
+def _owners_in_families(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
     """Return the layers that have their own cache, or an empty list if no module belongs to one of the families."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:
             for attention in family.attentions_of(layer):
-                if family.is_borrower(attention):  # the lender is the last layer of the same kind
-                    kind = family.lender_key(attention)
-                    owner = next(
-                        x for x in reversed(owners) if family.lender_key(x.attention) == kind
-                    )
-                    owner.borrowers.append(attention)
+                if family.is_borrower(attention):
+                    _lender(owners, family, attention).borrowers.append(attention)
                 else:
                     later_passes = [attention] * family.extra_passes
                     owners.append(CacheOwner(attention, family, borrowers=later_passes))
     return owners
 
 
-def _refusal(owners: list[CacheOwner]) -> str | None:
+def _lender(owners: list[CacheOwner], family: AttentionFamily, borrower: Any) -> CacheOwner:
+    """Return the layer whose entries a borrower reads: the last of `owners` with the same `lender_key`."""
+    key = family.lender_key(borrower)
+    return next(owner for owner in reversed(owners) if family.lender_key(owner.attention) == key)
+
+
+def _why_refused(owners: list[CacheOwner]) -> str | None:
     """Return the reason why a model can't be compressed, or None if it can."""
-    by_family: dict[AttentionFamily, list[Any]] = {}
+    attentions_by_family: dict[AttentionFamily, list[Any]] = {}
     for owner in owners:
-        by_family.setdefault(owner.family, []).extend([owner.attention, *owner.borrowers])
-    for family, readers in by_family.items():
-        reason = None if family.why_refused is None else family.why_refused(readers)
+        attentions = attentions_by_family.setdefault(owner.family, [])
+        attentions += [owner.attention, *owner.borrowers]
+    for family, attentions in attentions_by_family.items():
+        reason = None if family.why_refused is None else family.why_refused(attentions)
         if reason:
             return reason
     return None
 
 
-def _refusal_of_unknown_layers(model) -> str:
+def _why_layers_are_unknown(model) -> str:
     """Return the reason why a model of a supported type has no known attention modules."""
     # The model may wrap layers of an unsupported type.
-    inner = {type_of(module) for module in model.layers[0].modules()}
-    reasons = [REFUSED[name] for name in inner if name in REFUSED]
+    inner_types = {type_of(module) for module in model.layers[0].modules()}
+    reasons = [REFUSED[name] for name in inner_types if name in REFUSED]
     return reasons[0] if reasons else "its layers are unknown to this version"
 
 
-def _refused(name: str, reason: str) -> UnsupportedModelError:
+def _refusal_error(model_type: str, reason: str) -> UnsupportedModelError:
     """Build the error for a model type that can't be compressed."""
     return UnsupportedModelError(
-        f"model type {name!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
+        f"model type {model_type!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
     )
 
 

@@ -11,30 +11,39 @@ _EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k
 
 def n_query_heads(attention: Any) -> int:
     """Return the number of query heads, or 0 if unknown."""
-    return _first(attention, _HEADS)
+    return _first_integer(attention, _HEADS)
 
 
 def experts_per_token(module: Any) -> int:
     """Return the number of experts per token, or 0 if the module has no experts."""
-    return _first(module, _EXPERTS)
+    return _first_integer(module, _EXPERTS)
 
 
-def _first(module: Any, names: list[str]) -> int:
+def _first_integer(module: Any, attribute_names: list[str]) -> int:
     """Return the value of the first listed attribute that is an integer, or 0."""
-    values = (getattr(module, name, None) for name in names)
-    return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), 0)
+    for name in attribute_names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0
 
 
 def embedding_modules(model: Any) -> list[nn.Module]:
     """Return a model's embedding modules."""
-    return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
+    classes = (nn.Embedding, nn.QuantizedEmbedding)
+    return [module for module in model.modules() if isinstance(module, classes)]
 
 
 def vocabulary_size(model: Any) -> int:
     """Return the number of token embeddings, or `sys.maxsize` if unknown. A tokenizer may have more tokens."""
-    return max((x.weight.shape[0] for x in embedding_modules(model)), default=sys.maxsize)
+    row_counts = [embedding.weight.shape[0] for embedding in embedding_modules(model)]
+    return max(row_counts, default=sys.maxsize)
 
 
 def hidden_size(model: Any) -> int:
     """Return the dimension of the token embeddings."""
-    return min(getattr(x, "dims", x.weight.shape[-1]) for x in embedding_modules(model))
+    # The weights of a quantised embedding are packed, so they are narrower than its `dims`.
+    return min(
+        getattr(embedding, "dims", embedding.weight.shape[-1])
+        for embedding in embedding_modules(model)
+    )

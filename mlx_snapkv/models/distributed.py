@@ -21,12 +21,12 @@ from ..errors import SnapKVError, brief
 T = TypeVar("T")
 
 # mlx.launch and mpirun set one of these variables in each process that they start.
-RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 TENSOR = "tensor"  # each rank has some of the heads of every layer
 PIPELINE = "pipeline"  # each rank has some of the layers
-SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+SHARDED_CLASSES = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 # Maximum number of nested models, and of layers, to inspect when detecting how a model is split.
-LOOKED_AT = 8
+MAX_INSPECTED = 8
 
 
 @functools.cache
@@ -35,7 +35,8 @@ def world() -> Any:
 
     Raises: SnapKVError: the other processes can't be reached.
     """
-    if not any(name in os.environ for name in RANK_IN):
+    is_launched_with_others = any(name in os.environ for name in RANK_VARIABLES)
+    if not is_launched_with_others:
         return None
     try:
         group = mx.distributed.init()
@@ -46,12 +47,14 @@ def world() -> Any:
 
 def n_ranks() -> int:
     """Return the number of processes, which is 1 without a group."""
-    return 1 if (group := world()) is None else group.size()
+    group = world()
+    return 1 if group is None else group.size()
 
 
 def rank() -> int:
     """Return this process's rank, starting at 0."""
-    return 0 if (group := world()) is None else group.rank()
+    group = world()
+    return 0 if group is None else group.rank()
 
 
 def from_first_rank(work: Callable[[], T]) -> T:
@@ -61,31 +64,31 @@ def from_first_rank(work: Callable[[], T]) -> T:
     """
     if world() is None:
         return work()
-    outcome: Any = None  # (result, error message)
+    result_and_error: Any = None  # the result of `work` and its error message, on rank 0
     if rank() == 0:
         try:
-            outcome = work(), None
+            result_and_error = work(), None
         except SnapKVError as error:
-            _shared((None, str(error)))  # so that the other ranks raise it too
+            _broadcast((None, str(error)))  # so that the other ranks raise it too
             raise
-    result, sentence = _shared(outcome)
-    if sentence is not None:
-        raise SnapKVError(sentence)
+    result, error_message = _broadcast(result_and_error)
+    if error_message is not None:
+        raise SnapKVError(error_message)
     return result
 
 
-def _shared(value: Any) -> Any:
-    """Broadcast rank 0's `value` by summing over all ranks, with zeros on the others."""
+def _broadcast(value: Any) -> Any:
+    """Send rank 0's `value` to all ranks, by summing its bytes over the ranks, with zeros on the others."""
     # mlx-lm computes ahead in its own stream, and its sums could be mixed up with ours.
     mx.synchronize(generation_stream)
-    is_first = rank() == 0
-    data = np.frombuffer(pickle.dumps(value) if is_first else b"", np.uint8)
-    size: Any = mx.distributed.all_sum(mx.array(data.size), stream=mx.cpu).item()
+    is_rank_0 = rank() == 0
+    pickled = np.frombuffer(pickle.dumps(value) if is_rank_0 else b"", np.uint8)
+    n_bytes: Any = mx.distributed.all_sum(mx.array(pickled.size), stream=mx.cpu).item()
     # np.resize fills the other ranks' empty arrays with zeros.
-    addend = mx.array(np.resize(data, size) * is_first)
-    summed = mx.distributed.all_sum(addend, stream=mx.cpu)
-    mx.eval(summed)  # rank 0 must evaluate it too: the other ranks wait for its summand
-    return value if is_first else pickle.loads(np.array(summed).tobytes())
+    summand = mx.array(np.resize(pickled, n_bytes) * is_rank_0)
+    byte_sum = mx.distributed.all_sum(summand, stream=mx.cpu)
+    mx.eval(byte_sum)  # rank 0 must evaluate it too: the other ranks wait for its summand
+    return value if is_rank_0 else pickle.loads(np.array(byte_sum).tobytes())
 
 
 def split_of(model: Any) -> str | None:
@@ -95,26 +98,33 @@ def split_of(model: Any) -> str | None:
     """
     if world() is None:
         return None
-    # The model and its nested models. The loop appends to this list.
-    trunk = [model]
-    for module in itertools.islice(trunk, LOOKED_AT):
-        inner = (getattr(module, name, None) for name in ("language_model", "model"))
-        trunk += [x for x in inner if x is not None]
-    if any(getattr(module, "pipeline_size", 1) > 1 for module in trunk):
+    if any(getattr(module, "pipeline_size", 1) > 1 for module in _nested_models(model)):
         return PIPELINE
-    modules = (module for layer in model.layers[:LOOKED_AT] for module in layer.modules())
-    splits = any(isinstance(x, SPLIT) and x.group.size() > 1 for x in modules)
-    return TENSOR if splits else None
+    for layer in model.layers[:MAX_INSPECTED]:
+        for module in layer.modules():
+            if isinstance(module, SHARDED_CLASSES) and module.group.size() > 1:
+                return TENSOR
+    return None
 
 
-def require_on_one_mac(model: Any, what: str) -> None:
+def _nested_models(model: Any) -> list[Any]:
+    """Return a model and the models inside it."""
+    models = [model]
+    for outer_model in itertools.islice(models, MAX_INSPECTED):  # `models` grows in the loop
+        inner_models = [getattr(outer_model, name, None) for name in ("language_model", "model")]
+        models += [inner_model for inner_model in inner_models if inner_model is not None]
+    return models
+
+
+def require_on_one_mac(model: Any, problem: str) -> None:
     """Check that the whole model is on this Mac.
 
     Args:
         model: a model loaded by mlx-lm.
-        what: beginning of the error message, such as "prompt caches can't be saved".
+        problem: beginning of the error message, such as "prompt caches can't be saved".
 
     Raises: SnapKVError: several Macs share the model.
     """
-    if split_of(model) is not None:
-        raise SnapKVError(f"{what} on several Macs: start it without mlx.launch")
+    is_shared_by_macs = split_of(model) is not None
+    if is_shared_by_macs:
+        raise SnapKVError(f"{problem} on several Macs: start it without mlx.launch")

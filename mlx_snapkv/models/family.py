@@ -85,14 +85,16 @@ class AttentionFamily:
 
     def attention_class(self) -> type:
         """Import and return the attention class."""
-        return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
+        module = importlib.import_module(f"mlx_lm.models.{self.module}")
+        return getattr(module, self.class_name)
 
     def attentions_of(self, layer) -> list[Any]:
         """Return a decoder layer's attention modules of this family, in order, or `[None]` if the layer is idle."""
         if self.is_idle and self.is_idle(layer):
             return [None]
-        cls = self.attention_class()
-        return [m for _, m in sorted(layer.named_modules()) if type(m) is cls]
+        attention_class = self.attention_class()
+        named_modules = sorted(layer.named_modules())
+        return [module for _, module in named_modules if type(module) is attention_class]
 
     def scale_of(self, attention, head_dim: int) -> float:
         """Return the scale that an attention module applies to its logits."""
@@ -104,25 +106,30 @@ class AttentionFamily:
 
     def rope_of(self, attention) -> Any | None:
         """Return an attention module's RoPE, which is called as `rope(x, offset)`, or None if it applies none."""
-        if self.rope is None or (self.rope_switch and not getattr(attention, self.rope_switch)):
+        is_off = self.rope_switch is not None and not getattr(attention, self.rope_switch)
+        if self.rope is None or is_off:
             return None
-        return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
+        if isinstance(self.rope, str):
+            return getattr(attention, self.rope)
+        return self.rope(attention)
 
     def map_rotary(
-        self, attention, x: mx.array, function: Callable[[mx.array], mx.array]
+        self, attention, vectors: mx.array, function: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        """Apply `function` to the rotary dimensions of `x` `(B, n_heads, n, head_dim)`, which come last."""
+        """Apply `function` to the rotary dimensions of `(B, n_heads, n, head_dim)` vectors, which come last."""
         if self.rotary_tail is None:
-            return function(x)
-        n_unrotated = x.shape[3] - getattr(attention, self.rotary_tail)
+            return function(vectors)
+        n_rotary = getattr(attention, self.rotary_tail)
+        n_unrotated = vectors.shape[3] - n_rotary
         if n_unrotated == 0:
-            return function(x)
-        tail = function(x[..., n_unrotated:])
-        return mx.concatenate([x[..., :n_unrotated].astype(tail.dtype), tail], axis=-1)
+            return function(vectors)
+        rotary_part = function(vectors[..., n_unrotated:])
+        unrotated_part = vectors[..., :n_unrotated].astype(rotary_part.dtype)
+        return mx.concatenate([unrotated_part, rotary_part], axis=-1)
 
     def group_heads(self, queries: mx.array, n_kv_heads: int) -> mx.array:
         """Reorder queries `(B, n_heads, n, head_dim)` so that query heads that share a KV head are adjacent."""
         if not self.tiled:
             return queries
-        by_kv_head = mx.unflatten(queries, 1, (-1, n_kv_heads)).swapaxes(1, 2)
-        return by_kv_head.flatten(1, 2)
+        tiles = mx.unflatten(queries, 1, (-1, n_kv_heads))
+        return tiles.swapaxes(1, 2).flatten(1, 2)

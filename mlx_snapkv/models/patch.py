@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UnsupportedModelError
 from . import attention_classes, capture
@@ -36,8 +36,10 @@ def _record_and_attend(attention):
 
     @functools.wraps(attention)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
+        # An MLA module that has applied `embed_q` to its queries passes its latents twice.
         capture.record(queries, scale, sinks, absorbed=keys is values)
-        if (attend := getattr(cache, "attend", None)) is not None:
+        attend = getattr(cache, "attend", None)
+        if attend is not None:
             return attend(queries, keys, values, scale, mask, sinks)
         return attention(queries, keys, values, cache, scale, mask, sinks)
 
@@ -47,19 +49,19 @@ def _record_and_attend(attention):
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
     """Return the family of an attention class or of its nearest known base class."""
-    for base in cls.__mro__:
-        name = base.__module__.removeprefix("mlx_lm.models.")
-        if name in FAMILIES:
-            return FAMILIES[name]
+    for base_class in cls.__mro__:
+        module_name = base_class.__module__.removeprefix("mlx_lm.models.")
+        if module_name in FAMILIES:
+            return FAMILIES[module_name]
     return AttentionFamily(cls.__module__, cls.__name__)
 
 
-def _recorder_among(values: Iterable[Any]) -> Any:
+def _recorder_among(arguments: Iterable[Any]) -> Any:
     """Return the recording cache among a call's arguments, or None. It may be inside a `CacheList`."""
-    for value in values:
-        for cache in getattr(value, "caches", (value,)):
-            if hasattr(cache, "record"):
-                return cache
+    for argument in arguments:
+        for candidate in getattr(argument, "caches", (argument,)):
+            if hasattr(candidate, "record"):
+                return candidate
     return None
 
 
@@ -68,20 +70,20 @@ def _call_and_record(call):
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        given = _recorder_among((*args, *kwargs.values()))
+        own_recorder = _recorder_among((*args, *kwargs.values()))
         # A borrowing layer may receive the entries as arrays, without a cache.
-        recorder = capture.lender_to(self) if given is None else given
+        recorder = capture.lender_to(self) if own_recorder is None else own_recorder
         if recorder is None:
             return call(self, *args, **kwargs)
         family = family_of(type(self))  # type: ignore[arg-type]
-        current = Call(
+        captured_call = Call(
             recorder=recorder,
             attention=self,
             family=family,
             arguments=args,
-            borrowed=given is None or family.is_borrower(self),
+            borrowed=own_recorder is None or family.is_borrower(self),
         )
-        with capture.capturing(current):
+        with capture.capturing(captured_call):
             return call(self, *args, **kwargs)
 
     return __call__
@@ -89,61 +91,71 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """A wrapped attribute, restored when the last of its `holders` leaves `_wrapped`."""
+    """A wrapped attribute, restored when the last of `n_users` blocks leaves `_wrapped`."""
 
     original: Any
-    wrapped: Any
-    holders: int = 0
+    wrapper: Any
+    n_users: int = 0
 
 
 # (owner, attribute name) -> replacement
 _replacements: dict[tuple[Any, str], _Replacement] = {}
-_pinned: dict[type, contextlib.ExitStack] = {}  # class -> its patch_for_snapkv patch
+_lasting_patches: dict[type, contextlib.ExitStack] = {}  # class -> its patch_for_snapkv patch
 
 
-def _targets(cls: type) -> list[tuple]:
-    """Return the attributes to wrap for an attention class, as arguments for `_wrapped`."""
+class _Target(NamedTuple):
+    """An attribute to wrap, and the function that wraps it."""
+
+    owner: Any
+    name: str
+    wrap: Callable[[Any], Any]
+
+
+def _targets(cls: type) -> list[_Target]:
+    """Return the attributes to wrap for an attention class."""
     family = family_of(cls)
-    owner = next(c for c in cls.__mro__ if family.method in vars(c))
+    method_owner = next(base for base in cls.__mro__ if family.method in vars(base))
     # Other code may have wrapped the method. The innermost function is mlx-lm's own.
-    module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
-    targets: list[tuple] = [(owner, family.method, _call_and_record)]
+    original_method = inspect.unwrap(vars(method_owner)[family.method])
+    module = sys.modules[original_method.__module__]
+    targets = [_Target(method_owner, family.method, _call_and_record)]
     if family.attention_function == _SDPA:
         if _SDPA not in vars(module):
             raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
-        targets.append((module, _SDPA, _record_and_attend))
+        targets.append(_Target(module, _SDPA, _record_and_attend))
     if family.attention_function == "mx.fast":
-        targets.append((module, "mx", capture.mlx_with_recording_attention))
+        targets.append(_Target(module, "mx", capture.mlx_with_recording_attention))
     if family.extra_capture == "split":
-        targets.append((module, "mx", capture.mlx_with_captured_splits))
+        targets.append(_Target(module, "mx", capture.mlx_with_captured_splits))
     if family.extra_capture == "rope":
-        targets += [
-            (rope, "__call__", capture.capture_rope_results) for rope in capture.rope_classes()
-        ]
+        for rope_class in capture.rope_classes():
+            targets.append(_Target(rope_class, "__call__", capture.capture_rope_results))
     return targets
 
 
 @contextlib.contextmanager
-def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def _wrapped(target: _Target) -> Iterator[None]:
     """Wrap an attribute inside the `with` block. Nested and concurrent blocks share one wrapper."""
+    owner, name, wrap = target
     key = owner, name
     with _lock:
         if key not in _replacements:
             original = vars(owner)[name]
-            wrapped = wrap(original)
-            setattr(owner, name, wrapped)
-            _replacements[key] = _Replacement(original=original, wrapped=wrapped)
+            wrapper = wrap(original)
+            setattr(owner, name, wrapper)
+            _replacements[key] = _Replacement(original=original, wrapper=wrapper)
         replacement = _replacements[key]
-        replacement.holders += 1
+        replacement.n_users += 1
     try:
         yield
     finally:
         with _lock:
-            replacement.holders -= 1
-            if replacement.holders == 0:
+            replacement.n_users -= 1
+            if replacement.n_users == 0:
                 del _replacements[key]
                 # If other code has wrapped our wrapper in turn, leave both: ours does nothing without our caches.
-                if vars(owner)[name] is replacement.wrapped:
+                is_outermost_wrapper = vars(owner)[name] is replacement.wrapper
+                if is_outermost_wrapper:
                     setattr(owner, name, replacement.original)
 
 
@@ -154,7 +166,7 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
         stack.callback(capture.forget_lenders)
         for cls in classes:
             for target in _targets(cls):
-                stack.enter_context(_wrapped(*target))
+                stack.enter_context(_wrapped(target))
         yield
 
 
@@ -173,15 +185,15 @@ def patch_for_snapkv(model=None) -> None:
     """
     with _lock:
         for cls in _classes_to_patch(model):
-            if cls not in _pinned:
-                _pinned[cls] = contextlib.ExitStack()
-                _pinned[cls].enter_context(recording([cls]))
+            if cls not in _lasting_patches:
+                _lasting_patches[cls] = contextlib.ExitStack()
+                _lasting_patches[cls].enter_context(recording([cls]))
 
 
 def unpatch_snapkv(model=None) -> None:
     """Undo `patch_for_snapkv`. Classes that are not patched are left alone."""
     with _lock:
         for cls in _classes_to_patch(model):
-            patch = _pinned.pop(cls, None)
+            patch = _lasting_patches.pop(cls, None)
             if patch is not None:
                 patch.close()

@@ -25,22 +25,23 @@ class Probe:
     partners: mx.array
 
 
-def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
-    """Undo RoPE: return the float32 input for which `rope(input, offset)` is `x`.
+def undo_rope(rope: Rope | None, rotated: mx.array, offset: int | mx.array) -> mx.array:
+    """Undo RoPE: return the float32 input for which `rope(input, offset)` is `rotated`.
 
     The inverse of a rotation is the same rotation between two reflections, so calling the RoPE object again inverts it,
     whatever its frequencies. The first call for a head size probes how the object pairs and scales dimensions.
 
     Args:
-        rope: the RoPE object. None returns `x` in float32.
-        x: rotated vectors, `(B, n_heads, n, head_dim)`.
+        rope: the RoPE object. None returns `rotated` in float32.
+        rotated: rotated vectors, `(B, n_heads, n, head_dim)`.
         offset: position of the first of the `n` vectors, or one position per batch element.
     """
-    x = x.astype(mx.float32)
-    if rope is None or not x.size:
-        return x
-    probe = _probe(rope, x.shape[-1])
-    return probe.signs * rope(probe.signs * x, offset) / probe.power
+    rotated = rotated.astype(mx.float32)
+    if rope is None or rotated.size == 0:
+        return rotated
+    probe = _stored_probe(rope, rotated.shape[-1])
+    reflected = probe.signs * rotated
+    return probe.signs * rope(reflected, offset) / probe.power
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
@@ -50,33 +51,41 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     """
     if rope is None:
         return mx.eye(head_dim)
-    probe = _probe(rope, head_dim)
+    probe = _stored_probe(rope, head_dim)
     # Two vectors determine the whole matrix: ones in the first dimension of each pair, and ones in the second. They
     # are made contiguous because MLX's CUDA kernel writes all positions of a broadcast array to the same address.
-    first = (probe.signs < 0).astype(mx.float32)
-    vectors = mx.broadcast_to(mx.stack([first, 1 - first])[:, None, None], (2, 1, n, head_dim))
-    means = rope(mx.contiguous(vectors), start).mean(axis=2)
-    from_first, from_second = means.reshape(2, head_dim, 1)
+    first_of_pairs = (probe.signs < 0).astype(mx.float32)
+    two_vectors = mx.stack([first_of_pairs, 1 - first_of_pairs])[:, None, None]
+    at_all_positions = mx.contiguous(mx.broadcast_to(two_vectors, (2, 1, n, head_dim)))
+    mean_rotated = rope(at_all_positions, start).mean(axis=2)
+    from_first, from_second = mean_rotated.reshape(2, head_dim, 1)
     # Each row has at most two nonzero columns: the dimension itself and its partner.
-    is_first = first[:, None] > 0
-    from_own = mx.where(is_first, from_first, from_second)
-    from_partner = mx.where(is_first, from_second, from_first)
+    is_first = first_of_pairs[:, None] > 0
+    own_column = mx.where(is_first, from_first, from_second)
+    partner_column = mx.where(is_first, from_second, from_first)
     is_partner = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
-    return from_own * mx.eye(head_dim) + from_partner * is_partner
+    return own_column * mx.eye(head_dim) + partner_column * is_partner
 
 
-def _probe(rope: Rope, head_dim: int) -> Probe:
+def _stored_probe(rope: Rope, head_dim: int) -> Probe:
     """Return the probe of a RoPE object, which is measured once per head size and stored on the object."""
     probes = vars(rope).setdefault(PROBE, {})
     if head_dim not in probes:
-        # At position 1, every angle is below pi, so a dimension that is rotated at all changes.
-        rotated = rope(mx.eye(head_dim)[:, None, None], 1).reshape(head_dim, head_dim)
-        dims = mx.arange(head_dim)
-        is_partner = (rotated != 0) & (dims[None] != dims[:, None])
-        partners = mx.where(mx.any(is_partner, axis=1), mx.argmax(is_partner, axis=1), dims)
-        signs = mx.where(partners > dims, -1.0, 1.0)
-        power = (rotated * rotated).sum(axis=1)
-        probes[head_dim] = Probe(signs=signs, power=power, partners=partners)
-        # Other threads will use these arrays, so evaluate them here.
-        mx.async_eval(signs, partners, power)
+        probes[head_dim] = _measure_probe(rope, head_dim)
     return probes[head_dim]
+
+
+def _measure_probe(rope: Rope, head_dim: int) -> Probe:
+    """Rotate the unit vectors, and see how the RoPE object pairs and scales dimensions."""
+    unit_vectors = mx.eye(head_dim)[:, None, None]
+    # At position 1, every angle is below pi, so a dimension that is rotated at all changes.
+    rotated = rope(unit_vectors, 1).reshape(head_dim, head_dim)
+    dims = mx.arange(head_dim)
+    is_partner = (rotated != 0) & (dims[None] != dims[:, None])
+    has_partner = mx.any(is_partner, axis=1)
+    partners = mx.where(has_partner, mx.argmax(is_partner, axis=1), dims)
+    signs = mx.where(partners > dims, -1.0, 1.0)
+    power = (rotated * rotated).sum(axis=1)
+    # Other threads will use these arrays, so evaluate them here.
+    mx.async_eval(signs, partners, power)
+    return Probe(signs=signs, power=power, partners=partners)

@@ -26,9 +26,11 @@ _LATENTS = "latents and positional keys are one head's entries (MLA)"
 _LENT = "this model's layers lend each other entries past mlx-lm's quantised attention"
 
 
-def _reason_unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
-    """Return a function that returns `reason` for attention modules that are not `sound`."""
-    return lambda attentions: None if sound(attentions) else reason
+def _reason_unless(
+    are_supported: Callable[[list], bool], reason: str
+) -> Callable[[list], str | None]:
+    """Return a function that returns `reason` for attention modules that are not supported, otherwise None."""
+    return lambda attentions: None if are_supported(attentions) else reason
 
 
 def _always(reason: str) -> Callable[[list], str]:
@@ -48,16 +50,16 @@ def _replaces_attention(layer) -> bool:
 
 def _rope_of_frequencies(attention) -> Callable[..., mx.array]:
     """Build a RoPE callable for an attention module that stores frequencies instead of a RoPE object."""
-    fixed = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
-    return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **fixed)
+    options = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
+    return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **options)
 
 
-def _similar_families(names: str, **special: Any) -> list[Family]:
+def _similar_families(names: str, **common_fields: Any) -> list[Family]:
     """Return families that differ only in their `module`, or `module:ClassName` if the class is not `Attention`."""
     families: list[Family] = []
     for name in names.split():
         module, _, class_name = name.partition(":")
-        families.append(Family(module, class_name or "Attention", **special))
+        families.append(Family(module, class_name or "Attention", **common_fields))
     return families
 
 
@@ -100,7 +102,7 @@ _DECLARED_FAMILIES = (
         rope_switch="use_rope",
         note=_SLIDING_NOTE,
         why_refused=_reason_unless(
-            lambda found: any(a.is_sliding_window for a in found),
+            lambda attentions: any(attention.is_sliding_window for attention in attentions),
             "without sliding-window layers it still asks its first layer for a sliding-window mask",
         ),
     ),
@@ -118,7 +120,7 @@ _DECLARED_FAMILIES = (
         "gear",
         note=f"{_SLIDING_NOTE}, and so do convolutions",
         why_refused=_reason_unless(
-            lambda found: not any(a.attn_logit_softcapping for a in found),
+            lambda attentions: not any(a.attn_logit_softcapping for a in attentions),
             "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
         ),
     ),
@@ -127,7 +129,9 @@ _DECLARED_FAMILIES = (
         note=f"{_SLIDING_NOTE}; {_BORROWED}",
         is_borrower=lambda attention: not attention.has_kv,
         lender_key=lambda attention: attention.is_sliding,
-        why_unquantizable=_reason_unless(lambda found: all(a.has_kv for a in found), _LENT),
+        why_unquantizable=_reason_unless(
+            lambda attentions: all(a.has_kv for a in attentions), _LENT
+        ),
     ),
     Family(
         "gemma3n",
@@ -190,7 +194,7 @@ _DECLARED_FAMILIES = (
         "nemotron-nas",
         note="layers whose attention is replaced by a linear one stay as they are",
         why_refused=_reason_unless(
-            lambda found: found[0] is not None,
+            lambda attentions: attentions[0] is not None,
             "it makes all masks from its first cache, and its first layer has no attention to fill it",
         ),
         is_idle=_replaces_attention,
@@ -199,7 +203,7 @@ _DECLARED_FAMILIES = (
 FAMILIES: dict[str, Family] = {family.module: family for family in _DECLARED_FAMILIES}
 
 # Model type -> the types whose files define its decoder layers.
-_BORROWERS: dict[str, tuple[str, ...]] = {
+_DECODER_LAYER_TYPES: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "kimi_k25": ("deepseek_v3",),
@@ -220,8 +224,8 @@ _BORROWERS: dict[str, tuple[str, ...]] = {
 
 # Model type -> its layers' attention families.
 SUPPORTED: dict[str, tuple[Family, ...]] = {
-    name: tuple(FAMILIES[module] for module in _BORROWERS.get(name, (name,)))
-    for name in sorted({*FAMILIES, *_BORROWERS}, key=str.lower)
+    name: tuple(FAMILIES[module] for module in _DECODER_LAYER_TYPES.get(name, (name,)))
+    for name in sorted({*FAMILIES, *_DECODER_LAYER_TYPES}, key=str.lower)
 }
 
 # Model type -> why it is not supported.
@@ -243,7 +247,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-def supported() -> list[tuple[str, str, str]]:
+def supported_types() -> list[tuple[str, str, str]]:
     """List the supported types: each type's name, the other `model_type`s that mlx-lm maps to it, and a note."""
     rows: list[tuple[str, str, str]] = []
     for name, families in SUPPORTED.items():
@@ -255,7 +259,7 @@ def supported() -> list[tuple[str, str, str]]:
     return rows
 
 
-def refused() -> list[tuple[str, str, str]]:
+def refused_types() -> list[tuple[str, str, str]]:
     """List the unsupported types: each type's name, the other `model_type`s that mlx-lm maps to it, and the reason."""
     return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
 

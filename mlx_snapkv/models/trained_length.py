@@ -13,12 +13,14 @@ def trained_length(model) -> int | None:
     Return None if the family's arguments in mlx-lm don't include a length. A linear scaling factor is ignored because
     some configurations include it in the length and others don't, and there is no way to tell them apart.
     """
-    args = getattr(model, "args", None)
-    for config in (args, _field(args, "text_config")):
-        length = _field(config, "max_position_embeddings")
-        if isinstance(length, int) and length > 0:
-            extended = [_extended(length, scaling) for scaling in _scalings(config)]
-            return max(length, *extended)
+    model_config = getattr(model, "args", None)
+    text_config = _value_in(model_config, "text_config")
+    for config in (model_config, text_config):
+        length = _value_in(config, "max_position_embeddings")
+        has_length = isinstance(length, int) and length > 0
+        if has_length:
+            scaled_lengths = [_scaled_length(length, scaling) for scaling in _rope_scalings(config)]
+            return max(length, *scaled_lengths)
     return None
 
 
@@ -35,32 +37,35 @@ def beyond_trained_length(model, n_tokens: int) -> str | None:
 
 def warn_beyond_trained_length(model, n_tokens: int) -> None:
     """Issue a Python warning if a prompt of `n_tokens` exceeds the model's trained length."""
-    if (sentence := beyond_trained_length(model, n_tokens)) is not None:
-        warnings.warn(sentence, TrainedLengthWarning, stacklevel=3)
+    warning = beyond_trained_length(model, n_tokens)
+    if warning is not None:
+        warnings.warn(warning, TrainedLengthWarning, stacklevel=3)
 
 
-def _scalings(config: Any) -> list[Any]:
+def _rope_scalings(config: Any) -> list[Any]:
     """Return a configuration's RoPE scalings, one per layer type if they differ.
 
     mlx-lm calls them `rope_scaling`, and transformers 5 `rope_parameters`.
     """
-    scaling = _field(config, "rope_scaling") or _field(config, "rope_parameters")
+    scaling = _value_in(config, "rope_scaling") or _value_in(config, "rope_parameters")
     values = scaling.values() if isinstance(scaling, Mapping) else ()
-    by_layer_type = [value for value in values if isinstance(value, Mapping)]
-    return by_layer_type or [scaling]
+    scaling_by_layer_type = [value for value in values if isinstance(value, Mapping)]
+    return scaling_by_layer_type or [scaling]
 
 
-def _extended(length: int, scaling: Any) -> int:
+def _scaled_length(length: int, scaling: Any) -> int:
     """Return `length` as extended by a RoPE scaling."""
-    original = _field(scaling, "original_max_position_embeddings")
-    factor = _field(scaling, "factor")
-    kind = _field(scaling, "rope_type") or _field(scaling, "type")
+    original_length = _value_in(scaling, "original_max_position_embeddings")
+    factor = _value_in(scaling, "factor")
+    rope_type = _value_in(scaling, "rope_type") or _value_in(scaling, "type")
     # LLaMA 3's factor scales wavelengths, and its max_position_embeddings is already the full length.
-    if not factor or not original or kind == "llama3":
+    if not factor or not original_length or rope_type == "llama3":
         return length
-    return int(original * factor)
+    return int(original_length * factor)
 
 
-def _field(config: Any, name: str) -> Any:
+def _value_in(config: Any, name: str) -> Any:
     """Return a value from a configuration, which may be a mapping or an object, or None if it is missing."""
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    if isinstance(config, Mapping):
+        return config.get(name)
+    return getattr(config, name, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cache
 
 from mlx_snapkv.caches.adapter import full_cache, has_all_entries, layer_cache
-from mlx_snapkv.caches.matching import problem_of
+from mlx_snapkv.caches.matching import mismatch
 from mlx_snapkv.engine.loop_model import one_by_one
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import flat_arrays
@@ -133,18 +133,18 @@ def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems()
     like = full_cache(Entries(keys, values))
     cache = EVICTING["block of 8 bits"]()
     feed(cache, 3)
-    assert problem_of(cache, like) is None
+    assert mismatch(cache, like) is None
     for wrong in (mx.zeros_like(cache._kept_positions), cache._kept_positions + 1000):
         cache._kept_positions = wrong
-        assert "positions that can't be" in problem_of(cache, like)
+        assert "positions that can't be" in mismatch(cache, like)
     rotating, state = (make() for make in reversed(STATES.values()))
-    assert problem_of(rotating, like) is None
+    assert mismatch(rotating, like) is None
     rotating.keys = rotating.keys[:, :, 1:]
-    assert problem_of(rotating, like)
+    assert mismatch(rotating, like)
     other = fed(ArraysCache(2))
-    assert problem_of(state, other) is None
+    assert mismatch(state, other) is None
     state[0] = mx.zeros((3,))
-    assert problem_of(state, other)
+    assert mismatch(state, other)
 
 
 def saved(cache):

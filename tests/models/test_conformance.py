@@ -20,7 +20,7 @@ from mlx_snapkv.caches.layers import all_caches, attention_layers
 from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import REFUSED, SUPPORTED
-from mlx_snapkv.models.table import supported
+from mlx_snapkv.models.table import supported_types
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 SIZES = {"top_k": 6, "n_sink": 2, "n_window": 8, "obs_window": 8}
@@ -151,7 +151,7 @@ def test_every_model_type_of_mlx_lm_is_listed_once():
     types = {p.stem for p in folder.glob("*.py") if defines.search(p.read_text())}
     assert not set(SUPPORTED) & set(REFUSED)
     assert types == {*SUPPORTED, *REFUSED}
-    assert ("llama", "iquestcoder, mistral, xverse") in [row[:2] for row in supported()]
+    assert ("llama", "iquestcoder, mistral, xverse") in [row[:2] for row in supported_types()]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
