@@ -129,7 +129,7 @@ def _sum_over_blocks(
 
 
 def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield blocks of queries: a slice of the KV heads, and slices of the `group_size * n_queries` queries of each head.
+    """Yield blocks of queries: a slice of the KV heads, and slices of each head's `group_size * n_queries` queries.
 
     If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
     """
