@@ -95,7 +95,7 @@ def batch_generate(
     )
     report_to = explaining(recommendation, on_report)
     if config.setting is None:
-        config.require(model)
+        config.require_supported(model)
         _, mlx_options = split_off_quantization(options)  # mlx-lm does not quantise in batches
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))

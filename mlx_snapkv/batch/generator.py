@@ -95,7 +95,7 @@ class CompressedBatchGenerator(BatchGenerator):
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
         self._plans: dict[int, Plan] = {}  # uid -> plan of a waiting request
         if config.setting is None and not turns:
-            config.require(model)
+            config.require_supported(model)
             self._settings = None
             _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
             super().__init__(model, **mlx_options)

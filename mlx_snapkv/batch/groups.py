@@ -189,7 +189,7 @@ class Single(Group):
             return [failure(job.uid, job.error)]
         responses = super().next()
         self._n_fed += 1
-        has_all_votes = self._n_fed >= job.plan.n_ahead
+        has_all_votes = self._n_fed >= job.plan.n_fed_before_compression
         if self.uids and not job.can_join and has_all_votes:
             try:
                 job.compress(self.tokens[0])

@@ -112,7 +112,7 @@ class Job:
         """Return caches with all entries so far, or None if entries were evicted during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
-        if request.plan.options.evicts_in_blocks:
+        if request.plan.config.evicts_in_blocks:
             return None
         return caches_to_save(self.model, copies_sharing_entries(request.caches, request.layers))
 

@@ -96,7 +96,7 @@ class Conversation:
         self._render = Rendering(tokenizer)
         self.policy = config.setting
         if self.policy is None:
-            self._config.require(model)
+            self._config.require_supported(model)
         else:
             require_servable(model, self._config.with_mlx_options(generation))
         self.system = system

@@ -81,9 +81,9 @@ def compress_prompt_cache(
     n = lengths.pop()
     report = CompressionReport(str(compress), n)
     config = CompressionConfig(compress, quantization=quantization)
-    config.require(model)
+    config.require_supported(model)
     plan = plan_compression(config, n)
-    if plan.reason is not None:
+    if plan.is_left_to_mlx_lm:
         report.reason = plan.reason
         return report
     with measuring(plan, layers, prompt_cache, prompt_cache, report):
@@ -245,7 +245,7 @@ def _compressed_cache(
     policy = plan.decode_policy
     entries, later = split_entries(layer, full, plan)
     kept, later = (
-        x.with_quantization(plan.options.quantization or x.quantization)
+        x.with_quantization(plan.config.quantization or x.quantization)
         for x in (entries.take(choice.kept), later)
     )
     mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
@@ -257,7 +257,7 @@ def _compressed_cache(
     del entries, kept
     voters = before if policy.observes_answer else None
     small.inherit_queries(voters)
-    for i in range(0 if plan.options.is_text else len(later)):
+    for i in range(0 if plan.config.is_text else len(later)):
         small.append(*slice_rows((later.stored_keys, later.stored_values), i, i + 1))
         small.inherit_queries(voters)
     mx.async_eval(small.state)

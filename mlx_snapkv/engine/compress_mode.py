@@ -41,7 +41,7 @@ class PolicyMode:
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
         # Under schedule="block", each chunk fits between two evictions and is not split.
-        self._call: Any = model if plan.options.evicts_in_blocks else pieces
+        self._call: Any = model if plan.config.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits."""

@@ -98,7 +98,7 @@ class DraftedAnswer:
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
-        n_alone = self.plan.n_ahead + 1
+        n_alone = self.plan.n_fed_before_compression + 1
         responses: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
             for response in itertools.islice(alone, n_alone):

@@ -74,7 +74,7 @@ def prefill(
         "prefill_step_size": plan.chunk_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
     }
-    if plan.reason is not None:
+    if plan.is_left_to_mlx_lm:
         # Nothing is compressed, so mlx-lm quantises the entries itself.
         with observing_queries(model, cache):
             read(one_by_one(model, cache), tokens, cache, loop_options | kv_options)
@@ -114,9 +114,9 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
         request.end()
         if plan.adapts:
             request.remember()
-        return caches_to_continue(model, request.prompt_cache, plan.options.store)
+        return caches_to_continue(model, request.prompt_cache, plan.config.store)
     request.prompt_is_read()
-    _look_ahead(model, request.caches, next_logprobs, plan.last - tokens.size)
+    _look_ahead(model, request.caches, next_logprobs, plan.end_of_voters - tokens.size)
     request.compress()
     return request.prompt_cache
 

@@ -34,7 +34,7 @@ def prefill_caches(
     caches = list(prompt_cache)
     for layer in layers:
         stored = layer.cache_in(prompt_cache)
-        stored.observe(plan.first, plan.last, plan.capacity)
+        stored.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
         stored.layer = layer
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
@@ -42,7 +42,7 @@ def prefill_caches(
             # Computing page means reads all keys, so for entries in files they are stored for later turns.
             means = stored.page_means if stored.in_files else PageMeans()
             ranking = PageRanking(
-                view, means, reading.reach, reading.last, reading.last_from, pace.chooses
+                view, means, reading.reach, reading.last_reach, reading.last_from, pace.chooses
             )
             layer.put(caches, SparsePrefillKVCache(stored, ranking))
     return caches
@@ -50,7 +50,7 @@ def prefill_caches(
 
 def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
     """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
-    if any(layer.layer_cache_in(prompt_cache).offset != plan.n_held for layer in layers):
+    if any(layer.layer_cache_in(prompt_cache).offset != plan.n_earlier for layer in layers):
         raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
@@ -59,15 +59,15 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier = [layer.layer_cache_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)
-    n_new = plan.n_prompt + plan.n_ahead + 1 - plan.n_held
+    n_new = plan.n_prompt + plan.n_fed_before_compression + 1 - plan.n_earlier
     accumulates = plan.accumulates_attention
-    once = not plan.options.evicts_in_blocks
+    once = not plan.config.evicts_in_blocks
     for layer in layers:
         cache: LayerCache
         if once and not accumulates and are_full:
-            cache = RecordingKVCache(plan.first, plan.last, n_new, layer)
+            cache = RecordingKVCache(plan.first_voter, plan.end_of_voters, n_new, layer)
             cache.statistics_from = plan.statistics_from
-            if plan.n_held:
+            if plan.n_earlier:
                 cache.fill(layer.layer_cache_in(prompt_cache).held())
         else:
             cache = _block_cache(plan, layer, prompt_cache, n_new)
@@ -84,9 +84,9 @@ def _block_cache(
     """Create a cache for `n_new` tokens that evicts, accumulates attention, or continues a compressed turn."""
     policy = plan.prefill_policy
     quota = plan.prefill_quota
-    once = not plan.options.evicts_in_blocks
+    once = not plan.config.evicts_in_blocks
     before = layer.cache_in(prompt_cache)
-    entries = layer.layer_cache_in(prompt_cache).held() if plan.n_held else None
+    entries = layer.layer_cache_in(prompt_cache).held() if plan.n_earlier else None
     expected = n_new
     if entries is not None:
         expected += len(entries)
@@ -97,17 +97,17 @@ def _block_cache(
         quota,
         policy.block,
         layer=layer,
-        last=plan.last,
+        last=plan.end_of_voters,
         newest=max(policy.obs_window, plan.n_voters),
         # Plain entries are quantised only once, at compression.
-        quantization=None if once and plain else plan.options.quantization,
+        quantization=None if once and plain else plan.config.quantization,
         counting=AttentionCount() if plan.accumulates_attention else None,
     )
     block.expected_size = expected
-    block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_ahead)
+    block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_fed_before_compression)
     block.statistics_from = plan.statistics_from
     if entries is not None:
-        block.offset = plan.n_held
+        block.offset = plan.n_earlier
         block.replace_entries(entries)
         block.inherit_queries(before)
     return block

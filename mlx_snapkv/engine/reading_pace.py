@@ -66,9 +66,9 @@ class ReadingPace:
         self._full_seconds: float | None = None
         # Whether choosing is known to be faster.
         self._is_sparse_faster = False
-        if plan.n_held > 0:
+        if plan.n_earlier > 0:
             self._is_sparse_faster = bool(
-                recorded.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_held, MAX_TIME_RATIO)
+                recorded.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
             )
         self._next_trial_from = 0  # position of the first chunk that may be tried next
 

@@ -80,7 +80,7 @@ class CompressionReport:
     @classmethod
     def of_full_cache(cls, plan: Plan) -> CompressionReport:
         """Create the report of a prompt that is left to mlx-lm."""
-        return cls(str(plan.options.setting or NO_POLICY), plan.n_prompt, plan.reason)
+        return cls(str(plan.config.setting or NO_POLICY), plan.n_prompt, plan.reason)
 
     @property
     def compressed(self) -> bool:

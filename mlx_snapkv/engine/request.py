@@ -65,7 +65,7 @@ class Request:
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
-        self.report = CompressionReport(str(plan.options.setting), plan.n_prompt)
+        self.report = CompressionReport(str(plan.config.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model = model
         self._observed = attention_classes(model)
@@ -131,7 +131,7 @@ class Request:
         Return 0 for later turns of a conversation, which only extend the index.
         """
         assert self.plan.sparse is not None
-        if self.plan.n_held:
+        if self.plan.n_earlier:
             return 0
         return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 

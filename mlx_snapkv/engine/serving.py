@@ -72,7 +72,7 @@ def serve(
     plan = plan_request(
         model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
     )
-    if plan.reason is not None:
+    if plan.is_left_to_mlx_lm:
         report_to(CompressionReport.of_full_cache(plan))
         return _left_to_mlx_lm(start, model, options)
     request = make_request(model, plan, prompt_cache, owned=turns, on_kept=on_kept)
@@ -96,7 +96,7 @@ def serve(
 
 def require_servable(model, config: CompressionConfig) -> None:
     """Check that the config has no conflicting options and is supported by the model. Raises: SnapKVError."""
-    config.require(model)
+    config.require_supported(model)
     config.require_compressible()
     caches = make_caches(model, config.sparse)
     layers = attention_layers(model, caches)
@@ -158,7 +158,9 @@ def _adaptive_answer(
                 if pace.switches_after(timed.latest):
                     switch_seconds = _switch(request, pace.reads_all, n, on_report)
                     seconds += switch_seconds
-                    if not setup and not request.plan.n_held:  # later turns only extend the index
+                    if (
+                        not setup and not request.plan.n_earlier
+                    ):  # later turns only extend the index
                         setup.append(Measurement(SETUP, request.plan.n_prompt, switch_seconds))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
@@ -230,7 +232,7 @@ def _compressed_answer(
     before = _Timed(items)
     try:
         with request.recording():
-            for item in itertools.islice(before, request.plan.n_ahead - 1):
+            for item in itertools.islice(before, request.plan.n_fed_before_compression - 1):
                 request.prompt_is_read()
                 yield item
             item = next(before, None)
@@ -240,7 +242,7 @@ def _compressed_answer(
         raise
     if item is None and not keep:
         request.report.reason = (
-            ENDED_IN_BLOCKS if request.plan.options.evicts_in_blocks else ENDED_EARLY
+            ENDED_IN_BLOCKS if request.plan.config.evicts_in_blocks else ENDED_EARLY
         )
         on_report(request.report)
         return

@@ -63,7 +63,7 @@ class SparseMode:
         self._evaluate = Evaluation()
         self.pace: ReadingPace | None = None
         if plan.sparse_reading is not None:
-            is_turn = plan.adapts and plan.n_held > 0
+            is_turn = plan.adapts and plan.n_earlier > 0
             self.pace = ReadingPace(plan, speed_of(model, plan.sparse) if is_turn else Speed())
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:

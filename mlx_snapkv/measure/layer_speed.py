@@ -60,7 +60,7 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
     Raises: SnapKVError: the model does not support sparse attention.
     """
     config = CompressionConfig(replace(sparse, read="dense"))  # no prompt is read
-    config.require(model)
+    config.require_supported(model)
     layers = sparse_layers(attention_layers(model, make_caches(model, Sparse())))
     found: list[Measurement] = []
     for n in LENGTHS:
@@ -94,7 +94,7 @@ def _token_seconds(
 
     prompt_cache = make_caches(model, Sparse())
     stored = layer.cache_in(prompt_cache)
-    stored.observe(plan.first, plan.last, plan.capacity)
+    stored.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
     stored.update_and_fetch(*entries)
     stored.record(CapturedQueries(random(n_heads, N_VOTERS, keys), scale))
     caches = list(prompt_cache)

@@ -57,7 +57,7 @@ def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
 
     The prompt yields the first token, and each answer token that is fed before the compression yields another.
     """
-    return _plan(model, policy, n_prompt).n_ahead + 1
+    return _plan(model, policy, n_prompt).n_fed_before_compression + 1
 
 
 class SharedKVCache(RecordingKVCache):
@@ -219,9 +219,9 @@ class Reading:
         request = make_request(self.model, _plan(self.model, policy, n_prompt))
         n_fed = n_prompt
         if answering:
-            n_fed += request.plan.n_ahead
+            n_fed += request.plan.n_fed_before_compression
         # Voters after the prompt are answer tokens, which must be fed first.
-        self._feed_answer(max(n_fed, request.plan.last) - n_prompt)
+        self._feed_answer(max(n_fed, request.plan.end_of_voters) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_fed], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.with_entries_of(layer.cache_in(self._caches), n_fed))

@@ -146,7 +146,7 @@ class CompressionConfig:
         """Return whether entries are evicted during prefill."""
         return self.compress is not None and self.compress.evicts_in_blocks
 
-    def require(self, model) -> None:
+    def require_supported(self, model) -> None:
         """Check that the model supports the setting. Raises: SnapKVError."""
         if self.sparse is not None:
             _require_sparse_support(model)

@@ -90,7 +90,7 @@ class Footprint:
 
     def need(self, plan: Plan, max_tokens: int) -> Need:
         """Estimate the memory of a request whose answer has `max_tokens` tokens."""
-        if plan.reason is not None:
+        if plan.is_left_to_mlx_lm:
             return self._need_of_full_cache(plan, max_tokens)
         if self.config.sparse is not None:
             return self._need_of_sparse(plan, max_tokens)
@@ -196,13 +196,13 @@ class Footprint:
         if reading is None or plan.adapts:
             n_visible = self.n_prefill_rows(plan)
         else:
-            n_chosen = min(n_prompt, max(reading.reach.most, reading.last.most))
+            n_chosen = min(n_prompt, max(reading.reach.most, reading.last_reach.most))
             n_visible = n_chosen + chunk_size
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
         most_visible = n_prompt if sizes.incompressible_bytes else n_visible
         # Blocks are never split, so their scores have no limit.
-        max_score_bytes = None if plan.options.evicts_in_blocks else scores_limit()
+        max_score_bytes = None if plan.config.evicts_in_blocks else scores_limit()
         layer_bytes = max(
             shape.chunk_bytes(chunk_size, most_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
@@ -247,7 +247,7 @@ class Footprint:
     def _page_mean_bytes(self, plan: Plan) -> int:
         """Return the size of the page means. They are only stored for entries in files, if chunks choose pages."""
         reading = plan.sparse_reading
-        chunks_choose = reading is not None and reading.n_before < plan.n_prompt
+        chunks_choose = reading is not None and reading.n_before_choice < plan.n_prompt
         if not chunks_choose or not in_files(self.config.store):
             return 0
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
@@ -274,7 +274,7 @@ class Footprint:
             if self.config.store == "memory":
                 return store_bytes
             # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
-            return store_bytes + reading.n_before * unquantised_bytes
+            return store_bytes + reading.n_before_choice * unquantised_bytes
         # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks
         row_bytes = self.row_bytes if is_quantised else unquantised_bytes
@@ -282,7 +282,7 @@ class Footprint:
 
     def n_prefill_rows(self, plan: Plan) -> int:
         """Return the maximum number of entries per compressed layer during prefill."""
-        n_answer = plan.n_ahead + 1  # answer tokens before compression
+        n_answer = plan.n_fed_before_compression + 1  # answer tokens before compression
         n_block = 1 if plan.compress is None else plan.compress.policy.block
         n_without_eviction = plan.n_prompt + n_answer
         n_with_eviction = plan.prefill_quota.entries + max(n_block, n_answer)

@@ -76,7 +76,7 @@ def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: 
 def _with_config(footprint: Footprint, config: CompressionConfig) -> Footprint | None:
     """Return a copy of the footprint with another config, or None if the model does not support the config."""
     try:
-        config.require(footprint.sizes.model)
+        config.require_supported(footprint.sizes.model)
         return Footprint(footprint.sizes, config, footprint.step_size)
     except SnapKVError:
         return None

@@ -72,7 +72,7 @@ class LongPrompts:
         """
         n_tokens = n_before + n_prompt
         setting = self._config.setting
-        self._config.require(self._model)
+        self._config.require_supported(self._model)
         if self._is_rotating or (setting is None and n_tokens < LONG_PROMPT):
             return None
         sizes = EntrySizes(self._model)
@@ -83,7 +83,7 @@ class LongPrompts:
         plan = plan_request(
             self._model, self._config, n_tokens, max_tokens=max_tokens, layers=sizes.layers
         )
-        if plan.reason is not None:
+        if plan.is_left_to_mlx_lm:
             return _sentence_in_full(plan)
         footprint = Footprint(sizes, self._config)
         if plan.sparse is not None:
@@ -167,9 +167,13 @@ def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
     """Describe how many entries prompt chunks and answer tokens will read."""
     n_prompt = plan.n_prompt
     n_read = f"{footprint.n_kept(plan):,}"
-    stored = _where_stored(footprint.sizes, plan.options.store, n_prompt)
+    stored = _where_stored(footprint.sizes, plan.config.store, n_prompt)
     stay = f"all of them stay in {stored}"
-    since = f" from the {plan.n_ahead + 2}th on, while that is faster" if plan.adapts else ""
+    since = (
+        f" from the {plan.n_fed_before_compression + 2}th on, while that is faster"
+        if plan.adapts
+        else ""
+    )
     reading = plan.sparse_reading
     if reading is None or reading.reach.most >= n_prompt:
         token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
@@ -192,9 +196,9 @@ def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
     before = n_prompt * sizes.full_cache_bytes(None)
     after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
     since = ""
-    if not (plan.options.evicts_in_blocks or plan.options.is_text):  # a text has no answer
+    if not (plan.config.evicts_in_blocks or plan.config.is_text):  # a text has no answer
         # The prompt yields the first answer token, and each token fed ahead yields one more.
-        since = f" from the answer's token {plan.n_ahead + 2} on"
+        since = f" from the answer's token {plan.n_fed_before_compression + 2} on"
     room = f", room for a block of {n_block:,} included" if n_block else ""
     return (
         f"{n_kept:,} of {n_prompt:,} entries will be kept{since}: "

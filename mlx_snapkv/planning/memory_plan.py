@@ -90,9 +90,8 @@ class Planner:
             max_tokens=self._max_tokens,
             layers=self._sizes.layers,
         )
-        used_config = plan.options
-        if plan.reason is not None:  # left to mlx-lm, which needs a full cache
-            used_config = replace(plan.options, setting=None)
+        # mlx-lm uses a full cache.
+        used_config = replace(plan.config, setting=None) if plan.is_left_to_mlx_lm else plan.config
         need = self._footprint_of(used_config).need(plan, self._max_tokens)
         setting = config.setting
         memory_plan = MemoryPlan(

@@ -34,24 +34,24 @@ def require_step_size(size: Any) -> None:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The prompt length, and the positions `[first, last)` of the queries that vote."""
+    """The prompt length, and the positions `[first_voter, end_of_voters)` of the queries that vote."""
 
     n_prompt: int  # tokens in the prompt, including earlier turns
-    first: int
-    last: int
+    first_voter: int
+    end_of_voters: int
 
     @property
     def n_voters(self) -> int:
         """Return the number of queries that vote."""
-        return self.last - self.first
+        return self.end_of_voters - self.first_voter
 
     @property
-    def n_ahead(self) -> int:
+    def n_fed_before_compression(self) -> int:
         """Return how many answer tokens are fed to the full caches before compression."""
-        return max(1, self.last - self.n_prompt)
+        return max(1, self.end_of_voters - self.n_prompt)
 
 
-def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
+def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
     """Determine which queries vote on a prompt of `n_prompt` tokens with a policy.
 
     With schedule="block", only queries in the recent window vote, because entries that older queries attended to may
@@ -60,13 +60,17 @@ def compressed_voters(compress: Compress, n_prompt: int) -> PromptPlan:
     n_voters = compress.decode_policy.obs_window
     if compress.evicts_in_blocks:
         n_voters = min(n_voters, max(1, compress.prefill_quota(n_prompt).n_window))
-    last = n_prompt + compress.decode_policy.lookahead
-    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), last)
+    return PromptPlan(
+        n_prompt=n_prompt,
+        first_voter=max(0, n_prompt - n_voters),
+        end_of_voters=n_prompt + compress.decode_policy.lookahead,
+    )
 
 
 def sparse_voters(n_prompt: int) -> PromptPlan:
     """Determine which queries of a prompt of `n_prompt` tokens are used to build the index for sparse attention."""
-    return PromptPlan(n_prompt, max(0, n_prompt - N_VOTERS), n_prompt)
+    first_voter = max(0, n_prompt - N_VOTERS)
+    return PromptPlan(n_prompt, first_voter=first_voter, end_of_voters=n_prompt)
 
 
 def reason_to_leave(
@@ -120,67 +124,75 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     if not compress.fits(n_prompt):
         return None
-    # Policies with schedule="block" also evict during the answer, unless that fits as well.
+    # The prompt fits. Policies with schedule="block" also evict during the answer, unless that fits as well.
+    evicts_during_answer = compress.decode_policy.schedule == "block"
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
-    if compress.decode_policy.schedule == "once" or answer_fits:
-        return fits_reason(n_prompt, compress.policy)
-    return None
+    if evicts_during_answer and not answer_fits:
+        return None
+    return fits_reason(n_prompt, compress.policy)
 
 
 def fits_reason(n_prompt: int, policy: Policy) -> str:
     """Return the reason for a prompt that fits a policy's budget."""
-    parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
+    sum_of_parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
-        f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{parts}; "
+        f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{sum_of_parts}; "
         "lower it to compress"
     )
 
 
-def compressed_chunk_size(
-    compress: Compress, limit: int | None, plan: PromptPlan, n_new: int
+def policy_chunk_size(
+    compress: Compress, step_size: int | None, plan: PromptPlan, n_new: int
 ) -> int:
     """Return the chunk size for a request with a policy.
 
-    With schedule="block", it is `limit`, but at most the policy's `block`.
+    With schedule="block", it is `step_size`, but at most the policy's `block`.
 
-    With schedule="once", it is the policy's `prefill_chunk` or, by default, `limit` up to `largest_chunk()`. If queries
-    vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long chunk
-    would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A prompt
-    that fits in one chunk is not split.
+    With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` up to `largest_chunk()`. If
+    queries vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long
+    chunk would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A
+    prompt that fits in one chunk is not split.
 
     Chunks whose scores would take too much memory are later split into pieces; see `scores`.
 
     Args:
         compress: the policies for prompt and answer.
-        limit: the caller's `prefill_step_size`, or None for no limit.
-        plan: the prompt length, and where the voting queries begin (`first`).
+        step_size: the caller's `prefill_step_size`, or None for no limit.
+        plan: the prompt length, and where the voting queries begin (`first_voter`).
         n_new: number of prompt tokens still to read.
     """
     policy = compress.policy
     if compress.evicts_in_blocks:
-        return min(limit or policy.block, policy.block)
+        return min(step_size or policy.block, policy.block)
+    max_size = policy.prefill_chunk or max_chunk_size(step_size)
+    return align_chunks_to_voters(max_size, plan, n_new) if policy.observes else max_size
+
+
+def max_chunk_size(step_size: int | None) -> int:
+    """Return the caller's `prefill_step_size`, but at most `largest_chunk()`."""
     largest = largest_chunk()
-    size = policy.prefill_chunk or min(limit or largest, largest)
-    return size_before_voters(size, plan, n_new) if policy.observes else size
+    return min(step_size or largest, largest)
 
 
-def size_before_voters(size: int, plan: PromptPlan, n_new: int) -> int:
-    """Return a chunk size near `size` such that the last chunk has few tokens besides the voting queries.
+def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
+    """Return a chunk size near `max_size` such that the last chunk has few tokens besides the voting queries.
 
-    If `size` is a large multiple of `MULTIPLE`, the result is one as well. Otherwise, the tokens before the voting
+    If `max_size` is a large multiple of `MULTIPLE`, the result is one as well. Otherwise, the tokens before the voting
     queries are divided into equal chunks.
 
     Args:
-        size: maximum number of tokens per chunk.
-        plan: the prompt length, and where the voting queries begin (`first`).
+        max_size: maximum number of tokens per chunk.
+        plan: the prompt length, and where the voting queries begin (`first_voter`).
         n_new: number of prompt tokens still to read.
     """
     n_read = plan.n_prompt - n_new
-    n_before_voters = plan.first - n_read
-    if n_new - 1 <= size or not 0 < n_before_voters < n_new:  # one chunk, or no boundary to align
-        return size
-    if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
-        sizes = range(size, size // 2 - 1, -MULTIPLE)
-        return min(sizes, key=lambda chunk: n_before_voters % chunk)
-    n_chunks = math.ceil(n_before_voters / size)
+    n_before_voters = plan.first_voter - n_read
+    is_one_chunk = n_new - 1 <= max_size
+    has_boundary = 0 < n_before_voters < n_new
+    if is_one_chunk or not has_boundary:
+        return max_size
+    if max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE:
+        sizes = range(max_size, max_size // 2 - 1, -MULTIPLE)
+        return min(sizes, key=lambda size: n_before_voters % size)
+    n_chunks = math.ceil(n_before_voters / max_size)
     return n_before_voters // n_chunks

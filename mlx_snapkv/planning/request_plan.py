@@ -36,14 +36,14 @@ from .products import entries_for
 from .prompt_plan import (
     PREFILL_STEP_SIZE,
     PromptPlan,
-    compressed_chunk_size,
-    compressed_voters,
+    align_chunks_to_voters,
     fits_reason,
+    max_chunk_size,
+    policy_chunk_size,
+    policy_voters,
     reason_to_leave,
-    size_before_voters,
     sparse_voters,
 )
-from .scores import largest_chunk
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 FULL_CACHE_REASON = "the full cache was asked for"
@@ -60,15 +60,15 @@ class SparseReading:
 
     Attributes:
         reach: maximum numbers of entries that a chunk reads. If there are no more than that, it reads all of them.
-        last: the same for the prompt's last tokens, which start at position `last_from`.
+        last_reach: the same for the prompt's last tokens, which start at position `last_from`.
         last_from: position of the first of the last tokens.
-        n_before: number of tokens before the first chunk that chooses. It is the prompt length if no chunk does.
+        n_before_choice: number of tokens before the first chunk that chooses. It is the prompt length if no chunk does.
     """
 
     reach: Reach
-    last: Reach
+    last_reach: Reach
     last_from: int
-    n_before: int
+    n_before_choice: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Plan(PromptPlan):
     """All decisions about one request.
 
     Attributes:
-        options: the request's config.
+        config: the request's config.
         reason: why the prompt is left to mlx-lm, or None if it is compressed. With a reason, the quotas are None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
@@ -86,7 +86,7 @@ class Plan(PromptPlan):
         adapts: whether prompt chunks and answer tokens choose entries only while that is faster than reading all.
     """
 
-    options: CompressionConfig
+    config: CompressionConfig
     reason: str | None = None
     n_new: int = 0
     prefill_quota: Quota = None  # type: ignore[assignment]  # a value unless there is a reason
@@ -95,14 +95,19 @@ class Plan(PromptPlan):
     adapts: bool = False
 
     @property
+    def is_left_to_mlx_lm(self) -> bool:
+        """Return whether the prompt is left to mlx-lm. If so, `reason` says why."""
+        return self.reason is not None
+
+    @property
     def compress(self) -> Compress | None:
         """Return the setting if it is one or two policies, otherwise None."""
-        return self.options.compress
+        return self.config.compress
 
     @property
     def sparse(self) -> Sparse | None:
         """Return the setting if it is sparse attention, otherwise None."""
-        return self.options.sparse
+        return self.config.sparse
 
     @property
     def prefill_policy(self) -> Policy:
@@ -117,9 +122,9 @@ class Plan(PromptPlan):
         return self.compress.decode_policy
 
     @property
-    def n_ahead(self) -> int:
+    def n_fed_before_compression(self) -> int:
         """Return how many answer tokens are fed to the full caches before compression."""
-        return FIRST_TOKENS if self.adapts else super().n_ahead
+        return FIRST_TOKENS if self.adapts else super().n_fed_before_compression
 
     @property
     def accumulates_attention(self) -> bool:
@@ -132,7 +137,7 @@ class Plan(PromptPlan):
         return self.compress is not None and self.compress.decode_policy.keeps_shape
 
     @property
-    def n_held(self) -> int:
+    def n_earlier(self) -> int:
         """Return the number of tokens in earlier turns."""
         return self.n_prompt - self.n_new
 
@@ -157,29 +162,30 @@ class Plan(PromptPlan):
 
         Unless the store is in memory, entries move to it chunk by chunk, starting with the first chunk that chooses.
         """
-        whole, reading = self.n_prompt + self.n_ahead + 1, self.sparse_reading
-        if reading is None or self.options.store == "memory":
-            return whole
-        return whole if reading.n_before == self.n_prompt else reading.n_before
+        reading = self.sparse_reading
+        moves_to_store = self.config.store != "memory"
+        if reading is not None and moves_to_store and reading.n_before_choice < self.n_prompt:
+            return reading.n_before_choice
+        return self.n_prompt + self.n_fed_before_compression + 1
 
-    def chunk_size(self, limit: int | None) -> int:
-        """Return the number of tokens per chunk, where `limit` is the caller's `prefill_step_size`."""
-        if self.reason is not None:
-            return limit or PREFILL_STEP_SIZE
+    def chunk_size(self, step_size: int | None) -> int:
+        """Return the number of tokens per chunk, where `step_size` is the caller's `prefill_step_size`."""
+        if self.is_left_to_mlx_lm:
+            return step_size or PREFILL_STEP_SIZE
         if self.compress is not None:
-            return compressed_chunk_size(self.compress, limit, self, self.n_new)
-        if self.sparse_reading is not None and not self.adapts:
+            return policy_chunk_size(self.compress, step_size, self, self.n_new)
+        chunks_choose = self.sparse_reading is not None
+        if chunks_choose and not self.adapts:
             return CHUNK_SIZE
-        largest = largest_chunk()
-        size = min(limit or largest, largest)
-        if self.sparse_reading is not None:
-            return max(CHUNK_SIZE, size)  # sparse chunks are cut from chunks of this size
-        return size_before_voters(size, self, self.n_new)
+        max_size = max_chunk_size(step_size)
+        if chunks_choose:
+            return max(CHUNK_SIZE, max_size)  # sparse chunks are cut from chunks of this size
+        return align_chunks_to_voters(max_size, self, self.n_new)
 
 
 def plan_request(
     model: Any,
-    options: CompressionConfig,
+    config: CompressionConfig,
     n_new: int,
     prompt_cache: list | None = None,
     *,
@@ -191,7 +197,7 @@ def plan_request(
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.
-        options: the request's config.
+        config: the request's config.
         n_new: number of tokens to read.
         prompt_cache: the prompt cache to continue from, or None for a new one.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
@@ -201,64 +207,62 @@ def plan_request(
     Raises: SnapKVError: options conflict, the prompt is empty, the model is not supported, its entries can't be
         quantised this way, or a budget has no room for the sink and the recent window.
     """
-    options.require(model)
-    reason = _reason(model, options, n_new, prompt_cache, max_tokens, is_embedded)
+    config.require_supported(model)
+    reason = _reason_for_mlx_lm(model, config, n_new, prompt_cache, max_tokens, is_embedded)
     if reason is not None:
-        n_prompt = n_new + (n_tokens(prompt_cache or []) if options.turns else 0)
-        return Plan(
-            n_prompt=n_prompt,
-            first=n_prompt,
-            last=n_prompt,
-            options=options,
-            reason=reason,
-            n_new=n_new,
-        )
-    options.require_compressible()
+        n_prompt = n_new + (n_tokens(prompt_cache or []) if config.turns else 0)
+        return _plan_without_voters(config, n_prompt, reason=reason, n_new=n_new)
+    config.require_compressible()
     if not layers:
-        cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-        layers = attention_layers(model, cache)
-    n_held = 0 if prompt_cache is None else layers[0].layer_cache_in(prompt_cache).offset
-    plan = _planned(model, options, layers, n_held + n_new, n_new)
-    if options.quantization is not None:
-        require_quantizable(model, layers, options.quantization)
+        caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+        layers = attention_layers(model, caches)
+    n_earlier = 0 if prompt_cache is None else layers[0].layer_cache_in(prompt_cache).offset
+    n_prompt = n_earlier + n_new
+    if config.compress is not None:
+        plan = _plan_with_policy(config, config.compress, n_prompt, n_new)
+    else:
+        plan = _plan_sparse(model, config, layers, n_prompt, n_new)
+    if config.quantization is not None:
+        require_quantizable(model, layers, config.quantization)
     if plan.statistics_from is not None and any(layer.logit_cap for layer in layers):
         raise UnsupportedModelError(
-            f"{options.setting} can't score models that cap their logits, such as model type "
+            f"{config.setting} can't score models that cap their logits, such as model type "
             f"{type_of(model)!r}: give another policy, such as snapkv"
         )
     return plan
 
 
-def plan_compression(options: CompressionConfig, n_prompt: int) -> Plan:
+def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     """Plan the compression of caches that mlx-lm has filled with `n_prompt` tokens."""
-    policy = options.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
+    policy = config.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
     quota = policy.quota(n_prompt)
-    fits = n_prompt <= quota.entries
+    reason = fits_reason(n_prompt, policy) if n_prompt <= quota.entries else None
+    return _plan_without_voters(config, n_prompt, reason=reason, decode_quota=quota)
+
+
+def _plan_without_voters(config: CompressionConfig, n_prompt: int, **fields: Any) -> Plan:
+    """Create a plan in which no query votes while the prompt is read."""
     return Plan(
-        n_prompt=n_prompt,
-        first=n_prompt,
-        last=n_prompt,
-        options=options,
-        reason=fits_reason(n_prompt, policy) if fits else None,
-        decode_quota=quota,
+        n_prompt=n_prompt, first_voter=n_prompt, end_of_voters=n_prompt, config=config, **fields
     )
 
 
-def _reason(
+def _reason_for_mlx_lm(
     model: Any,
-    options: CompressionConfig,
+    config: CompressionConfig,
     n_new: int,
     prompt_cache: list | None,
     max_tokens: int,
     is_embedded: bool,
 ) -> str | None:
     """Return why a request is left to mlx-lm, or None if it is compressed or sparse."""
-    setting = options.setting
+    setting = config.setting
     if setting is None:
         return NO_POLICY_REASON
     if is_embedded:
         return EMBEDDINGS_REASON
-    if prompt_cache is None or not (options.sparse is not None or options.turns):
+    may_continue = config.sparse is not None or config.turns
+    if prompt_cache is None or not may_continue:
         return reason_to_leave(setting, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None
@@ -266,47 +270,57 @@ def _reason(
     return reason_to_leave(setting, n_prompt, None, max_tokens)
 
 
-def _planned(
-    model: Any, options: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
+def _plan_with_policy(
+    config: CompressionConfig, compress: Compress, n_prompt: int, n_new: int
 ) -> Plan:
-    """Plan a request that is not left to mlx-lm."""
-    if (compress := options.compress) is not None:
-        return Plan(
-            **vars(compressed_voters(compress, n_prompt)),
-            options=options,
-            n_new=n_new,
-            prefill_quota=compress.prefill_quota(n_prompt),
-            decode_quota=compress.decode_policy.quota(n_prompt),
-        )
-    sparse: Any = options.sparse
-    quota = sparse.quota(n_prompt)
+    """Plan a request with a policy that is not left to mlx-lm."""
+    return Plan(
+        **vars(policy_voters(compress, n_prompt)),
+        config=config,
+        n_new=n_new,
+        prefill_quota=compress.prefill_quota(n_prompt),
+        decode_quota=compress.decode_policy.quota(n_prompt),
+    )
+
+
+def _plan_sparse(
+    model: Any, config: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
+) -> Plan:
+    """Plan a request with sparse attention that is not left to mlx-lm."""
+    sparse: Any = config.sparse
+    decode_quota = sparse.quota(n_prompt)
     plan = Plan(
         **vars(sparse_voters(n_prompt)),
-        options=options,
+        config=config,
         n_new=n_new,
-        prefill_quota=replace(quota, entries=max(quota.entries, n_prompt)),
-        decode_quota=quota,
-        adapts=_adapts(options),
+        prefill_quota=replace(decode_quota, entries=max(decode_quota.entries, n_prompt)),
+        decode_quota=decode_quota,
+        adapts=_adapts(config),
     )
     if not sparse.reads_sparsely:
         return plan
     n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP_SHARE, model, layers)
-    return replace(plan, sparse_reading=_sparse_reading(plan, sparse, n_cheap))
+    return replace(plan, sparse_reading=_plan_reading(plan, sparse, n_cheap))
 
 
-def _adapts(options: CompressionConfig) -> bool:
+def _adapts(config: CompressionConfig) -> bool:
     """Return whether a request with sparse attention may fall back to reading all entries.
 
     This requires a single Mac, because several Macs would all have to make the same decision. It also requires that
     entries are stored in memory, because other stores are slow at reading all entries.
     """
-    sparse = options.sparse
+    sparse = config.sparse
     if sparse is None or sparse.store != "memory":
         return False
     return sparse.when == "faster" and n_ranks() == 1
 
 
-def _sparse_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
-    n, reach = plan.n_prompt, sparse.reach(plan.n_prompt, n_cheap)
-    last = reach.of_last(in_files(plan.options.store))
-    return SparseReading(reach, last, n - LAST_TOKENS, reach.before_choice(n, plan.n_held))
+def _plan_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
+    """Plan how chunks choose entries, at least `n_cheap` of them."""
+    reach = sparse.reach(plan.n_prompt, n_cheap)
+    return SparseReading(
+        reach=reach,
+        last_reach=reach.of_last(in_files(plan.config.store)),
+        last_from=plan.n_prompt - LAST_TOKENS,
+        n_before_choice=reach.before_choice(plan.n_prompt, plan.n_earlier),
+    )

@@ -13,7 +13,7 @@ from mlx_snapkv import Conversation, prefill
 from mlx_snapkv.caches.layers import first_sparse_position
 from mlx_snapkv.engine import reading_pace, sparse_mode
 from mlx_snapkv.engine.reading_pace import ReadingPace
-from mlx_snapkv.planning import request_plan
+from mlx_snapkv.planning import prompt_plan, request_plan
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.planning.speed_record import (
@@ -180,7 +180,7 @@ def clock(monkeypatch):
         monkeypatch.setattr(sparse_mode, "ReadingPace", Told)
         return chunks
 
-    monkeypatch.setattr(request_plan, "largest_chunk", lambda: SHORT_STEP)
+    monkeypatch.setattr(prompt_plan, "largest_chunk", lambda: SHORT_STEP)
     return make
 
 

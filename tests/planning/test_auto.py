@@ -140,7 +140,7 @@ def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
 def test_every_candidate_is_a_valid_setting(demo_llama, planner):
     for task in CANDIDATES:
         for setting in CANDIDATES[task]:
-            AutoRequest(None, task).with_min_ctx(setting).require(demo_llama[0])
+            AutoRequest(None, task).with_min_ctx(setting).require_supported(demo_llama[0])
     config, _, taken = resolve(demo_llama[0], None, CONVERSATION, {}, policy=AUTO)
     assert config.setting is None and taken.config == KEEP_ALL
 
@@ -234,7 +234,7 @@ def test_functions_that_cannot_take_auto_say_so(demo_llama, asked):
 def test_options_narrow_what_auto_selects_for_a_long_question(demo_llama, options, store, setting):
     config, _, taken = resolve(demo_llama[0], LONG, QUESTION, options, policy=AUTO, store=store)
     assert taken.config == setting == replace(config, has_draft_model=False)
-    config.require(demo_llama[0])
+    config.require_supported(demo_llama[0])
     where = "fit in memory in 8 bits" if setting.store == "8bit" else "fit in memory"
     assert setting.sparse is None or f"all entries {where}" in taken.why
     assert config.store == store

@@ -43,14 +43,14 @@ def test_a_request_follows_its_plan(llama, method):
     (report,) = reports
     assert report.entries == plan.decode_quota.entries
     if how.sparse:
-        assert report.read_per_chunk <= plan.sparse_reading.last.most
+        assert report.read_per_chunk <= plan.sparse_reading.last_reach.most
 
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):
     """A share of less than a page counts as one page, because zero pages would mean that the chunk reads everything."""
     how = config("sparse:budget=400,read_top_k=0.1%")
     reading = plan_request(llama, how, 2 * N).sparse_reading
-    assert reading.reach.n_chosen == 16 and reading.n_before < N
+    assert reading.reach.n_chosen == 16 and reading.n_before_choice < N
 
 
 def test_planning_changes_nothing(llama):
@@ -73,7 +73,7 @@ def test_a_plan_says_why_a_prompt_is_left_to_mlx_lm(llama):
     assert "already holds tokens" in plan_request(llama, snapkv, N, held).reason
     assert "as embeddings" in plan_request(llama, snapkv, N, is_embedded=True).reason
     turn = plan_request(llama, config("snapkv:budget=64", turns=True), 92, held)
-    assert turn.reason is None and (turn.n_held, turn.n_prompt) == (8, 100)
+    assert turn.reason is None and (turn.n_earlier, turn.n_prompt) == (8, 100)
 
 
 def test_an_unsupported_policy_is_refused_by_both_kinds_of_plans():

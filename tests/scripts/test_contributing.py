@@ -225,7 +225,7 @@ print("documented:", tables.TABLES["sparse-options"]())
 """
 EXPLAINED = "        when: when chunks and tokens choose"
 DECLARED = '    when: str = choice("faster", "always")\n'
-PLANNED = "    options.require(model)\n"
+PLANNED = "    config.require_supported(model)\n"
 OPTION_EDITS = {
     "sparse/options.py": replacing(
         (EXPLAINED, f"        tint: how dark it is.\n{EXPLAINED}"),
@@ -233,7 +233,7 @@ OPTION_EDITS = {
     ),
     "planning/request_plan.py": replacing(
         ("def plan_request(\n", "SEEN = []\n\n\ndef plan_request(\n"),
-        (PLANNED, f"{PLANNED}    SEEN.append(options.sparse and options.sparse.tint)\n"),
+        (PLANNED, f"{PLANNED}    SEEN.append(config.sparse and config.sparse.tint)\n"),
     ),
 }
 DARK = (
