@@ -54,7 +54,7 @@ def cache_prompt(
     text = prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
-    config.require(loaded)
+    config.require_supported(loaded)
     now = datetime.now()
     console = PromptConsole(quiet)
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
