@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# Names that clients send instead of JSON Schema's.
-OTHER_NAMES = {
+# JSON Schema's names of types, by the names that clients send instead.
+SCHEMA_TYPE_OF_ALIAS = {
     "bool": "boolean",
     "dict": "object",
     "float": "number",
@@ -47,45 +47,54 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         schema: the schema of one argument.
         root: the schema of all parameters, against which `$ref` is resolved.
     """
-    return set(_type_names(schema, root, frozenset()))
+    return set(_all_types(schema, root, followed=frozenset()))
 
 
-def _type_names(schema: Any, root: dict[str, Any], seen: frozenset[str]) -> Iterator[str]:
-    """Yield the types of a schema and its alternatives. `seen` lists the references already followed."""
+def _all_types(schema: Any, root: dict[str, Any], followed: frozenset[str]) -> Iterator[str]:
+    """Yield the types of a schema and of its alternatives. `followed` lists the references already followed."""
     if not isinstance(schema, dict):
         return
-    names = schema.get("type")
-    for name in names if isinstance(names, list) else [names]:
+    yield from _own_types(schema)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for alternative in schema.get(keyword) or []:
+            yield from _all_types(alternative, root, followed)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        referenced_schema = _resolve(reference, root)
+        yield from _all_types(referenced_schema, root, followed | {reference})
+
+
+def _own_types(schema: dict[str, Any]) -> Iterator[str]:
+    """Yield the types in a schema's `type`. Without `type`, yield those that its other keywords imply."""
+    type_field = schema.get("type")
+    for name in type_field if isinstance(type_field, list) else [type_field]:
         if isinstance(name, str):
-            yield OTHER_NAMES.get(name.lower(), name.lower())
+            yield SCHEMA_TYPE_OF_ALIAS.get(name.lower(), name.lower())
     if schema.get("nullable") is True:
         yield "null"
-    if names is None:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        yield from (_type_name(value) for value in values if isinstance(values, list))
-        yield from (
-            name for key, name in (("properties", "object"), ("items", "array")) if key in schema
-        )
-    for key in ("anyOf", "oneOf", "allOf"):
-        for alternative in schema.get(key) or []:
-            yield from _type_names(alternative, root, seen)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        yield from _type_names(_resolved(reference, root), root, seen | {reference})
+    if type_field is None:
+        allowed_values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        if isinstance(allowed_values, list):
+            yield from map(_json_type, allowed_values)
+        if "properties" in schema:
+            yield "object"
+        if "items" in schema:
+            yield "array"
 
 
-def _resolved(reference: str, root: dict[str, Any]) -> Any:
+def _resolve(reference: str, root: dict[str, Any]) -> Any:
     """Return the part of `root` that a reference such as `#/$defs/NAME` points to, or None."""
     part: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        part = (
-            part.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
-        )
+    for escaped_key in reference.removeprefix("#").split("/")[1:]:
+        if not isinstance(part, dict):
+            return None
+        key = escaped_key.replace("~1", "/").replace("~0", "~")
+        part = part.get(key)
     return part
 
 
-def _type_name(value: Any) -> str:
-    """Return the JSON type of a value."""
+def _json_type(value: Any) -> str:
+    """Return the name of a value's JSON type."""
     names = {
         bool: "boolean",
         int: "integer",
@@ -97,8 +106,8 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def convert(text: str, types: set[str]) -> Any:
-    """Convert text to one of the allowed types, or return it unchanged.
+def convert_argument(text: str, types: set[str]) -> Any:
+    """Convert an argument's text to one of the allowed types, or return it unchanged.
 
     If strings are allowed too, lists and objects are still converted, but numbers, booleans and null only if the text
     is exactly their JSON.
@@ -109,30 +118,36 @@ def convert(text: str, types: set[str]) -> Any:
     """
     if not types - {"string"}:
         return text
-    value = _literal(text)
-    name = _type_name(value)
-    if name == "number" and value.is_integer() and not types & {"number", "string"}:
-        value, name = int(value), "integer"  # 5.0 is an integer in JSON schema
-    is_allowed = name in types or (name == "integer" and "number" in types)
-    if not is_allowed or name == "string":
+    value = _parse_literal(text)
+    value_type = _json_type(value)
+    if value_type == "string":
         return text
-    is_exact = name in ("array", "object") or json.dumps(value) == text
-    return value if is_exact or "string" not in types else text
+    if value_type == "number" and value.is_integer() and types.isdisjoint({"number", "string"}):
+        value, value_type = int(value), "integer"  # 5.0 is an integer in JSON schema
+    is_allowed = value_type in types or (value_type == "integer" and "number" in types)
+    if not is_allowed:
+        return text
+    if "string" not in types or value_type in ("array", "object"):
+        return value
+    is_exact_json = json.dumps(value) == text
+    return value if is_exact_json else text
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     """Parse text as JSON or as a Python literal. Return it unchanged if it is neither."""
-    stripped = text.strip()
-    if stripped.lower() in CONSTANTS:
-        return CONSTANTS[stripped.lower()]
+    literal = text.strip()
+    constant_name = literal.lower()
+    if constant_name in CONSTANTS:
+        return CONSTANTS[constant_name]
     value: Any = text
     try:
-        value = json.loads(stripped, strict=False)
+        value = json.loads(literal, strict=False)
     except (ValueError, RecursionError):
-        if stripped.startswith(("{", "[", "(")):
+        if literal.startswith(("{", "[", "(")):
             with contextlib.suppress(
                 ValueError, SyntaxError, RecursionError, MemoryError, TypeError
             ):
-                value = json.loads(json.dumps(ast.literal_eval(stripped), allow_nan=False))
+                python_value = ast.literal_eval(literal)
+                value = json.loads(json.dumps(python_value, allow_nan=False))
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value if is_finite else text

@@ -9,14 +9,26 @@ from typing import Any
 
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks in strings
 CLOSERS = {"{": "}", "[": "]", "(": ")"}
-ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
-ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
-ESCAPED |= {letter: letter for letter in "\"'\\"}
-KEYWORDS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # start of keyword arguments
-NUMBER = r"[\w.+-]+"  # also matches constants
-PLAIN = r"[^{}\[\](),]+"
-BARE = rf"{PLAIN}(?:,(?!\s*[\w.$\"'-]+\s*[:=]){PLAIN})*"  # a comma before a key ends the value
 CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+OPENING_BRACKET = re.compile(r"[{\[]")
+ESCAPE_SEQUENCE = re.compile(
+    r"""
+    \\ (?: u (?P<u_code> [0-9a-fA-F]{4} )   # \u00e9
+         | x (?P<x_code> [0-9a-fA-F]{2} )   # \xe9
+         | (?P<letter> . ) )                # \n
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+# Characters by the letter that stands for them in an escape sequence.
+CHARACTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
+CHARACTERS |= {letter: letter for letter in "\"'\\"}
+KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`
+UNQUOTED_KEY = r"[^\s:=,\"'{}\[\]()]+"
+NUMBER_OR_CONSTANT = r"[\w.+-]+"
+UNQUOTED_ITEM = r"[^{}\[\](),]+"
+# A value may contain commas. A comma before another key, such as `, key:`, ends it.
+COMMA_IN_VALUE = r",(?!\s*[\w.$\"'-]+\s*[:=])"
+UNQUOTED_VALUE = rf"{UNQUOTED_ITEM}(?:{COMMA_IN_VALUE}{UNQUOTED_ITEM})*"
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Notation:
     end: str = ""
 
     @cached_property
-    def next_call(self) -> re.Pattern[str]:
+    def header_pattern(self) -> re.Pattern[str]:
         """Return the compiled `header`."""
         return re.compile(self.header)
 
@@ -74,50 +86,57 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
     Raises: ValueError: a call's arguments can't be parsed.
     """
+    if not notation.header:
+        return []
     calls: list[dict[str, Any]] = []
     position = 0
-    while notation.header and (header := notation.next_call.search(text, position)):
-        arguments, position = _value(text, header.end(), notation, is_complete)
+    while header := notation.header_pattern.search(text, position):
+        arguments, position = _read_literal(text, header.end(), notation, is_complete)
         calls.append({**header.groupdict(), "arguments": arguments})
     return calls
 
 
-def parse_values(text: str, is_complete: bool) -> list[Any]:
+def parse_json_objects(text: str, is_complete: bool) -> list[Any]:
     """Return the JSON objects in a text that may contain other text as well. Lists are flattened.
 
     Raises: ValueError: an object or list can't be parsed.
     """
     values: list[Any] = []
     position = 0
-    while bracket := re.compile(r"[{\[]").search(text, position):
-        value, position = _value(text, bracket.start(), JSON, is_complete)
-        values += _flat(value)
+    while bracket := OPENING_BRACKET.search(text, position):
+        value, position = _read_literal(text, bracket.start(), JSON, is_complete)
+        values += _flatten(value)
     return values
 
 
-def _flat(value: Any) -> list[Any]:
+def _flatten(value: Any) -> list[Any]:
     """Flatten nested lists. Return any other value as a list of one."""
-    return [part for item in value for part in _flat(item)] if isinstance(value, list) else [value]
+    if not isinstance(value, list):
+        return [value]
+    return [part for item in value for part in _flatten(item)]
 
 
 def ends_within_string(text: str, notation: Notation) -> bool:
     """Return whether a text ends inside a string that is inside brackets."""
-    reader = Reader(text, 0, notation)
-    depth = 0
+    reader = LiteralReader(text, 0, notation)
+    n_open_brackets = 0
     while reader.position < len(text):
         letter = text[reader.position]
-        if depth and reader.quote():
+        if n_open_brackets > 0 and reader.opening_quote():
             try:
-                reader.string()
+                reader.read_string()
             except ValueError:
                 return True
             continue
-        depth = max(0, depth + (letter in CLOSERS) - (letter in CLOSERS.values()))
+        if letter in CLOSERS:
+            n_open_brackets += 1
+        elif letter in CLOSERS.values() and n_open_brackets > 0:
+            n_open_brackets -= 1
         reader.position += 1
     return False
 
 
-def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tuple[Any, int]:
+def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) -> tuple[Any, int]:
     """Return the value at `start`, and the position after it."""
     if notation.is_json:
         try:
@@ -125,11 +144,11 @@ def _value(text: str, start: int, notation: Notation, is_complete: bool) -> tupl
         except ValueError:
             if not is_complete:
                 raise
-    reader = Reader(text, start, notation, is_complete)
-    return reader.value(), reader.position
+    reader = LiteralReader(text, start, notation, is_complete)
+    return reader.read_value(), reader.position
 
 
-class Reader:
+class LiteralReader:
     """Reads a literal as models write it: with unquoted keys, any quotes, and Python or JSON constants.
 
     A comma may follow the last item, and outer braces may be doubled. Unless the notation is JSON, an unquoted value
@@ -146,78 +165,90 @@ class Reader:
         self._notation = notation
         self._is_complete = is_complete
 
-    def value(self, in_list: bool = False) -> Any:
+    def read_value(self, in_list: bool = False) -> Any:
         """Read the value at the current position.
 
         Raises: ValueError: there is no value.
         """
         self._skip_blanks()
-        opener = self._text[self.position : self.position + 1]
-        if self.quote():
-            return self.string()
-        if self._skip(r"\{(?=\{)"):
-            value = self._object("}")
+        if self.opening_quote():
+            return self.read_string()
+        has_double_braces = self._skip(r"\{(?=\{)")
+        if has_double_braces:
+            value = self._read_object("}")
             self._skip(r"\s*\}")
             return value
-        if opener == "{" or KEYWORDS.match(self._text, self.position):
-            return self._object(CLOSERS[opener])
-        if opener in ("[", "("):
-            return self._list(CLOSERS[opener])
-        return self._bare(in_list)
+        first_letter = self._text[self.position : self.position + 1]
+        if first_letter == "{" or KEYWORD_ARGUMENTS.match(self._text, self.position):
+            return self._read_object(CLOSERS[first_letter])
+        if first_letter in ("[", "("):
+            return self._read_list(CLOSERS[first_letter])
+        return self._read_unquoted(in_list)
 
-    def quote(self) -> str:
+    def opening_quote(self) -> str:
         """Return the quote at the current position, or ""."""
-        at = self._text.startswith
-        return next((quote for quote in self._notation.quotes if at(quote, self.position)), "")
+        for quote in self._notation.quotes:
+            if self._text.startswith(quote, self.position):
+                return quote
+        return ""
 
-    def string(self) -> str:
+    def read_string(self) -> str:
         """Read the string at the current position.
 
         Raises: ValueError: the string has no end.
         """
-        quote = self.quote()
+        quote = self.opening_quote()
         end = re.escape(quote)
-        letter = rf"\\.|(?!{end})[^\\]" if self._notation.escapes else rf"(?!{end})."
-        whole = self._match(rf"(?s:{end}(?:{letter})*{end})")
-        body = whole[len(quote) : -len(quote)]
-        return ESCAPE.sub(self._unescaped, body) if self._notation.escapes else body
+        has_escapes = self._notation.escapes
+        letter = rf"\\.|(?!{end})[^\\]" if has_escapes else rf"(?!{end})."
+        quoted = self._read(rf"(?s:{end}(?:{letter})*{end})")
+        content = quoted[len(quote) : -len(quote)]
+        return ESCAPE_SEQUENCE.sub(self._unescape, content) if has_escapes else content
 
-    def _unescaped(self, escape: re.Match[str]) -> str:
+    def _unescape(self, escape: re.Match[str]) -> str:
         """Return the character that an escape sequence encodes. Unknown sequences are kept as they are."""
-        code = escape[1] or escape[2]
-        if code:
-            return chr(int(code, 16))
-        if escape[3] == "/" and self._notation.is_json:
+        hex_code = escape["u_code"] or escape["x_code"]
+        if hex_code:
+            return chr(int(hex_code, 16))
+        letter = escape["letter"]
+        if letter == "/" and self._notation.is_json:
             return "/"
-        return ESCAPED.get(escape[3], escape[0])
+        whole_sequence = escape[0]
+        return CHARACTERS.get(letter, whole_sequence)
 
-    def _object(self, closer: str) -> dict[str, Any]:
+    def _read_object(self, closer: str) -> dict[str, Any]:
         """Read the object or the keyword arguments at the current position."""
         items: dict[str, Any] = {}
-        for _ in self._items(closer):
-            key = self.string() if self.quote() else self._match(r"[^\s:=,\"'{}\[\]()]+")
-            self._match(r"\s*[:=]")
-            items[key] = self.value()
+        for _ in self._each_item(closer):
+            key = self.read_string() if self.opening_quote() else self._read(UNQUOTED_KEY)
+            self._read(r"\s*[:=]")
+            items[key] = self.read_value()
         return items
 
-    def _list(self, closer: str) -> list[Any]:
+    def _read_list(self, closer: str) -> list[Any]:
         """Read the list at the current position."""
-        return [self.value(in_list=True) for _ in self._items(closer)]
+        return [self.read_value(in_list=True) for _ in self._each_item(closer)]
 
-    def _items(self, closer: str) -> Iterator[None]:
-        """Step through the items within brackets, then past the closing bracket."""
-        self.position += 1
-        while not self._at(closer):
+    def _each_item(self, closer: str) -> Iterator[None]:
+        """Stop before each item within brackets, for the caller to read it, then read the closing bracket."""
+        self.position += 1  # the opening bracket
+        while not self._read_closer(closer):
             yield
-            if not self._skip(r"\s*,"):
-                if not self._at(closer):
+            has_comma = self._skip(r"\s*,")
+            if not has_comma:
+                if not self._read_closer(closer):
                     raise ValueError(f"{closer} is missing")
                 return
 
-    def _bare(self, in_list: bool) -> Any:
+    def _read_unquoted(self, in_list: bool) -> Any:
         """Read an unquoted value: a constant, a number, or text if the notation allows it."""
-        pattern = NUMBER if self._notation.is_json else PLAIN if in_list else BARE
-        text = self._match(pattern).strip()
+        if self._notation.is_json:
+            pattern = NUMBER_OR_CONSTANT
+        elif in_list:
+            pattern = UNQUOTED_ITEM
+        else:
+            pattern = UNQUOTED_VALUE
+        text = self._read(pattern).strip()
         if text in CONSTANTS:
             return CONSTANTS[text]
         try:
@@ -227,8 +258,8 @@ class Reader:
                 raise
         return text
 
-    def _at(self, closer: str) -> bool:
-        """Return whether the brackets end here, and read the closing bracket.
+    def _read_closer(self, closer: str) -> bool:
+        """Read the closing bracket if it comes next, and return whether the brackets end here.
 
         In a complete text, the last closing brackets may be missing.
         """
@@ -236,28 +267,31 @@ class Reader:
         if self._text.startswith(closer, self.position):
             self.position += 1
             return True
-        rest = self._text[self.position :]
-        is_end = not rest or rest.startswith(self._notation.end or "\0")
+        text_before, rest = self._text[: self.position], self._text[self.position :]
+        call_end = self._notation.end
+        is_at_end = not rest or (call_end != "" and rest.startswith(call_end))
         # Text that does not end with a bracket may be cut off.
-        follows_bracket = self._text[: self.position].rstrip().endswith(("}", "]", ")"))
-        return self._is_complete and is_end and follows_bracket
+        follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
+        return self._is_complete and is_at_end and follows_bracket
 
-    def _match(self, pattern: str) -> str:
+    def _read(self, pattern: str) -> str:
         """Read the text that matches a pattern at the current position.
 
         Raises: ValueError: the pattern does not match.
         """
-        found = re.compile(pattern).match(self._text, self.position)
-        if found is None:
+        match = re.compile(pattern).match(self._text, self.position)
+        if match is None:
             raise ValueError(f"{pattern} is missing")
-        self.position = found.end()
-        return found[0]
+        self.position = match.end()
+        return match[0]
 
     def _skip(self, pattern: str) -> bool:
         """Read a pattern if it matches at the current position, and return whether it did."""
-        found = re.compile(pattern).match(self._text, self.position)
-        self.position = found.end() if found else self.position
-        return found is not None
+        match = re.compile(pattern).match(self._text, self.position)
+        if match is None:
+            return False
+        self.position = match.end()
+        return True
 
     def _skip_blanks(self) -> None:
         self._skip(r"\s*")

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .argument_types import convert, parameters_of, properties_of, types_of
+from .argument_types import convert_argument, parameters_of, properties_of, types_of
 
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
-QUOTED = r"""\s*["']?(?P<{}>[^\s<>"'][^<>"'\n]*?)["']?"""
 
 
 @dataclass(frozen=True)
@@ -39,59 +38,85 @@ class Tags:
     has_cdata: bool = False
 
     @cached_property
-    def next_call(self) -> re.Pattern[str]:
+    def call_pattern(self) -> re.Pattern[str]:
         """Return the expression for the start of a call."""
         return re.compile(self.call)
 
     @cached_property
-    def tag(self) -> re.Pattern[str]:
-        """Return the expression for tags outside of values."""
+    def tag_outside_values(self) -> re.Pattern[str]:
+        """Return the expression for the tags that are not in a value: the group that matched is the kind of tag."""
         return re.compile(
             f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
         )
 
     @cached_property
-    def value_tag(self) -> re.Pattern[str]:
-        """Return the expression for the start and end of arguments."""
-        return re.compile(f"(?P<argument>{self.argument})|(?P<end>{self.argument_end})")
+    def argument_tag(self) -> re.Pattern[str]:
+        """Return the expression for the start and end of arguments: the group that matched says which."""
+        return re.compile(f"(?P<argument>{self.argument})|(?P<argument_end>{self.argument_end})")
 
     @cached_property
-    def last_tag(self) -> re.Pattern[str]:
+    def final_call_end(self) -> re.Pattern[str]:
         """Return the expression for an end of a call that is followed by another call or by the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
-    def after_value(self) -> re.Pattern[str]:
-        """Return the expression for what may follow an argument."""
+    def after_argument(self) -> re.Pattern[str]:
+        """Return the expression for what may follow an argument: the next one, or the end of the call."""
         end_of_text = r"|\Z" if self.ends_at_marker else ""
-        return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.last_tag.pattern})")
+        return re.compile(rf"\s*(?:{self.argument}{end_of_text}|{self.final_call_end.pattern})")
 
 
-def _glm(prefix: str) -> Tags:
-    """Return GLM's tags, with `prefix` in their names."""
-    key, value = f"{prefix}arg_key", f"{prefix}arg_value"
+def _quoted(group: str) -> str:
+    """Return the expression for a name in quotes or without them, such as `"city"`. The name is the group `group`."""
+    first_letter = r"""[^\s<>"']"""
+    more_letters = r"""[^<>"'\n]*?"""
+    return rf"""\s*["']?(?P<{group}>{first_letter}{more_letters})["']?"""
+
+
+def _glm_tags(prefix: str) -> Tags:
+    """Return GLM's tags, with `prefix` in their names.
+
+    A call is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`. The text between the
+    model's markers starts with the first call's name, without a tag.
+    """
+    call_start, call_end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    key_start, key_end = f"<{prefix}arg_key>", f"</{prefix}arg_key>"
+    value_start, value_end = f"<{prefix}arg_value>", f"</{prefix}arg_value>"
+    name = r"""(?P<name>[^\s<>{}\[\]"']+)"""
+    key = r"(?P<key>[^<>]+?)"
+    blanks_or_newlines = (
+        r"(?:\\n|\s)*"  # a line break may also be written as a backslash and an "n"
+    )
     return Tags(
-        call=rf"(?:\A|<{prefix}tool_call>)\s*(?P<name>[^\s<>{{}}\[\]\"']+)\s*(?=<{key}>|\Z|</?{prefix}tool_call>)",
-        call_end=f"</{prefix}tool_call>",
-        argument=rf"<{key}>\s*(?P<key>[^<>]+?)\s*</{key}>(?:\\n|\s)*<{value}>",
-        argument_end=f"</{value}>",
+        call=rf"(?:\A|{call_start})\s*{name}\s*(?={key_start}|{call_start}|{call_end}|\Z)",
+        call_end=call_end,
+        argument=rf"{key_start}\s*{key}\s*{key_end}{blanks_or_newlines}{value_start}",
+        argument_end=value_end,
         ends_at_marker=True,
     )
 
 
-def _invoke(prefix: str) -> Tags:
-    """Return the tags of `<invoke name="NAME">` formats, with `prefix` in their names."""
+def _invoke_tags(prefix: str) -> Tags:
+    """Return the tags of a format with `<invoke name="NAME">`, with `prefix` in their names.
+
+    A call is `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
+    """
+    name, key = _quoted("name"), _quoted("key")
+    earlier_attributes = r"\b[^<>]*?\b"
+    later_attributes = r"(?:\s[^<>]*)?"
     return Tags(
-        call=rf"<{prefix}invoke\b[^<>]*?\bname={QUOTED.format('name')}\s*>",
+        call=rf"<{prefix}invoke{earlier_attributes}name={name}\s*>",
         call_end=f"</{prefix}invoke>",
-        argument=rf"<{prefix}parameter\b[^<>]*?\bname={QUOTED.format('key')}(?:\s[^<>]*)?>",
+        argument=rf"<{prefix}parameter{earlier_attributes}name={key}{later_attributes}>",
         argument_end=f"</{prefix}parameter>",
     )
 
 
 # Tags by the name of mlx-lm's parser.
 FORMATS = {
-    "glm47": _glm(""),
+    "glm47": _glm_tags(""),
+    # <|open|>call tool="NAME"<|sep|> <|open|>argument key="KEY" type="TYPE"<|sep|> VALUE <|close|>argument<|sep|> ...
+    # <|close|>call<|sep|>
     "kimi_k3": Tags(
         call=r'<\|open\|>call\b[^<>|]*?\btool="(?P<name>[^"<>|]+)"[^<>|]*<\|sep\|>',
         call_end=r"<\|close\|>call<\|sep\|>",
@@ -101,21 +126,21 @@ FORMATS = {
         ),
         argument_end=r"<\|close\|>(?:argument|json)<\|sep\|>",
     ),
-    "longcat": _glm("longcat_"),
+    "longcat": _glm_tags("longcat_"),
     "minicpm5": Tags(
-        call=rf"(?:\A(?:\s*<function\s+name\s*=)?|<function\s+name\s*=){QUOTED.format('name')}\s*>",
+        call=rf"(?:\A(?:\s*<function\s+name\s*=)?|<function\s+name\s*=){_quoted('name')}\s*>",
         call_end="</function>",
-        argument=rf"<param\s+name\s*={QUOTED.format('key')}\s*>",
+        argument=rf"<param\s+name\s*={_quoted('key')}\s*>",
         argument_end="</param>",
         ends_at_marker=True,
         has_cdata=True,
     ),
-    "minimax_m2": _invoke(""),
-    "muse_spark": _invoke("atem:"),
+    "minimax_m2": _invoke_tags(""),
+    "muse_spark": _invoke_tags("atem:"),
     "qwen3_coder": Tags(
-        call=rf"<function={QUOTED.format('name')}\s*>",
+        call=rf"<function={_quoted('name')}\s*>",
         call_end="</function>",
-        argument=rf"<parameter={QUOTED.format('key')}\s*>\n?",
+        argument=rf"<parameter={_quoted('key')}\s*>\n?",
         argument_end=r"\n?</parameter>",
     ),
 }
@@ -142,22 +167,36 @@ def parse_tagged_calls(
     """
     calls = []
     position = 0
-    while call := tags.next_call.search(text, position):
-        parameters = parameters_of(call["name"], tools)
-        arguments: dict[str, Any] = {}
-        position = call.end()
-        tag = tags.tag.search(text, position)
-        while tag is not None and tag["argument"]:
-            expected = properties_of(parameters).keys() - arguments.keys()
-            end, position = _value_end(text, tag.end(), tags, expected, is_complete)
-            arguments |= _argument(tag, _without_cdata(text[tag.end() : end], tags), parameters)
-            tag = tags.tag.search(text, position)
-        if tag is not None and tag["call_end"]:
-            position = tag.end()
-        elif not is_complete:
-            raise ValueError("a call has no end")
-        calls.append({"name": call["name"], "arguments": arguments})
+    while call := tags.call_pattern.search(text, position):
+        name = call["name"]
+        parameters = parameters_of(name, tools)
+        arguments, position = _read_arguments(text, call.end(), tags, parameters, is_complete)
+        calls.append({"name": name, "arguments": arguments})
     return calls
+
+
+def _read_arguments(
+    text: str, start: int, tags: Tags, parameters: dict[str, Any], is_complete: bool
+) -> tuple[dict[str, Any], int]:
+    """Return a call's arguments, which start at `start`, and the position after the call.
+
+    `parameters` is the schema of the tool's parameters. For errors, see `parse_tagged_calls`.
+    """
+    arguments: dict[str, Any] = {}
+    position = start
+    tag = tags.tag_outside_values.search(text, position)
+    while tag is not None and tag["argument"]:
+        expected_keys = properties_of(parameters).keys() - arguments.keys()
+        value_start = tag.end()
+        value_end, position = _find_closing_tag(text, value_start, tags, expected_keys, is_complete)
+        value = _without_cdata(text[value_start:value_end], tags)
+        arguments |= _parse_argument(tag, value, parameters)
+        tag = tags.tag_outside_values.search(text, position)
+    if tag is not None and tag["call_end"]:
+        position = tag.end()
+    elif not is_complete:
+        raise ValueError("a call has no end")
+    return arguments, position
 
 
 def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
@@ -171,77 +210,94 @@ def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
     return False
 
 
-def _argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return an argument as a dict with one item, or all arguments if the value is an object of them."""
+def _parse_argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return an argument as a dict with one item, or all arguments if the value is an object of them.
+
+    `tag` is the match of the argument's start tag.
+    """
     groups = tag.groupdict()
     key = groups["key"]
     if key is None:
         return dict(json.loads(value, strict=False))
-    declared = {groups["type"]} if groups.get("type") else None
-    schema = properties_of(parameters).get(key)
-    return {key: convert(value, declared or types_of(schema, parameters))}
+    type_in_tag = groups.get("type")
+    if type_in_tag:
+        types = {type_in_tag}
+    else:
+        schema = properties_of(parameters).get(key)
+        types = types_of(schema, parameters)
+    return {key: convert_argument(value, types)}
 
 
-def _value_end(
-    text: str, start: int, tags: Tags, expected: Collection[str], is_complete: bool
+def _find_closing_tag(
+    text: str, value_start: int, tags: Tags, expected_keys: Collection[str], is_complete: bool
 ) -> tuple[int, int]:
-    """Return the end of the value that starts at `start`, and the end of its closing tag.
+    """Return the start and the end of a value's closing tag.
 
     The closing tag is one that is followed by another tag of the call, and does not close an argument inside the value.
 
     Raises: UnclosedArgument: the value has no end.
     """
-    depth = 0
-    for tag in tags.value_tag.finditer(text, _after_cdata(text, start, tags)):
+    depth = 0  # number of open arguments inside the value
+    for tag in tags.argument_tag.finditer(text, _skip_cdata(text, value_start, tags)):
         if tag["argument"]:
             depth += 1
-        elif depth == 0 and tags.after_value.match(text, tag.end()):
+        elif depth == 0 and tags.after_argument.match(text, tag.end()):
             return tag.span()
         else:
             depth = max(depth - 1, 0)
     if not is_complete:
         raise UnclosedArgument("an argument has no end")
-    return _mended_value_end(text, start, tags, expected)
+    return _guess_closing_tag(text, value_start, tags, expected_keys)
 
 
-def _mended_value_end(
-    text: str, start: int, tags: Tags, expected: Collection[str]
+def _guess_closing_tag(
+    text: str, value_start: int, tags: Tags, expected_keys: Collection[str]
 ) -> tuple[int, int]:
-    """Return what `_value_end` does, for a value whose closing tag is missing or followed by other text.
+    """Return what `_find_closing_tag` does, for a value whose closing tag is missing or followed by other text.
 
     The value ends before the end of the call, or before the next argument that the tool expects.
     """
-    last = tags.last_tag.search(text, start)
-    limit = last.start() if last else len(text)
-    for tag in tags.tag.finditer(text, start, limit):
-        if tag["argument"] and tag["key"] in expected and _closes(text, start, tag.start(), tags):
+    call_end = tags.final_call_end.search(text, value_start)
+    limit = call_end.start() if call_end else len(text)
+    for tag in tags.tag_outside_values.finditer(text, value_start, limit):
+        is_expected = tag["argument"] and tag["key"] in expected_keys
+        if is_expected and _may_end_before(text, value_start, tag.start(), tags):
             limit = tag.start()
             break
-    ends = [tag for tag in tags.value_tag.finditer(text, start, limit) if tag["end"]]
-    if ends:
-        return ends[-1].span()
+    closing_tags = _closing_tags(text, value_start, limit, tags)
+    if closing_tags:
+        return closing_tags[-1].span()
     if limit == len(text):
         raise UnclosedArgument("an argument has no end")
-    return limit - text.endswith("\n", start, limit), limit
+    has_final_newline = text.endswith("\n", value_start, limit)
+    value_end = limit - 1 if has_final_newline else limit
+    return value_end, limit
 
 
-def _closes(text: str, start: int, end: int, tags: Tags) -> bool:
-    """Return whether a value may end between `start` and `end`, at a closing tag or a final line break."""
-    found = (tag["end"] for tag in tags.value_tag.finditer(text, start, end))
-    return text[start:end].endswith("\n") or any(found)
+def _may_end_before(text: str, value_start: int, next_tag_start: int, tags: Tags) -> bool:
+    """Return whether a value may end before the next tag: there is a closing tag, or a line break right before it."""
+    if text.endswith("\n", value_start, next_tag_start):
+        return True
+    return bool(_closing_tags(text, value_start, next_tag_start, tags))
 
 
-def _after_cdata(text: str, start: int, tags: Tags) -> int:
-    """Return the position of the end of a value's CDATA section, or `start` if the value has none."""
-    if not tags.has_cdata or not text.startswith(CDATA_START, start):
-        return start
-    end = text.find(CDATA_END, start)
-    return len(text) if end < 0 else end
+def _closing_tags(text: str, start: int, end: int, tags: Tags) -> list[re.Match[str]]:
+    """Return the ends of arguments between two positions."""
+    return [tag for tag in tags.argument_tag.finditer(text, start, end) if tag["argument_end"]]
+
+
+def _skip_cdata(text: str, value_start: int, tags: Tags) -> int:
+    """Return the end of a value's CDATA section, or the value's start if it has none."""
+    if not tags.has_cdata or not text.startswith(CDATA_START, value_start):
+        return value_start
+    section_end = text.find(CDATA_END, value_start)
+    return len(text) if section_end < 0 else section_end
 
 
 def _without_cdata(value: str, tags: Tags) -> str:
     """Return the text in a value's CDATA section, or the value itself if it has none."""
-    inner = value.strip()
-    if not (tags.has_cdata and inner.startswith(CDATA_START) and inner.endswith(CDATA_END)):
+    section = value.strip()
+    is_cdata = section.startswith(CDATA_START) and section.endswith(CDATA_END)
+    if not (tags.has_cdata and is_cdata):
         return value
-    return inner[len(CDATA_START) : -len(CDATA_END)]
+    return section.removeprefix(CDATA_START).removesuffix(CDATA_END)

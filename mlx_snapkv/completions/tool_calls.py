@@ -32,40 +32,45 @@ def parse_tool_calls(
         is_complete: whether the model has finished the text. If not, mistakes are not repaired, because an argument may
             be cut off.
     """
-    values: list[Any] = []
+    parsed_values: list[Any] = []
     # mlx-lm's parsers may raise anything if the model's text is malformed.
     with contextlib.suppress(Exception):
-        values = _values(text, parser, tools, is_complete)
+        parsed_values = _parse_values(text, parser, tools, is_complete)
     calls = []
-    for value in values:
-        call = _tool_call(value)
+    for value in parsed_values:
+        call = _openai_call(value)
         if call is None:  # if one value is not a call, none is
             return []
         calls.append(call)
     return calls
 
 
-def _values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
-    """Return the calls in a text in the format's own representation.
+def _parse_values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
+    """Return the calls in a text as the format's parser represents them.
 
     Raises: Exception: the text can't be parsed.
     """
     name = format_name(parser)
+    tags = tagged_calls.FORMATS.get(name)
+    notation = literal_calls.FORMATS.get(name)
     values: list[Any] = []
-    if tags := tagged_calls.FORMATS.get(name):
+    if tags is not None:
         values = tagged_calls.parse_tagged_calls(text, tags, tools, is_complete)
-    elif notation := literal_calls.FORMATS.get(name):
+    elif notation is not None:
         values = literal_calls.parse_literal_calls(text, notation, is_complete)
     else:
         with contextlib.suppress(Exception):
-            parsed = parser(text, tools)
-            values = parsed if isinstance(parsed, list) else [parsed]
-    return values or literal_calls.parse_values(text, is_complete)
+            call_or_calls = parser(text, tools)
+            values = call_or_calls if isinstance(call_or_calls, list) else [call_or_calls]
+    # Small models often write JSON, whatever their format is.
+    return values or literal_calls.parse_json_objects(text, is_complete)
 
 
 def format_name(parser: Callable) -> str:
     """Return the name of the format that one of mlx-lm's parsers reads, such as `qwen3_coder`."""
-    return getattr(parser, "__module__", "").rpartition(".")[2]
+    module = getattr(parser, "__module__", "")  # such as mlx_lm.tool_parsers.qwen3_coder
+    _, _, name = module.rpartition(".")
+    return name
 
 
 def ends_within_argument(text: str, parser: Callable) -> bool:
@@ -74,22 +79,28 @@ def ends_within_argument(text: str, parser: Callable) -> bool:
     If so, an end marker after the text is part of the argument and does not end the call.
     """
     name = format_name(parser)
-    if (tags := tagged_calls.FORMATS.get(name)) and not text.lstrip().startswith(("{", "[")):
+    tags = tagged_calls.FORMATS.get(name)
+    is_json = text.lstrip().startswith(("{", "["))
+    if tags is not None and not is_json:
         return tagged_calls.ends_within_tagged_argument(text, tags)
     notation = literal_calls.FORMATS.get(name, literal_calls.JSON)
     return literal_calls.ends_within_string(text, notation)
 
 
-def _is_too_deep(value: Any, n_levels: int = MAX_DEPTH) -> bool:
-    """Return whether a JSON value has `n_levels` or more levels of nesting."""
-    if n_levels == 0:
+def _is_too_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
+    """Return whether a JSON value has `max_depth` or more levels of nesting."""
+    if max_depth == 0:
         return True
     if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, list) and any(_is_too_deep(part, n_levels - 1) for part in value)
+        items = list(value.values())
+    elif isinstance(value, list):
+        items = value
+    else:
+        return False
+    return any(_is_too_deep(item, max_depth - 1) for item in items)
 
 
-def _tool_call(value: Any) -> dict[str, Any] | None:
+def _openai_call(value: Any) -> dict[str, Any] | None:
     """Convert a parsed value to a call in OpenAI's format. Return None if its name or arguments are invalid."""
     if not isinstance(value, dict):
         return None
@@ -97,12 +108,13 @@ def _tool_call(value: Any) -> dict[str, Any] | None:
     name = function.get("name", function.get("function"))
     if not isinstance(name, str) or not name.strip():
         return None
-    argument_fields = [key for key in ARGUMENT_FIELDS if key in function]
-    if argument_fields:
-        arguments = parse_arguments(function[argument_fields[0]])
+    argument_field = next((field for field in ARGUMENT_FIELDS if field in function), None)
+    if argument_field is not None:
+        arguments = parse_arguments(function[argument_field])
     else:  # small models write the arguments next to the name
         arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-        if arguments.keys() & METADATA_FIELDS:  # these fields may or may not be arguments
+        may_be_metadata = bool(arguments.keys() & METADATA_FIELDS)
+        if may_be_metadata:
             return None
     if not isinstance(arguments, dict) or _is_too_deep(arguments):
         return None
