@@ -1,6 +1,5 @@
 """Constrained decoding: a logits processor that makes an answer follow a grammar."""
 
-import itertools
 import math
 import re
 from functools import cached_property
@@ -8,24 +7,24 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import Option, SnapKVError
 from .grammar import AnswerFormat
-from .matcher import make_matcher, reason_of, vocabulary
+from .matcher import error_reason, llguidance_tokenizer, make_matcher
 from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
 NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
 # Within a string, a token lengthens the short end by at most this many tokens: the rest of a character.
 MAX_GROWTH_IN_STRING = 3
-MAX_END = 512  # maximum length of a short end during the answer, in tokens
-MAX_FIRST_END = 4096  # the same, before the answer starts
-REPEATED = r'"min(?:Items|Length|Properties)": (\d+)'  # a schema's minimum counts
+MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
+MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts
+MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # such as `"minItems": 3`
 # Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# If the short end is longer than this, trying a token takes milliseconds. Then fewer tokens are tried: the most likely
-# ones that together have probability CANDIDATES_SHARE.
-SHORT_END = 32  # tokens
+# If the short end has more than this many tokens, trying a token takes milliseconds. Then fewer tokens are tried: the
+# most likely ones that together have probability CANDIDATES_SHARE.
+QUICK_END_LENGTH = 32
 CANDIDATES_SHARE = 0.99
 
 
@@ -56,25 +55,22 @@ class Constraint:
         self.format = answer_format
         self.is_cut = False
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary(tokenizer)
+        self._vocabulary = llguidance_tokenizer(tokenizer)
         self._matcher = make_matcher(tokenizer, answer_format.grammar)
-        prefill = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
-        self._matcher.consume_tokens(prefill)
+        prefill_tokens = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
+        self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
         # Number of answer tokens that the matcher has consumed. It stops at the end of the grammar.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        # Upper bound on how many tokens one token adds to the short end. A token may start an object or array whose
-        # required contents must then follow. Without repetitions, they are no longer than the schema.
-        n_grammar = len(self._vocabulary.greedy_tokenize(answer_format.grammar))
-        repeated = map(int, re.findall(REPEATED, answer_format.grammar))
-        self._max_growth = n_grammar * math.prod(max(1, n) for n in repeated)
-        # Number of remaining tokens at which to look for a short end again.
-        self._next_look = max_tokens
-        # Short ends found while trying tokens, keyed by the token tried.
-        self._known_ends: dict[int, list[int] | None] = {}
-        self._end: list[int] | None = None  # tokens that still have to close the JSON
+        self._max_growth = _max_growth(answer_format.grammar, self._vocabulary)
+        # A short end is looked for again when no more than this many tokens are left.
+        self._n_left_at_next_search = max_tokens
+        # Short ends after the tokens that were tried for the next position, keyed by token.
+        self._end_after_candidate: dict[int, list[int] | None] = {}
+        # Tokens that still have to close the JSON. None if it is not being closed.
+        self._rest_of_end: list[int] | None = None
         self._require_enough_tokens()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -87,23 +83,22 @@ class Constraint:
         if self._n_prompt is None:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
-        is_next = n_answer == len(self._answer) + 1
+        has_one_more = n_answer == len(self._answer) + 1
         # After going back, any answer token may differ.
-        first_new = -1 if is_next else self._n_prompt
-        new = tokens[first_new:]
+        unchecked = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
         # The mask depends only on the tokens, so the CPU builds it while the device computes the logits.
-        mx.async_eval(new)
+        mx.async_eval(unchecked)
         mx.async_eval(logits)
-        new_tokens: Any = new.tolist()
-        if not is_next:
+        new_tokens: Any = unchecked.tolist()
+        if not has_one_more:
             n_same = _common_prefix_length(new_tokens, self._answer)
             self._rewind(n_same)
             new_tokens = new_tokens[n_same:]
         self._consume(new_tokens)
         allowed = allowed_tokens(self._matcher, logits.shape[-1])
         if self._matcher.is_error():
-            raise _failure(self._matcher)
-        allowed = self._keep_an_end(allowed, logits)
+            raise _matcher_error(self._matcher)
+        allowed = self._keep_room_to_end(allowed, logits)
         return mx.where(mx.array(allowed), logits, -mx.inf)
 
     def _consume(self, tokens: list[int]) -> None:
@@ -114,16 +109,16 @@ class Constraint:
                 self._matcher.consume_token(token)
                 self._n_matched += 1
 
-    def _rewind(self, n: int) -> None:
-        """Drop all but the first `n` answer tokens."""
-        del self._answer[n:]
-        if self._n_matched > n:
-            self._matcher.rollback(self._n_matched - n)
-            self._n_matched = n
+    def _rewind(self, n_kept: int) -> None:
+        """Drop all but the first `n_kept` answer tokens."""
+        del self._answer[n_kept:]
+        if self._n_matched > n_kept:
+            self._matcher.rollback(self._n_matched - n_kept)
+            self._n_matched = n_kept
         self.is_cut = False
-        self._end = None
-        self._known_ends = {}
-        self._next_look = self._max_tokens
+        self._rest_of_end = None
+        self._end_after_candidate = {}
+        self._n_left_at_next_search = self._max_tokens
 
     def _require_enough_tokens(self) -> None:
         """Check that a short JSON answer fits into `max_tokens`, unless reasoning may precede it.
@@ -133,7 +128,7 @@ class Constraint:
         if self._max_tokens < 0:
             return
         try:
-            end = short_end(self._matcher, self._vocabulary, MAX_FIRST_END)
+            end = short_end(self._matcher, self._vocabulary, MAX_FIRST_END_LENGTH)
         except FreeText:
             return
         if end is not None and len(end) > self._max_tokens:
@@ -143,62 +138,91 @@ class Constraint:
                 len(end),
             )
 
-    def _keep_an_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
+    def _keep_room_to_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
         """Return which allowed tokens leave room for a short end, bool `(vocabulary,)`.
 
         If the most likely token does not, the JSON is closed: `is_cut` is set, and from then on only the tokens of the
         short end are allowed.
 
         Looking for an end is too slow to do at every token. Each token lengthens the end by at most `_max_growth`, so
-        the next look is due after `(n_left - n_end) // (_max_growth + 1)` tokens.
+        the next search is due after `n_spare // (_max_growth + 1)` tokens.
         """
+        if self._rest_of_end is not None:
+            return self._only_next_of_end(allowed.size, self._rest_of_end)
         n_left = self._max_tokens - len(self._answer)
-        if self._end is not None:
-            following, *self._end = self._end or [self._vocabulary.eos_token]
-            return _only(allowed, [following])
-        if self._max_tokens < 0 or n_left > self._next_look or self._matcher.is_stopped():
+        is_unlimited = self._max_tokens < 0
+        if is_unlimited or n_left > self._n_left_at_next_search or self._matcher.is_stopped():
             return allowed
-        known_ends = self._known_ends
-        self._known_ends = {}
-        last = self._answer[-1] if self._answer else None
-        end = known_ends[last] if last in known_ends else self._look(self._matcher, n_left)
+        end = self._current_end(n_left)
         n_end = 0 if end is None else len(end)
-        n_free = n_left - n_end
-        self._next_look = n_left - max(1, n_free // (self._max_growth + 1))
-        if end is None or n_free > self._max_growth:
+        n_spare = n_left - n_end
+        self._n_left_at_next_search = n_left - max(1, n_spare // (self._max_growth + 1))
+        if end is None or n_spare > self._max_growth:
             return allowed
-        is_free = np.zeros_like(allowed)  # tokens known to leave room for the end
-        bits = self._matcher.compute_bitmask()
-        if n_free > MAX_GROWTH_IN_STRING and is_in_string(bits, self._vocabulary):
-            is_free = allowed & self._without_quotes[: allowed.size]
-        share = math.inf if n_end <= SHORT_END else CANDIDATES_SHARE
-        likeliest = _likeliest(allowed, logits, share)
-        fitting = [token for token in likeliest if is_free[token] or self._fits(token, n_left - 1)]
-        if likeliest[:1] == fitting[:1]:
-            return is_free | _only(allowed, fitting)
+        leaves_room = self._surely_leave_room(allowed, n_spare)
+        share = math.inf if n_end <= QUICK_END_LENGTH else CANDIDATES_SHARE
+        candidates = _likeliest_tokens(allowed, logits, share)
+        fitting = [
+            token for token in candidates if leaves_room[token] or self._fits(token, n_left - 1)
+        ]
+        likeliest_fits = candidates[:1] == fitting[:1]
+        if likeliest_fits:
+            return leaves_room | _mask_of(fitting, allowed.size)
         self.is_cut = True
-        self._end = end
-        return self._keep_an_end(allowed, logits)
+        return self._only_next_of_end(allowed.size, end)
 
-    def _look(self, matcher: LLMatcher, n_left: int) -> list[int] | None:
-        """Return a short end of at most `n_left` tokens. Return None if no end is found or reasoning may come first."""
+    def _only_next_of_end(self, size: int, end: list[int]) -> np.ndarray:
+        """Return a mask that allows only the first token of `end`, and remember the rest of it.
+
+        After the last token of the end, the end-of-answer token is allowed.
+        """
+        next_token, *self._rest_of_end = end or [self._vocabulary.eos_token]
+        return _mask_of([next_token], size)
+
+    def _current_end(self, n_left: int) -> list[int] | None:
+        """Return a short end after the answer so far, from the candidates of the last position if they include it.
+
+        Return None if no end of at most `n_left` tokens is found, or if reasoning may come first.
+        """
+        end_after_candidate = self._end_after_candidate
+        self._end_after_candidate = {}
+        last_token = self._answer[-1] if self._answer else None
+        if last_token in end_after_candidate:
+            return end_after_candidate[last_token]
         try:
-            return short_end(matcher, self._vocabulary, min(n_left, MAX_END))
+            return self._find_end(self._matcher, n_left)
         except FreeText:
             return None
 
+    def _find_end(self, matcher: LLMatcher, n_left: int) -> list[int] | None:
+        """Return a short end of at most `n_left` tokens, or None if none is found.
+
+        Raises: FreeText: the answer is still reasoning.
+        """
+        return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
+
+    def _surely_leave_room(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
+        """Return which allowed tokens leave room for a short end, as far as this is known without trying them.
+
+        Within a string, all tokens do that do not end it, if there are some tokens to spare.
+        """
+        in_string = is_in_string(self._matcher.compute_bitmask(), self._vocabulary)
+        if in_string and n_spare > MAX_GROWTH_IN_STRING:
+            return allowed & self._without_quotes[: allowed.size]
+        return np.zeros_like(allowed)
+
     def _fits(self, token: int, n_left: int) -> bool:
         """Return whether the JSON can end within `n_left` tokens after `token`. Tokens of reasoning always fit."""
-        ahead = self._matcher.deep_copy()
-        if not ahead.consume_token(token):
+        matcher = self._matcher.deep_copy()
+        if not matcher.consume_token(token):
             return False
-        if ahead.is_stopped():
+        if matcher.is_stopped():
             return True
         try:
-            end = short_end(ahead, self._vocabulary, min(n_left, MAX_END))
+            end = self._find_end(matcher, n_left)
         except FreeText:
             return True
-        self._known_ends[token] = end
+        self._end_after_candidate[token] = end
         return end is not None
 
     @cached_property
@@ -209,35 +233,51 @@ class Constraint:
         return allowed_tokens(matcher, size)
 
 
-def _likeliest(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
+def _max_growth(grammar: str, vocabulary: LLTokenizer) -> int:
+    """Return an upper bound on how many tokens one token adds to the short end.
+
+    A token may start an object or array whose required contents must then follow. Without repetitions, they are no
+    longer than the schema.
+    """
+    n_grammar_tokens = len(vocabulary.greedy_tokenize(grammar))
+    min_counts = map(int, MIN_COUNT.findall(grammar))
+    return n_grammar_tokens * math.prod(max(1, count) for count in min_counts)
+
+
+def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
     """Return up to `MAX_CANDIDATES` allowed tokens, most likely first.
 
     The list ends early once its tokens have a total probability of more than `share`.
     """
-    n = min(MAX_CANDIDATES, int(allowed.sum()))
-    probabilities = mx.softmax(mx.where(mx.array(allowed), logits[0], -mx.inf), precise=True)
-    order = mx.argsort(-probabilities)[:n]
-    shares_before: Any = mx.cumsum(probabilities[order], inclusive=False).tolist()
-    tokens: Any = order.tolist()
-    return [token for token, before in zip(tokens, shares_before) if before <= share]
+    n_candidates = min(MAX_CANDIDATES, int(allowed.sum()))
+    allowed_logits = mx.where(mx.array(allowed), logits[0], -mx.inf)
+    probabilities = mx.softmax(allowed_logits, precise=True)
+    best_first = mx.argsort(-probabilities)[:n_candidates]
+    shares_before: Any = mx.cumsum(probabilities[best_first], inclusive=False).tolist()
+    tokens: Any = best_first.tolist()
+    return [token for token, share_before in zip(tokens, shares_before) if share_before <= share]
 
 
-def _only(allowed: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """Return a mask that allows only `tokens`."""
-    mask = np.zeros_like(allowed)
+def _mask_of(tokens: list[int], size: int) -> np.ndarray:
+    """Return a mask that allows only `tokens`, bool `(size,)`."""
+    mask = np.zeros(size, bool)
     mask[tokens] = True
     return mask
 
 
 def _common_prefix_length(first: list[int], second: list[int]) -> int:
     """Return the length of the common prefix of two lists."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
-    return sum(1 for _ in pairs)
+    length = 0
+    for first_token, second_token in zip(first, second):
+        if first_token != second_token:
+            break
+        length += 1
+    return length
 
 
-def _failure(matcher: LLMatcher) -> Exception:
+def _matcher_error(matcher: LLMatcher) -> Exception:
     """Return the error for a failed matcher: the schema is too complex, or the answer has left the grammar."""
-    why = reason_of(matcher)
+    why = error_reason(matcher)
     if "satisfy the grammar" in why:
         return RuntimeError(f"the answer has left its grammar: {why}")
     return SnapKVError(f"the answer's schema is too complex to be enforced: {why}")

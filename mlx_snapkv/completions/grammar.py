@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
-from .matcher import MAX_OPTIONAL_PROPERTIES, make_matcher, vocabulary
+from .matcher import MAX_OPTIONAL_PROPERTIES, llguidance_tokenizer, make_matcher
 from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
@@ -19,10 +18,10 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separato
 MAX_PREFILL_STARTS = 16
 TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
 # Keywords that may allow properties besides those in `properties`.
-NAME_OTHERS = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
-LITERAL = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
+MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
+LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 # Values of `format` that llguidance enforces. JSON Schema allows ignoring all others.
-FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+ENFORCED_FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object that maps names to schemas.
 SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords that llguidance does not support, with the values that restrict nothing.
@@ -58,7 +57,7 @@ class AnswerFormat:
 
 
 def json_format(
-    schema: Schema, tokenizer, state: str | None, what: str, may_call: bool = False
+    schema: Schema, tokenizer, state: str | None, schema_name: str, may_call: bool = False
 ) -> AnswerFormat:
     """Return the format for an answer that must follow a JSON schema.
 
@@ -66,16 +65,17 @@ def json_format(
         schema: a JSON schema.
         tokenizer: the model's tokenizer, with its reasoning and call markers.
         state: initial state of mlx-lm's `TextStateMachine`, or None for answers without reasoning.
-        what: how errors refer to the schema.
+        schema_name: how errors refer to the schema.
         may_call: whether the answer may contain tool calls instead, in any format.
 
     Raises: SnapKVError: the schema can't be enforced.
     """
-    answer = f"%json {_enforceable(schema)}"
+    answer = f"%json {_schema_json(schema)}"
     if may_call and tokenizer.tool_call_start:
-        # Any tokens may follow a call's start marker; `<[*]>` matches one token.
-        answer = f"({answer} | {_terminals(tokenizer.tool_call_start, tokenizer)} <[*]>*)"
-    return AnswerFormat(_grammar(answer, tokenizer, state, {what: schema}))
+        call_start = _terminals(tokenizer.tool_call_start, tokenizer)
+        any_tokens = "<[*]>*"
+        answer = f"({answer} | {call_start} {any_tokens})"
+    return AnswerFormat(_answer_grammar(answer, tokenizer, state, {schema_name: schema}))
 
 
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
@@ -85,13 +85,15 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
     breaks, which the grammar forbids, are dropped if necessary. If no bracket works, the answer must contain the whole
     JSON.
     """
-    brackets = [match.start() for match in re.finditer(r"[\[{]", prefill)]
-    starts = [prefill[start:] for start in brackets[:MAX_PREFILL_STARTS]] or [prefill.lstrip()]
-    candidates = [spelling for json_text in starts for spelling in _spellings(json_text)]
-    for text in candidates:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+    bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
+    starts_of_json = [prefill[position:] for position in bracket_positions[:MAX_PREFILL_STARTS]]
+    if not starts_of_json:
+        starts_of_json = [prefill.lstrip()]
+    candidates = [spelling for start in starts_of_json for spelling in _spellings(start)]
+    for candidate in candidates:
+        tokens = tokenizer.encode(candidate, add_special_tokens=False)
         if tokens and make_matcher(tokenizer, answer_format.grammar).consume_tokens(tokens):
-            return replace(answer_format, prefill=text)
+            return replace(answer_format, prefill=candidate)
     return answer_format
 
 
@@ -109,43 +111,48 @@ def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFor
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
-    schemas = {
-        name_of(tool): _arguments_schema(tool["function"].get("parameters")) for tool in tools
-    }
+    schemas: dict[str, Schema] = {}  # keyed by tool name
+    for tool in tools:
+        name = tool_name(tool)
+        schemas[name] = _arguments_schema(tool["function"].get("parameters"))
     try:
-        return _call_format(schemas, tokenizer, state)
+        return _format_of_call(schemas, tokenizer, state)
     except TooLargeTogether:
-        any_arguments = _call_format(dict.fromkeys(schemas, ANY_OBJECT), tokenizer, state)
-        return replace(any_arguments, note=TOO_LARGE)
+        any_arguments = dict.fromkeys(schemas, ANY_OBJECT)
+        return replace(_format_of_call(any_arguments, tokenizer, state), note=TOO_LARGE)
 
 
-def _call_format(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas."""
+def _format_of_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
+    """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas.
+
+    Models of Mistral write `[TOOL_CALLS]NAME[ARGS]{...}` or, if they are older, `[TOOL_CALLS][{...}]`.
+    """
     parser = tokenizer.tool_parser
-    terminals = partial(_terminals, tokenizer=tokenizer)
-    start = terminals(tokenizer.tool_call_start or "")
-    end = terminals(tokenizer.tool_call_end or "")
+    start = _terminals(tokenizer.tool_call_start or "", tokenizer)
+    end = _terminals(tokenizer.tool_call_end or "", tokenizer)
+    is_mistral = parser is mistral.parse_tool_call
+    has_names_before_arguments = is_mistral and "[ARGS]" in str(tokenizer.chat_template)
     kind: Literal["call", "marked call"] = "marked call"
-    if parser is mistral.parse_tool_call and "[ARGS]" in str(tokenizer.chat_template):
+    if has_names_before_arguments:
         calls = [
-            f"{terminals(f'{name}[ARGS]')} %json {_enforceable(schema)}"
+            f"{_terminals(f'{name}[ARGS]', tokenizer)} %json {_schema_json(schema)}"
             for name, schema in schemas.items()
         ]
         answer = f"{start} ({' | '.join(calls)})"
-    elif parser is mistral.parse_tool_call:
+    elif is_mistral:
         answer = f'{start} "[" ({_json_calls(schemas)}) "]"'
     elif parser is json_tools.parse_tool_call:
         answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
     else:
         answer = f"({_json_calls(schemas)})"
         kind = "call"
-    named_schemas = {
+    schemas_for_errors = {
         f"the parameters of the tool {name!r}": schema for name, schema in schemas.items()
     }
-    return AnswerFormat(_grammar(answer, tokenizer, state, named_schemas), kind)
+    return AnswerFormat(_answer_grammar(answer, tokenizer, state, schemas_for_errors), kind)
 
 
-def name_of(tool: dict[str, Any]) -> str:
+def tool_name(tool: dict[str, Any]) -> str:
     """Return a tool's name.
 
     Raises: SnapKVError: the tool has no function with a name.
@@ -164,8 +171,10 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     """
     calls = []
     for name, schema in schemas.items():
-        start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-        calls.append(f'{_literal(start)} %json {_enforceable(schema)} "}}"')
+        quoted_name = json.dumps(name, ensure_ascii=False)
+        text_before_arguments = f'{{"name": {quoted_name}, "arguments": '
+        start = _string_terminal(text_before_arguments)
+        calls.append(f'{start} %json {_schema_json(schema)} "}}"')
     return " | ".join(calls)
 
 
@@ -179,70 +188,73 @@ def _arguments_schema(parameters: Any) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    closed = parameters if _combines(parameters) else _closed(parameters)
-    if _names_all_properties(parameters):
+    closed = parameters if _combines_schemas(parameters) else _close_objects(parameters)
+    if _names_all_required(parameters):
         return {"type": "object", "additionalProperties": False, **closed}
     return {"type": "object", **closed}
 
 
-def _names_all_properties(schema: dict[str, Any]) -> bool:
+def _names_all_required(schema: dict[str, Any]) -> bool:
     """Return whether an object's `properties` includes all required ones, and no other keyword can allow more."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
-    names_required = (
-        isinstance(properties, dict)
-        and isinstance(required, list)
-        and all(isinstance(name, str) and name in properties for name in required)
-    )
-    return names_required and not schema.keys() & NAME_OTHERS
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    names_required = all(isinstance(name, str) and name in properties for name in required)
+    may_allow_more = bool(schema.keys() & MAY_ALLOW_MORE)
+    return names_required and not may_allow_more
 
 
-def _combines(schema: Any) -> bool:
+def _combines_schemas(schema: Any) -> bool:
     """Return whether several parts of a schema may describe the same object.
 
     Such parts must not be closed, because one would forbid the properties that another names.
     """
     if isinstance(schema, list):
-        return any(map(_combines, schema))
+        return any(map(_combines_schemas, schema))
     if not isinstance(schema, dict):
         return False
-    keywords = schema.keys()
-    if "allOf" in keywords or ("properties" in keywords and keywords & {"anyOf", "oneOf", "$ref"}):
+    has_properties_and_others = "properties" in schema and schema.keys() & {
+        "anyOf",
+        "oneOf",
+        "$ref",
+    }
+    if "allOf" in schema or has_properties_and_others:
         return True
-    return any(map(_combines, schema.values()))
+    return any(map(_combines_schemas, schema.values()))
 
 
-def _closed(schema: Any) -> Any:
+def _close_objects(schema: Any) -> Any:
     """Forbid additional properties in every object of a schema that names its properties, at any depth.
 
     Objects without named properties stay open, because they may be maps.
     """
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_close_objects(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: part if key in LITERAL else _closed(part) for key, part in schema.items()}
-    if (
-        schema.get("type") == "object"
-        and schema.get("properties")
-        and _names_all_properties(schema)
-    ):
+    closed = {
+        keyword: value if keyword in LITERAL_KEYWORDS else _close_objects(value)
+        for keyword, value in schema.items()
+    }
+    is_object_with_properties = schema.get("type") == "object" and schema.get("properties")
+    if is_object_with_properties and _names_all_required(schema):
         return {"additionalProperties": False, **closed}
     return closed
 
 
-def _enforceable(schema: Schema) -> str:
+def _schema_json(schema: Schema) -> str:
     """Return a schema as JSON text for llguidance, set to allow only JSON on one line."""
     if schema is False:
         return "false"
-    rules = {} if schema is True else _simplified(schema)
-    return json.dumps(rules | {"x-guidance": ONE_LINE})
+    keywords = {} if schema is True else _simplify(schema)
+    return json.dumps(keywords | {"x-guidance": ONE_LINE})
 
 
-def _simplified(schema: Any) -> Any:
+def _simplify(schema: Any) -> Any:
     """Remove keywords that restrict nothing from a schema, and convert numbers such as 2.0 to 2."""
     if isinstance(schema, list):
-        return [_simplified(part) for part in schema]
+        return [_simplify(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
         return int(schema)
     if not isinstance(schema, dict):
@@ -250,11 +262,11 @@ def _simplified(schema: Any) -> Any:
     simpler = {}
     for keyword, value in schema.items():
         if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
-            simpler[keyword] = {name: _simplified(part) for name, part in value.items()}
+            simpler[keyword] = {name: _simplify(part) for name, part in value.items()}
         elif keyword == "const" or (keyword == "enum" and value is not None):
             simpler[keyword] = value
         elif not _is_unrestrictive(keyword, value):
-            simpler[keyword] = _simplified(value)
+            simpler[keyword] = _simplify(value)
     return simpler
 
 
@@ -263,14 +275,13 @@ def _is_unrestrictive(keyword: str, value: Any) -> bool:
     if value is None:  # some languages write an empty list as null
         return keyword != "default"
     if keyword == "format":
-        return isinstance(value, str) and value not in FORMATS
+        return isinstance(value, str) and value not in ENFORCED_FORMATS
+    unrestrictive_values = UNRESTRICTIVE.get(keyword, ())
     # Compare types as well, because True == 1 in Python.
-    return any(
-        type(value) is type(other) and value == other for other in UNRESTRICTIVE.get(keyword, ())
-    )
+    return any(type(value) is type(other) and value == other for other in unrestrictive_values)
 
 
-def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
+def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schema]) -> str:
     """Return an answer's Lark grammar, including reasoning that may precede the answer.
 
     Args:
@@ -283,23 +294,23 @@ def _grammar(answer: str, tokenizer, state: str | None, schemas: dict[str, Schem
         TooLargeTogether: each schema can be enforced alone, but not all together.
         SnapKVError: a schema can't be enforced.
     """
-    thoughts, rules = _thoughts(tokenizer, state)
-    for what, schema in schemas.items():
-        _require_few_optional(schema, what)
-    grammar = f"start: {thoughts} {answer}\n{rules}"
+    reasoning, reasoning_rules = _reasoning_grammar(tokenizer, state)
+    for schema_name, schema in schemas.items():
+        _require_few_optional_properties(schema, schema_name)
+    grammar = f"start: {reasoning} {answer}\n{reasoning_rules}"
     try:
         make_matcher(tokenizer, grammar)
     except SnapKVError:
         # Compile each schema alone, so that the error names the one at fault.
-        for what, schema in schemas.items():
-            make_matcher(tokenizer, f"start: %json {_enforceable(schema)}", what)
+        for schema_name, schema in schemas.items():
+            make_matcher(tokenizer, f"start: %json {_schema_json(schema)}", schema_name)
         if len(schemas) > 1:
             raise TooLargeTogether("the schemas are too large together") from None
         raise
     return grammar
 
 
-def _require_few_optional(schema: Schema, what: str) -> None:
+def _require_few_optional_properties(schema: Schema, schema_name: str) -> None:
     """Check that no object in a schema has more optional properties than the matcher supports.
 
     Raises: SnapKVError: an object has too many.
@@ -307,30 +318,35 @@ def _require_few_optional(schema: Schema, what: str) -> None:
     n_optional = max(_n_optional_properties(schema), default=0)
     if n_optional > MAX_OPTIONAL_PROPERTIES:
         why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
-        raise SnapKVError(f"{what} can't be enforced: {why}")
+        raise SnapKVError(f"{schema_name} can't be enforced: {why}")
 
 
-def _thoughts(tokenizer, state: str | None) -> tuple[str, str]:
+def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
     """Return the grammar expression for reasoning before an answer, and the rules that it uses."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules
-    first, *rest = _terminal_list(tokenizer.think_end, tokenizer)
-    if first.startswith("<["):  # a special token
-        end = f"TEXT {first}"
+    first_end_terminal, *other_end_terminals = _terminal_list(tokenizer.think_end, tokenizer)
+    if _is_special_token(first_end_terminal):
+        text_and_end = f"TEXT {first_end_terminal}"
     else:
-        end = "until"  # lazy: it ends at the first end marker
-        rules += f"until[lazy]: TEXT {first}\n"
-    rules += f'thoughts: {" ".join([end, *rest])} "\\n\\n"?\n'
+        text_and_end = "until"
+        # A lazy rule ends at the first end marker.
+        rules += f"until[lazy]: TEXT {first_end_terminal}\n"
+    whole_end = " ".join([text_and_end, *other_end_terminals])
+    rules += f'thoughts: {whole_end} "\\n\\n"?\n'
     if state == "reasoning":
         return "thoughts", rules
-    return f"({_terminals(tokenizer.think_start, tokenizer)} thoughts)?", rules
+    think_start = _terminals(tokenizer.think_start, tokenizer)
+    return f"({think_start} thoughts)?", rules
 
 
 def _n_optional_properties(schema: Any) -> Iterator[int]:
     """Yield the number of optional properties of each object in a schema."""
-    parts = schema
-    if isinstance(schema, dict):
+    parts: Iterable[Any] = ()
+    if isinstance(schema, list):
+        parts = schema
+    elif isinstance(schema, dict):
         parts = schema.values()
         properties = schema.get("properties")
         if isinstance(properties, dict):
@@ -338,9 +354,8 @@ def _n_optional_properties(schema: Any) -> Iterator[int]:
             names = required if isinstance(required, list) else []
             required_names = {name for name in names if isinstance(name, str)}
             yield len(properties.keys() - required_names)
-    if not isinstance(parts, str | int | float | None):
-        for part in parts:
-            yield from _n_optional_properties(part)
+    for part in parts:
+        yield from _n_optional_properties(part)
 
 
 def _terminals(text: str, tokenizer) -> str:
@@ -350,24 +365,28 @@ def _terminals(text: str, tokenizer) -> str:
 
 def _terminal_list(text: str, tokenizer) -> list[str]:
     """Return text as a list of terminals: special tokens, such as call markers, by id, and other text as strings."""
-    known = vocabulary(tokenizer)
-    special_ids = {
-        str(token): token_id
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token_id < known.vocab_size and known.is_special_token(token_id) and str(token) in text
-    }
+    vocabulary = llguidance_tokenizer(tokenizer)
+    special_ids: dict[str, int] = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        is_special = token_id < vocabulary.vocab_size and vocabulary.is_special_token(token_id)
+        if is_special and str(token) in text:
+            special_ids[str(token)] = token_id
     parts = [text]
     if special_ids:
         # One token may be the start of another, so try longer ones first.
         longest_first = sorted(special_ids, key=len, reverse=True)
-        any_special = "|".join(map(re.escape, longest_first))
-        parts = re.split(f"({any_special})", text)
+        any_special_token = "|".join(map(re.escape, longest_first))
+        parts = re.split(f"({any_special_token})", text)
     return [
-        f"<[{special_ids[part]}]>" if part in special_ids else _literal(part)
+        f"<[{special_ids[part]}]>" if part in special_ids else _string_terminal(part)
         for part in parts
         if part
     ]
 
 
-def _literal(text: str) -> str:
+def _is_special_token(terminal: str) -> bool:
+    return terminal.startswith("<[")
+
+
+def _string_terminal(text: str) -> str:
     return json.dumps(text)

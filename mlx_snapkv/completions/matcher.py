@@ -14,49 +14,49 @@ MAX_OPTIONAL_PROPERTIES = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
 MAX_REASON_LENGTH = 200  # maximum number of characters quoted from llguidance's error message
 
-_vocabularies: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
-def vocabulary(tokenizer) -> LLTokenizer:
+def llguidance_tokenizer(tokenizer) -> LLTokenizer:
     """Return llguidance's version of a tokenizer, with the bytes of all tokens.
 
     The result is cached, because large vocabularies take seconds.
 
     Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
     """
-    if tokenizer not in _vocabularies:
-        ends = sorted(token for token in tokenizer.eos_token_ids if token < len(tokenizer))
+    if tokenizer not in _tokenizers:
+        end_tokens = sorted(token for token in tokenizer.eos_token_ids if token < len(tokenizer))
         try:
-            _vocabularies[tokenizer] = from_tokenizer(tokenizer._tokenizer, eos_token=ends)
+            _tokenizers[tokenizer] = from_tokenizer(tokenizer._tokenizer, eos_token=end_tokens)
         except Exception as error:
             raise SnapKVError(
                 f"this model's tokenizer allows no JSON schema and no forced call: {brief(error)}"
             ) from error
-    return _vocabularies[tokenizer]
+    return _tokenizers[tokenizer]
 
 
-def make_matcher(tokenizer, grammar: str, what: str = "the grammar") -> LLMatcher:
+def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> LLMatcher:
     """Return a matcher for a Lark grammar, at the start of an answer.
 
-    Raises: SnapKVError: the grammar can't be enforced. The error refers to it as `what`.
+    Raises: SnapKVError: the grammar can't be enforced. The error refers to it as `grammar_name`.
     """
-    matcher = LLMatcher(vocabulary(tokenizer), grammar, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(llguidance_tokenizer(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise SnapKVError(f"{what} can't be enforced: {reason_of(matcher)}")
+        raise SnapKVError(f"{grammar_name} can't be enforced: {error_reason(matcher)}")
     return matcher
 
 
-def reason_of(matcher: LLMatcher) -> str:
+def error_reason(matcher: LLMatcher) -> str:
     """Return a matcher's error for use in a sentence, without llguidance's prefixes and quotations."""
     # Clients have no use for quoted grammar lines or the parser's state.
-    reason = re.sub(r"(\n +\d+ \||\n<state>).*", "", matcher.get_error(), flags=re.DOTALL)
+    quotation = re.compile(r"(\n +\d+ \||\n<state>).*", re.DOTALL)
+    reason = quotation.sub("", matcher.get_error())
     if reason.startswith("panic: "):  # llguidance has hit a limit
         return "it is too large"
-    reason = re.sub(
-        r"^at \d+\(\d+\): (failed to compile JSON schema: )?|^Parser Error: |; consider .*",
-        "",
-        reason,
-    )
+    position = r"^at \d+\(\d+\): (failed to compile JSON schema: )?"  # such as "at 1(8): "
+    parser_prefix = "^Parser Error: "
+    advice = "; consider .*"
+    reason = re.sub(f"{position}|{parser_prefix}|{advice}", "", reason)
     if "coerce_one_of" in reason:
         return "parts of a oneOf may overlap, so use anyOf"
     reason = " ".join(reason.split()).replace("Unimplemented keys", "unsupported keywords")

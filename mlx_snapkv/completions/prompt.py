@@ -3,14 +3,14 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.generate import text_tokens
 from ..engine.token_ids import require_in_vocabulary
 from ..errors import SnapKVError, brief
 from .body import Body, ChatBody
 from .contents import MAX_TYPE_LENGTH, replace_surrogates_in
-from .grammar import name_of
+from .grammar import tool_name
 from .messages import Message
 from .rendering import Rendered, initial_state, render
 from .thinking import thinking_options
@@ -37,6 +37,20 @@ class Prompt:
     tool_choice: ToolChoice | None = None
 
 
+class ToolOffer(NamedTuple):
+    """What a body offers the model to call.
+
+    Attributes:
+        tools: the tools for the chat template, or None if there are none.
+        choice: the body's tool choice, or None if it has none or it was dropped.
+        notes: sentences about ignored tools and choices.
+    """
+
+    tools: list[dict[str, Any]] | None
+    choice: ToolChoice | None
+    notes: list[str]
+
+
 def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Prompt:
     """Convert a body's prompt to tokens.
 
@@ -59,15 +73,17 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
     """Return a chat's prompt, up to the start of the answer."""
-    tools, tool_choice, tool_notes = _tools_and_choice(body)
-    rendered, notes = _render_messages(body, tokenizer, body.messages, tools, for_answer=True)
+    offer = _tool_offer(body)
+    rendered, message_notes = _render_messages(
+        body, tokenizer, body.messages, offer.tools, for_answer=True
+    )
     return Prompt(
         tokens=rendered.tokens,
         initial_state=initial_state(tokenizer, rendered),
-        tools=tools,
-        warnings=(*tool_notes, *notes),
+        tools=offer.tools,
+        warnings=(*offer.notes, *message_notes),
         prefill=rendered.prefill,
-        tool_choice=tool_choice,
+        tool_choice=offer.choice,
     )
 
 
@@ -76,31 +92,29 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
     Raises: SnapKVError: the template rejects the messages, or the model has no template.
     """
-    tools, _, _ = _tools_and_choice(body)
+    tools = _tool_offer(body).tools
     rendered, _ = _render_messages(body, tokenizer, context, tools, for_answer=False)
     return rendered.tokens
 
 
-def _tools_and_choice(
-    body: ChatBody,
-) -> tuple[list[dict[str, Any]] | None, ToolChoice | None, list[str]]:
-    """Return the tools for the chat template, the tool choice, and notes about ignored tools and choices."""
+def _tool_offer(body: ChatBody) -> ToolOffer:
+    """Return the functions of a body that may be called, and its tool choice. Built-in services are left out."""
     choice = body.tool_choice
     may_call = choice is None or choice.type != "none"
     client_tools = replace_surrogates_in(body.tools or []) if may_call else []
     services = [tool for tool in client_tools if _is_service(tool)]
     tools = [_function_tool(tool) for tool in client_tools if not _is_service(tool)]
-    kinds = dict.fromkeys(str(tool["type"])[:MAX_TYPE_LENGTH] for tool in services)
-    notes = [f"tools of the type {kind} are left out: {ONLY_FUNCTIONS}" for kind in kinds]
+    service_types = dict.fromkeys(str(tool["type"])[:MAX_TYPE_LENGTH] for tool in services)
+    notes = [f"tools of the type {kind} are left out: {ONLY_FUNCTIONS}" for kind in service_types]
     if choice is None:
-        return tools or None, None, notes
+        return ToolOffer(tools or None, None, notes)
     if choice.allowed is not None:
-        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
+        tools = [tool for tool in tools if tool_name(tool) in choice.allowed]
     if _forces_service(choice, tools, services):
-        service = f", no {choice.service}" if choice.service else ""
-        notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{service}")
+        missing_service = f", no {choice.service}" if choice.service else ""
+        notes.append(f"tool_choice is left out: {ONLY_FUNCTIONS}{missing_service}")
         choice = None
-    return tools or None, choice, notes
+    return ToolOffer(tools or None, choice, notes)
 
 
 def _forces_service(choice: ToolChoice, tools: list[Any], services: list[dict[str, Any]]) -> bool:
@@ -125,12 +139,13 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert any API's function definition to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
-    function = {}
-    for name, value in tool.items():
-        if name != "type":
-            # Anthropic's name is `input_schema`. Keep the order of the fields, because templates show them to the
-            # model.
-            function["parameters" if name == "input_schema" else name] = value
+    # Anthropic's name for `parameters` is `input_schema`. Keep the order of the fields, because templates show them to
+    # the model.
+    function = {
+        "parameters" if field == "input_schema" else field: value
+        for field, value in tool.items()
+        if field != "type"
+    }
     return {"type": "function", "function": function}
 
 
@@ -146,12 +161,12 @@ def _render_messages(
     If `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
     """
     messages = list(messages)
-    thinking, notes = thinking_options(body, tokenizer)
-    continues = for_answer and body.continue_final_message is not False
-    options = thinking | {"add_generation_prompt": for_answer}
-    rendered = render(tokenizer, messages, tools, options, continues)
+    thinking_variables, thinking_notes = thinking_options(body, tokenizer)
+    variables = thinking_variables | {"add_generation_prompt": for_answer}
+    may_continue = for_answer and body.continue_final_message is not False
+    rendered = render(tokenizer, messages, tools, variables, may_continue)
     message_notes = [note for message in messages for note in message.notes]
-    return rendered, [*message_notes, *notes, *rendered.notes]
+    return rendered, [*message_notes, *thinking_notes, *rendered.notes]
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:

@@ -12,14 +12,14 @@ from ..errors import SnapKVError
 from .body import Body, ChatBody, Defaults
 from .constraint import Constraint
 from .fields import NO_LIMIT
-from .grammar import AnswerFormat, call_format, continue_json, json_format, name_of
+from .grammar import AnswerFormat, call_format, continue_json, json_format, tool_name
 from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
 # Unknown fields that need no warning, because they would not change an answer here, or because they concern other
 # requests.
-HARMLESS = set(
+FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
@@ -27,7 +27,7 @@ HARMLESS = set(
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
-EMPTY_VALUES: tuple[Any, ...] = ({}, [], "", False)
+VALUES_WITHOUT_EFFECT: tuple[Any, ...] = ({}, [], "", False)
 MAX_FIELD_LENGTH = 80  # maximum length of an unknown field's name in a warning, in characters
 PENALTY_FIELDS = {
     f"{name}_{field}"
@@ -109,13 +109,13 @@ def completion_request(
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
-    answer_format = None
     if isinstance(body, ChatBody):
         answer_format = _answer_format(body, prompt, tokenizer)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     else:
+        answer_format = None
         n_logprobs = body.logprobs
-    processors = _bias_and_penalties(body, vocabulary_size)
+    processors = _bias_and_penalty_processors(body, vocabulary_size)
     max_tokens = _max_tokens(body, defaults, bounds)
     warnings = list(prompt.warnings)
     constraint = None
@@ -124,10 +124,11 @@ def completion_request(
         processors.append(constraint)
         if answer_format.note:
             warnings.append(answer_format.note)
-    unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    extra_fields = body.model_extra or {}
+    unknown_fields = {name: value for name, value in extra_fields.items() if value is not None}
     forces_call = answer_format is not None and answer_format.kind != "json"
     may_call_several = prompt.tools is not None and not forces_call
-    warnings += _warnings(unknown, may_call_several)
+    warnings += _unknown_field_warnings(unknown_fields, may_call_several)
     return CompletionRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
@@ -138,7 +139,7 @@ def completion_request(
         tools=prompt.tools,
         chat=isinstance(body, ChatBody),
         n_logprobs=n_logprobs,
-        ignored=sorted(unknown),
+        ignored=sorted(unknown_fields),
         warnings=list(dict.fromkeys(warnings)),
         constraint=constraint,
         uses_functions=body.uses_functions,
@@ -146,7 +147,7 @@ def completion_request(
     )
 
 
-def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
+def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Callable]:
     """Return mlx-lm's logits processors for a body's bias and penalties.
 
     Raises: SnapKVError: a token of `logit_bias` is outside the vocabulary.
@@ -157,35 +158,41 @@ def _bias_and_penalties(body: Body, vocabulary_size: int) -> list[Callable]:
     return make_logits_processors(bias or None, **penalties)
 
 
-def _warnings(unknown: dict[str, Any], may_call_several: bool) -> list[str]:
+def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bool) -> list[str]:
     """Return a warning for each unknown field from which a client may expect an effect.
 
     Args:
-        unknown: values of the unknown fields, by name.
+        unknown_fields: values of the unknown fields, by name.
         may_call_several: whether an answer may contain several tool calls.
     """
     warnings = []
-    for name, value in sorted(unknown.items()):
-        is_without_effect = name in HARMLESS or value in EMPTY_VALUES or _keeps_all(value)
-        if not is_without_effect:
+    for name, value in sorted(unknown_fields.items()):
+        has_effect = not (
+            name in FIELDS_WITHOUT_EFFECT
+            or value in VALUES_WITHOUT_EFFECT
+            or _keeps_whole_context(value)
+        )
+        if has_effect:
             warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
-    if unknown.get("parallel_tool_calls") is False and may_call_several:
+    if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
         warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
     return warnings
 
 
-def _keeps_all(value: Any) -> bool:
+def _keeps_whole_context(value: Any) -> bool:
     """Return whether a value is a `context_management` without effect, which Claude Code always sends."""
     edits = value.get("edits") if isinstance(value, dict) else None
-    return isinstance(edits, list) and all(
-        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
-    )
+    if not isinstance(edits, list):
+        return False
+    return all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
 
 
 def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
     """Return the maximum answer length in tokens: the body's or the default, capped by the model's limit."""
     max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
-    return bounds.max_tokens if max_tokens == NO_LIMIT else min(max_tokens, bounds.max_tokens)
+    if max_tokens == NO_LIMIT:
+        return bounds.max_tokens
+    return min(max_tokens, bounds.max_tokens)
 
 
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
@@ -196,12 +203,14 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
     state = prompt.initial_state
     choice = prompt.tool_choice
     if choice is not None and choice.type in ("required", "function"):
-        return call_format(_callable_tools(prompt.tools or [], choice), tokenizer, state)
+        tools = _callable_tools(prompt.tools or [], choice)
+        return call_format(tools, tokenizer, state)
     schema = None if body.response_format is None else body.response_format.schema_to_enforce
     if schema is None:
         return None
-    what = "response_format's schema"
-    answer_format = json_format(schema, tokenizer, state, what, may_call=bool(prompt.tools))
+    answer_format = json_format(
+        schema, tokenizer, state, "response_format's schema", may_call=bool(prompt.tools)
+    )
     if state == "reasoning":  # the prefill is part of the reasoning, not of the JSON
         return answer_format
     return continue_json(answer_format, prompt.prefill, tokenizer)
@@ -214,7 +223,7 @@ def _callable_tools(tools: list[dict[str, Any]], choice: ToolChoice) -> list[dic
     """
     if choice.function is not None:
         name = choice.function.name
-        tools = [tool for tool in tools if name_of(tool) == name]
+        tools = [tool for tool in tools if tool_name(tool) == name]
         if not tools:
             raise SnapKVError(f"tool_choice asks for {name!r}, which is none of the tools")
     if not tools:

@@ -29,13 +29,14 @@ def make_sampler(
     del options["max_tokens"]
     if body.temperature is not None:
         options["temp"] = body.temperature
-    if options["top_k"] >= vocabulary_size:
-        rule = f"less than the vocabulary's {vocabulary_size}"
-        raise OptionError("top_k", rule, options["top_k"])
+    top_k = options["top_k"]
+    if top_k >= vocabulary_size:
+        raise OptionError("top_k", f"less than the vocabulary's {vocabulary_size}", top_k)
     # A top_p of 0 means no limit in mlx-lm's flags, and therefore in `defaults`. In a body it means greedy decoding.
-    asks_for_likeliest = body.top_p is not None and body.top_p < NEARLY_ZERO
-    if options["temp"] < NEARLY_ZERO or asks_for_likeliest:
+    has_zero_top_p = body.top_p is not None and body.top_p < NEARLY_ZERO
+    if options["temp"] < NEARLY_ZERO or has_zero_top_p:
         return None
+    # As in mlx-lm's server, XTC never removes line breaks and the end of the answer.
     exempt_from_xtc = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
     sampler = sample_utils.make_sampler(
         **options,
@@ -70,9 +71,10 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Sample the next token `(1,)` from log-probabilities `(1, vocab_size)`."""
-        state: Any = self._key.tolist()
-        high, low = state
-        mx.random.seed((high << 32) | low)
+        key_words: Any = self._key.tolist()
+        high_word, low_word = key_words
+        mx.random.seed((high_word << 32) | low_word)
         for _ in range(self._n_draws):
-            self._key = mx.random.split(self._key, stream=mx.cpu)[0]
+            next_keys = mx.random.split(self._key, stream=mx.cpu)
+            self._key = next_keys[0]
         return self._sampler(logprobs)

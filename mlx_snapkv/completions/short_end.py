@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 CLOSERS = '}]",:0'  # characters that bring JSON closer to its end, in order of preference
 QUOTE = '"'
 IN_STRING = "~"  # a character that JSON allows only in strings
-# Characters that may continue a value or a name.
-CHOICES = string.ascii_letters + string.digits + "{[-"
+# Characters that may continue a value or a name, tried if no closer is allowed.
+CONTINUATIONS = string.ascii_letters + string.digits + "{[-"
 MAX_CHOICES = 8  # maximum number of alternatives at one position
 MAX_PATHS = 64  # maximum number of paths per search
 MAX_STEPS = 4096  # maximum number of tokens per search, over all paths
@@ -32,10 +32,12 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
 
     Raises: FreeText: the answer is still reasoning.
     """
-    end = _search(matcher, tokenizer, max_length, MAX_CHOICES)
+    end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
+    if end is not None:
+        return end
     # A position with many alternatives, such as a pattern, can use up all paths. Search again with only one per
     # position.
-    return _search(matcher, tokenizer, max_length, 1) if end is None else end
+    return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 
 def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
@@ -46,7 +48,7 @@ def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
 
 def is_in_string(bits: bytes, tokenizer: LLTokenizer) -> bool:
     """Return whether a matcher is inside a string: its bitmask allows both a closing quote and more text."""
-    tokens = (_token(character, tokenizer) for character in (QUOTE, IN_STRING))
+    tokens = (_character_token(character, tokenizer) for character in (QUOTE, IN_STRING))
     return all(_is_allowed(bits, token) for token in tokens)
 
 
@@ -60,37 +62,40 @@ class _Path:
     tokens: list[int] = field(compare=False)
     was_in_string: bool = field(default=False, compare=False)
 
-    def take(self, tokens: list[int]) -> bool:
+    def append(self, tokens: list[int]) -> bool:
         """Append tokens, and return whether the grammar allows them."""
         self.tokens += tokens
         self.length += len(tokens)
         return bool(self.matcher.consume_tokens(tokens))
 
 
-def _search(
+def _search_end(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
     numbers = itertools.count()
-    paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]
+    paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]  # a heap, shortest first
     n_steps = 0
-    for _ in range(MAX_PATHS if max_choices > 1 else max_length + 1):
+    # With one choice per position there is only one path.
+    max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
+    for _ in range(max_rounds):
         if not paths or n_steps > MAX_STEPS:
             break
         path = heapq.heappop(paths)
         if path.matcher.is_accepting():
             return path.tokens
-        n_before = path.length
-        choices = _advance(path, tokenizer, max_length)
-        n_steps += path.length - n_before
-        if choices is None:
+        length_before = path.length
+        next_tokens = _advance(path, tokenizer, max_length)
+        n_steps += path.length - length_before
+        if next_tokens is None:
             continue
-        if not choices:  # the answer may end here, but there may be a shorter path
+        if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, path)
-        for token in choices[:max_choices] if len(choices) <= MAX_CHOICES else choices[:1]:
-            ahead = _Path(path.length, next(numbers), path.matcher.deep_copy(), [*path.tokens])
-            if ahead.take([token]):
-                heapq.heappush(paths, ahead)
+        has_many_choices = len(next_tokens) > MAX_CHOICES
+        for token in next_tokens[: 1 if has_many_choices else max_choices]:
+            branch = _Path(path.length, next(numbers), path.matcher.deep_copy(), [*path.tokens])
+            if branch.append([token]):
+                heapq.heappush(paths, branch)
     return None
 
 
@@ -102,31 +107,33 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
     Raises: FreeText: the path is inside reasoning.
     """
     while not path.matcher.is_accepting():
-        new = path.matcher.compute_ff_tokens()  # tokens that the grammar forces
-        if not new:
+        tokens = path.matcher.compute_ff_tokens()  # tokens that the grammar forces
+        if not tokens:
             bits = path.matcher.compute_bitmask()
             in_string = is_in_string(bits, tokenizer)
             if in_string and path.was_in_string:
                 raise FreeText  # the last quote did not end the string
             path.was_in_string = in_string
-            new = _possible(bits, QUOTE if in_string else CLOSERS, tokenizer)[:1]
-        if not new:
-            choices = _possible(bits, CHOICES, tokenizer)
+            closers = QUOTE if in_string else CLOSERS
+            tokens = _allowed_character_tokens(bits, closers, tokenizer)[:1]
+        if not tokens:
+            next_tokens = _allowed_character_tokens(bits, CONTINUATIONS, tokenizer)
             # Otherwise use any allowed token, such as the rest of a character.
             any_token = int(allowed_tokens(path.matcher, tokenizer.vocab_size).argmax())
-            return choices or [any_token]
-        if path.length + len(new) > max_length or not path.take(new):
+            return next_tokens or [any_token]
+        is_too_long = path.length + len(tokens) > max_length
+        if is_too_long or not path.append(tokens):
             return None
     return []
 
 
-def _possible(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
+def _allowed_character_tokens(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
     """Return the tokens of those characters that a matcher's bitmask allows."""
-    tokens = (_token(character, tokenizer) for character in characters)
+    tokens = (_character_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bits, token)]
 
 
-def _token(character: str, tokenizer: LLTokenizer) -> int:
+def _character_token(character: str, tokenizer: LLTokenizer) -> int:
     """Return a character's token."""
     first, *_ = tokenizer.greedy_tokenize(character)
     return first
@@ -134,4 +141,5 @@ def _token(character: str, tokenizer: LLTokenizer) -> int:
 
 def _is_allowed(bits: bytes, token: int) -> bool:
     """Return whether a matcher's bitmask allows a token. For a few tokens this is faster than `allowed_tokens`."""
-    return bool(bits[token // 8] >> (token % 8) & 1)
+    byte, bit = divmod(token, 8)
+    return bool(bits[byte] >> bit & 1)

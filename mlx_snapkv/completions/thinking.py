@@ -36,14 +36,15 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
     for request in _thinking_requests(body):
         values = _template_values(request, variables, tokenizer)
         options |= values
-        if not values and (request.thinks or tokenizer.has_thinking):
+        might_think = request.thinks or tokenizer.has_thinking
+        if not values and might_think:
             why = "this model's chat template has no variable for it"
             notes.append(f"{request.field} is left out: {why}")
     # `_thinking_requests` ignores values of the wrong type.
-    for name, expected in (("enable_thinking", bool), ("reasoning_effort", str)):
+    for name, expected_type in (("enable_thinking", bool), ("reasoning_effort", str)):
         value = getattr(body, name)
-        if value is not None and not isinstance(value, expected):
-            notes.append(f"{name} is left out: it should be a {expected.__name__}")
+        if value is not None and not isinstance(value, expected_type):
+            notes.append(f"{name} is left out: it should be a {expected_type.__name__}")
     return options | (body.chat_template_kwargs or {}), notes
 
 
@@ -53,7 +54,8 @@ def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -
     if "reasoning_effort" in variables and request.effort is not None:
         values["reasoning_effort"] = request.effort
     # mlx-lm's tokenizer renames `enable_thinking` to the template's variable.
-    if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in variables:
+    thinking_variable = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
+    if thinking_variable in variables:
         values["enable_thinking"] = request.thinks
     if request.budget is not None:
         values |= {name: request.budget for name in BUDGET_VARIABLES if name in variables}
@@ -62,20 +64,22 @@ def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
     """Yield what each field of a body asks for. Later fields take precedence."""
-    for field, thinks in (("enable_thinking", body.enable_thinking), ("think", body.think)):
+    switches = (("enable_thinking", body.enable_thinking), ("think", body.think))
+    for field, thinks in switches:
         if isinstance(thinks, bool):
             yield ThinkingRequest(field=field, thinks=thinks)
     if body.thinking is not None:
         yield _anthropic_request(body.thinking)
     reasoning = body.reasoning if isinstance(body.reasoning, dict) else {}
     max_tokens = reasoning.get("max_tokens")
-    effort_of_budget = _effort(max_tokens) if isinstance(max_tokens, int) else None
-    for field, effort in (
+    effort_of_max_tokens = _effort_of_budget(max_tokens) if isinstance(max_tokens, int) else None
+    efforts = (
         ("reasoning_effort", body.reasoning_effort),
         ("think", body.think),
         ("reasoning.effort", reasoning.get("effort")),
-        ("reasoning.max_tokens", effort_of_budget),
-    ):
+        ("reasoning.max_tokens", effort_of_max_tokens),
+    )
+    for field, effort in efforts:
         if isinstance(effort, str):
             yield ThinkingRequest(field=field, thinks=effort != "none", effort=effort)
 
@@ -83,15 +87,18 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
     """Parse Anthropic's `thinking` field, an object with a type and optionally a budget."""
     fields = thinking if isinstance(thinking, dict) else {}
-    thinks = fields.get("type", thinking) not in ("disabled", False)
+    kind = fields.get("type", thinking)
+    thinks = kind not in ("disabled", False)
     budget = fields.get("budget_tokens")
     if not thinks or not isinstance(budget, int):
         return ThinkingRequest(field="thinking", thinks=thinks)
-    return ThinkingRequest(
-        field="thinking.budget_tokens", thinks=True, effort=_effort(budget), budget=budget
-    )
+    effort = _effort_of_budget(budget)
+    return ThinkingRequest("thinking.budget_tokens", thinks=True, effort=effort, budget=budget)
 
 
-def _effort(budget: int) -> str:
+def _effort_of_budget(budget: int) -> str:
     """Return the effort that corresponds to a budget in tokens."""
-    return next((effort for max_budget, effort in EFFORTS if budget <= max_budget), "high")
+    for max_budget, effort in EFFORTS:
+        if budget <= max_budget:
+            return effort
+    return "high"

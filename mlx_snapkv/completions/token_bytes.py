@@ -9,7 +9,9 @@ from mlx_lm.tokenizer_utils import (
     _byte_decoder,
 )
 
-BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile("<0x(?P<hex_digits>[0-9A-Fa-f]{2})>")  # such as <0xE2>
+SENTENCEPIECE_SPACE = "\u2581"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
@@ -20,13 +22,15 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
         return text.encode()
     byte_token = BYTE_TOKEN.fullmatch(piece)
     if byte_token:
-        return bytes([int(byte_token[1], 16)])
+        return bytes.fromhex(byte_token["hex_digits"])
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
-        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space as U+2581
+        return piece.replace(SENTENCEPIECE_SPACE, " ").encode()
     # Byte-level BPE writes each byte as one letter.
     byte_of_letter = _byte_decoder()
-    is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer) or "\ufffd" in text
-    if is_byte_level and all(letter in byte_of_letter for letter in piece):
+    is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
+    is_part_of_character = REPLACEMENT_CHARACTER in text
+    writes_bytes = is_byte_level or is_part_of_character
+    if writes_bytes and all(letter in byte_of_letter for letter in piece):
         return bytes(byte_of_letter[letter] for letter in piece)
     return text.encode()

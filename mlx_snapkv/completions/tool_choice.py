@@ -47,23 +47,27 @@ def _as_tool_choice(value: Any) -> Any:
         return {"type": value}
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "allowed_tools":
-        inner = value.get(kind, value)  # nested in Chat Completions, but not in Responses
-        require(isinstance(inner, dict), ".allowed_tools should be a valid object", inner)
-        names = [_name_fields(tool)["name"] for tool in as_list(inner.get("tools"))]
-        allowed = [name for name in names if name is not None]  # built-in tools have no name
-        return {"type": inner.get("mode", "auto"), "allowed": allowed}
+        choice = value.get(kind, value)  # nested in Chat Completions, but not in Responses
+        require(isinstance(choice, dict), ".allowed_tools should be a valid object", choice)
+        names = [_name_fields(tool)["name"] for tool in as_list(choice.get("tools"))]
+        allowed_names = [name for name in names if name is not None]  # built-in tools have no name
+        return {"type": choice.get("mode", "auto"), "allowed": allowed_names}
     if kind == "any":  # Anthropic's "required"
         return {"type": "required"}
     # "tool" is Anthropic's "function". "custom" is a kind of tool in the Responses API, and is treated as a function.
-    if kind in ("function", "custom", "tool") and ("name" in value or kind in value):
+    is_function = kind in ("function", "custom", "tool")
+    if is_function and ("name" in value or kind in value):
         return {"type": "function", "function": _name_fields(value)}
-    return {"type": "auto", "service": kind} if kind in SERVICES else value
+    if kind in SERVICES:
+        return {"type": "auto", "service": kind}
+    return value
 
 
 def _name_fields(tool: Any) -> dict[str, Any]:
     """Return an object with a tool's `name`: the tool itself, or its `function` or `custom`."""
     require(isinstance(tool, dict), " should name tools", tool)
-    return {"name": tool.get("name")} | (tool.get("function") or tool.get("custom") or {})
+    nested_fields = tool.get("function") or tool.get("custom") or {}
+    return {"name": tool.get("name")} | nested_fields
 
 
 AnyToolChoice = Annotated[ToolChoice | None, BeforeValidator(_as_tool_choice)]

@@ -13,16 +13,16 @@ MAX_VALUE_LENGTH = 60  # maximum length of a rejected value in an error, in char
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def require(ok: bool, rule: str, value: Any) -> None:
-    """Raise ValueError unless `ok`.
+def require(is_allowed: bool, rule: str, value: Any) -> None:
+    """Raise ValueError unless a value is allowed.
 
     Args:
-        ok: whether the value is allowed.
+        is_allowed: whether the value is allowed.
         rule: rest of an error sentence that starts with the field's name, such as "must not be empty". If the rule
             starts with a dot, as in ".content must not be empty", it extends the field's name.
         value: the value to quote in the error.
     """
-    if not ok:
+    if not is_allowed:
         raise ValueError(f"{rule}, got {shorten(value)}")
 
 
@@ -69,15 +69,15 @@ def validate_body(model: type[Model], body: Any) -> Model:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise SnapKVError(describe_error(first, body)) from None
+        first_error, *_ = error.errors(include_url=False)
+        raise SnapKVError(describe_error(first_error, body)) from None
 
 
 def describe_error(error: Mapping[str, Any], body: Any) -> str:
     """Describe a pydantic error about a body in one sentence that names the field."""
-    place = _path(error["loc"], body)
+    place = _dotted_path(error["loc"], body)
     kind = error["type"]
-    got = shorten(error["input"])
+    value = shorten(error["input"])
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not isinstance(body, dict):
@@ -92,24 +92,25 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
     message = re.sub(" or (instance of|object to).*", "", error["msg"])
     message = message.replace("dictionary", "object")
     if message.startswith("Input "):
-        return f"{place}{message.removeprefix('Input')}, got {got}"
-    return f"{place}: {message}, got {got}"
+        return f"{place}{message.removeprefix('Input')}, got {value}"
+    return f"{place}: {message}, got {value}"
 
 
-def _path(location: Sequence[str | int], body: Any) -> str:
+def _dotted_path(location: Sequence[str | int], body: Any) -> str:
     """Return an error's location as a path such as `messages.0.role`.
 
     Pydantic's location also contains the names of union members, which are not keys of the body and are skipped.
     """
     path = []
     value = body
-    for number, step in enumerate(location, start=1):
+    last_number = len(location) - 1
+    for number, key_or_member in enumerate(location):
         try:
-            value = value[step]
+            value = value[key_or_member]
         except (LookupError, TypeError):
             # The last step may be the name of a missing field.
-            is_missing_field = number == len(location) and isinstance(value, dict)
+            is_missing_field = number == last_number and isinstance(value, dict)
             if not is_missing_field:
                 continue
-        path.append(str(step))
+        path.append(str(key_or_member))
     return ".".join(path)
