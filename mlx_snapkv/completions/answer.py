@@ -29,12 +29,12 @@ class Completion:
         self.finish_reason: str | None = None
         self._parser = AnswerParser(request, tokenizer)
         self._detokenizer = _new_detokenizer(tokenizer, not request.chat or bool(request.prefill))
-        self._stop = StopMatcher(request.stop)
+        self._stop_matcher = StopMatcher(request.stop)
 
     @property
     def stopped_by(self) -> str | None:
         """Return the stop string that ended the answer, or None."""
-        return self._stop.matched
+        return self._stop_matcher.matched
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Add a token, and return the parts of the answer that can no longer change.
@@ -52,42 +52,43 @@ class Completion:
             self._detokenizer.finalize()
         parts = self._parser.parse(self._detokenizer.last_segment, is_last)
         if self.request.stop:
-            parts = self._before_stop(parts, is_last)
+            parts = self._parts_before_stop(parts, is_last)
         for part in parts:
             self.reply.text += part.text
             self.reply.reasoning += part.reasoning
             self.reply.calls += part.calls
         if self.stopped_by is not None:
             finish_reason = "stop"
-        self.finish_reason = self._api_reason(finish_reason)
+        self.finish_reason = self._api_finish_reason(finish_reason)
         return parts
 
-    def _before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
+    def _parts_before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
         """Return the parts before the first stop string, holding back text that may be the start of one."""
-        certain: list[Reply] = []
+        certain_parts: list[Reply] = []
         follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
             if not part.text:
-                certain += [*self._flush_held_back(), part]
+                certain_parts += [*self._flush_held_back(), part]
                 continue
-            if follows_thoughts and not part.text.strip():
-                certain.append(part)  # whitespace between reasoning and text
+            is_between_thoughts_and_text = follows_thoughts and not part.text.strip()
+            if is_between_thoughts_and_text:
+                certain_parts.append(part)
                 continue
-            text = self._stop.add(part.text)
-            if text:
-                certain.append(Reply(text))
-            if self._stop.matched is not None:
-                return certain
+            certain_text = self._stop_matcher.add(part.text)
+            if certain_text:
+                certain_parts.append(Reply(certain_text))
+            if self._stop_matcher.matched is not None:
+                return certain_parts
         if is_last:
-            certain += self._flush_held_back()
-        return certain
+            certain_parts += self._flush_held_back()
+        return certain_parts
 
     def _flush_held_back(self) -> list[Reply]:
         """Return the held-back text, which turned out not to start a stop string."""
-        text = self._stop.flush()
-        return [Reply(text)] if text else []
+        held_back = self._stop_matcher.flush()
+        return [Reply(held_back)] if held_back else []
 
-    def _api_reason(self, finish_reason: str | None) -> str | None:
+    def _api_finish_reason(self, finish_reason: str | None) -> str | None:
         """Convert mlx-lm's finish reason to the API's."""
         constraint = self.request.constraint
         if finish_reason != "stop":
@@ -122,19 +123,21 @@ class StopMatcher:
         Sets `matched` once a stop string is complete.
         """
         *_, held_back = self._state
-        pending = held_back + text
+        unmatched = held_back + text
         self._state, segments = TextStateMachine.split(self._state, text)
-        _, certain = segments[0]
-        state, *_, rest = self._state
-        if state is None:  # a complete stop string lies between `certain` and `rest`
-            self.matched = pending[len(certain) : len(pending) - len(rest)]
-        return certain
+        _, text_before_stop = segments[0]
+        state, *_, text_after_stop = self._state
+        if state is None:  # a stop string is complete
+            stop_start = len(text_before_stop)
+            stop_end = len(unmatched) - len(text_after_stop)
+            self.matched = unmatched[stop_start:stop_end]
+        return text_before_stop
 
     def flush(self) -> str:
         """Return the text that `add` held back, and reset the matcher."""
-        _, text, _ = TextStateMachine.flush(self._state)
+        _, held_back, _ = TextStateMachine.flush(self._state)
         self._state = self._machine.make_state()
-        return text
+        return held_back
 
 
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
@@ -144,6 +147,7 @@ def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
     """
     detokenizer = tokenizer.detokenizer
     if continues_text:
-        detokenizer.add_token(tokenizer.encode("a", add_special_tokens=False)[-1])
+        *_, dummy_token = tokenizer.encode("a", add_special_tokens=False)
+        detokenizer.add_token(dummy_token)
         _ = detokenizer.last_segment  # reading the segment discards the dummy word
     return detokenizer

@@ -11,35 +11,45 @@ from .answer_parser import Reply
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Return the response body for a finished answer. `extra` becomes its `mlx_snapkv` field."""
     request = answer.request
-    body = head(request.chat, model) | {
-        "choices": [choice(answer)],
-        "usage": usage(len(request.prompt), answer.n_tokens),
+    body = {
+        **body_head(request.chat, model),
+        "choices": [answer_choice(answer)],
+        "usage": usage_fields(len(request.prompt), answer.n_tokens),
         "mlx_snapkv": extra,
     }
-    return body | ({"warnings": request.warnings} if request.warnings else {})
+    if request.warnings:
+        body["warnings"] = request.warnings
+    return body
 
 
-def head(chat: bool, model: str) -> dict[str, Any]:
+def body_head(is_chat: bool, model: str) -> dict[str, Any]:
     """Return the first fields of the response body of a chat or a text completion."""
     return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion" if chat else "text_completion",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": model,
     }
 
 
-def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
+def answer_choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
     """Return a finished answer as an element of `choices`."""
-    content: dict[str, Any]
+    reply = answer.reply
+    answer_fields: dict[str, Any]
     if answer.request.chat:
         # Like OpenAI, send null instead of an empty text if there are calls.
-        no_text = None if answer.reply.calls else ""
-        fields = message_fields(answer.reply, answer.request.uses_functions)
-        content = {"message": {"role": "assistant", "content": no_text, **fields}}
+        empty_content = None if reply.calls else ""
+        non_empty_fields = message_fields(reply, answer.request.uses_functions)
+        message = {"role": "assistant", "content": empty_content, **non_empty_fields}
+        answer_fields = {"message": message}
     else:
-        content = {"text": answer.reply.text}
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        answer_fields = {"text": reply.text}
+    return {
+        "index": index,
+        **answer_fields,
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+    }
 
 
 def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]:
@@ -57,12 +67,13 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
         # Streamed calls have an index. Calls of a complete answer have none, and the first one is the answer's first.
-        if first_call.get("index", 0) == 0:
+        is_first_of_answer = first_call.get("index", 0) == 0
+        if is_first_of_answer:
             fields["function_call"] = first_call["function"]
     return {name: value for name, value in fields.items() if value}
 
 
-def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
+def usage_fields(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
     """Return `usage` in tokens. `n_cached` of the prompt tokens came from the prefix cache."""
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,

@@ -12,7 +12,7 @@ from .request import CompletionRequest
 from .tool_calls import ends_within_argument, parse_tool_calls
 
 # Number of end markers that are tried as the end of a call. A model may repeat a marker endlessly.
-MAX_ENDS = 16
+MAX_END_MARKERS = 16
 Segment = tuple[str, str]  # (state of mlx-lm's `TextStateMachine`, text)
 
 
@@ -50,19 +50,21 @@ class AnswerParser:
         self.state = request.initial_state
         self._tools = request.tools
         # This format is a call without markers, so everything outside reasoning is part of the call.
-        self._is_call = answer_format is not None and answer_format.kind == "call"
-        self._parser = json_tools.parse_tool_call if self._is_call else tokenizer.tool_parser
+        self._answer_is_call = answer_format is not None and answer_format.kind == "call"
+        self._tool_parser = (
+            json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
+        )
         self._call_start = tokenizer.tool_call_start
         self._call_end = tokenizer.tool_call_end
-        # True until the JSON or call that the format requires has started.
-        self._is_pending = answer_format is not None and not continues_json
+        # True until the JSON that the format requires has started, which may be a call.
+        self._awaits_json = answer_format is not None and not continues_json
         # Answers that continue a text or JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._machine_state = self._machine.make_state(request.initial_state)
-        self._call = ""  # text of the current call
-        self._is_call_in_thoughts = False
+        self._call_text = ""  # text of the current call
+        self._call_is_in_thoughts = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
         """Return the parts of the answer that `text` completes.
@@ -73,23 +75,23 @@ class AnswerParser:
         parts: list[Reply] = []
         if self._must_split_by_letter(text):
             for letter in text:
-                parts += self._add(self._split_letter(letter))
+                parts += self._add_segments(self._split_letter(letter))
         else:
-            parts += self._add(self._split(text))
+            parts += self._add_segments(self._split_text(text))
         if is_last:
             _, held_back, state = TextStateMachine.flush(self._machine_state)
-            parts += self._add([(state, held_back)])
-            if self._call:
+            parts += self._add_segments([(state, held_back)])
+            if self._call_text:
                 parts += self._end_within_call()
         return parts
 
-    def _add(self, segments: Sequence[Segment]) -> list[Reply]:
+    def _add_segments(self, segments: Sequence[Segment]) -> list[Reply]:
         """Append call text to the current call. Return all other text, and the calls that have ended."""
         parts: list[Reply] = []
         for state, text in segments:
             self.state = state
-            if state == "tool" or (self._is_call and state == "normal"):
-                self._call += text
+            if state == "tool" or (self._answer_is_call and state == "normal"):
+                self._call_text += text
                 continue
             parts += self._end_call()
             if text and state == "reasoning":
@@ -101,40 +103,51 @@ class AnswerParser:
     def _must_split_by_letter(self, text: str) -> bool:
         """Return whether `text` continues a call or starts JSON, where a marker may turn out to be text."""
         _, segments = TextStateMachine.split(self._machine_state, text)
-        in_call = bool(self._call_end) and any(state == "tool" for state, _ in segments)
-        return in_call or self._begins_json(segments)
+        has_call_text = any(state == "tool" for state, _ in segments)
+        may_end_call = has_call_text and bool(self._call_end)
+        return may_end_call or self._begins_json(segments)
 
-    def _split(self, text: str) -> list[Segment]:
+    def _split_text(self, text: str) -> list[Segment]:
         """Split text into segments, and advance the state machine.
 
         A tool call takes the place of the required JSON, so the parser stops waiting for the JSON.
         """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
-        self._is_pending = self._is_pending and self._machine_state[0] != "tool"
+        self._awaits_json = self._awaits_json and not self._is_within_call
         return segments
 
-    def _split_letter(self, letter: str) -> list[Segment]:
-        """Feed one letter to the state machine, and return the segments that it completes.
+    @property
+    def _is_within_call(self) -> bool:
+        """Return whether the text so far ends between a call's markers."""
+        state, *_ = self._machine_state
+        return state == "tool"
 
-        If a marker turns out to be text, the state is corrected.
-        """
-        before, *_ = self._machine_state
+    def _split_letter(self, letter: str) -> list[Segment]:
+        """Split off one letter as `_split_text` does, and correct the state if a marker turns out to be text."""
+        state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
-        after, *_ = self._machine_state
-        if before != "tool" and after == "tool":
-            self._is_call_in_thoughts = before == "reasoning"
-        if before == "tool" and after != "tool":
-            _, end_of_call = segments[0]
-            if ends_within_argument(self._call + end_of_call, self._parser):
-                # The end marker belongs to the argument, and the call continues.
-                segments = [("tool", end_of_call + self._call_end)]
-                self._machine_state = self._machine.make_state("tool")
-            elif self._is_call_in_thoughts:
-                self._machine_state = self._machine.make_state("reasoning")
+        was_within_call = state_before == "tool"
+        if self._is_within_call and not was_within_call:
+            self._call_is_in_thoughts = state_before == "reasoning"
+        elif was_within_call and not self._is_within_call:
+            segments = self._correct_call_end(segments)
         if self._begins_json(segments):
             segments = [*segments, *self._drop_markers()]
-            self._is_pending = False
-        self._is_pending = self._is_pending and self._machine_state[0] != "tool"
+            self._awaits_json = False
+        self._awaits_json = self._awaits_json and not self._is_within_call
+        return segments
+
+    def _correct_call_end(self, segments: list[Segment]) -> list[Segment]:
+        """Return the segments at a call's end marker. If the marker is part of an argument, continue the call.
+
+        After a call within reasoning, the reasoning continues.
+        """
+        _, last_call_text = segments[0]
+        if ends_within_argument(self._call_text + last_call_text, self._tool_parser):
+            self._machine_state = self._machine.make_state("tool")
+            return [("tool", last_call_text + self._call_end)]
+        if self._call_is_in_thoughts:
+            self._machine_state = self._machine.make_state("reasoning")
         return segments
 
     def _drop_markers(self) -> list[Segment]:
@@ -146,7 +159,7 @@ class AnswerParser:
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:
         """Return whether the segments contain the first letter of the required JSON."""
-        return self._is_pending and any(
+        return self._awaits_json and any(
             state == "normal" and text.strip() for state, text in segments
         )
 
@@ -155,14 +168,14 @@ class AnswerParser:
 
         `is_complete` is False if the answer ended in the middle of the call.
         """
-        text = self._call
-        self._call = ""
+        text = self._call_text
+        self._call_text = ""
         if not text:
             return []
         calls = self._parse_calls(text, is_complete)
         if calls:
             return [Reply(calls=calls)]
-        if is_complete and self._is_call_in_thoughts:
+        if is_complete and self._call_is_in_thoughts:
             return [Reply(reasoning=text)]
         return [Reply(text)]
 
@@ -170,7 +183,7 @@ class AnswerParser:
         """Parse the calls that follow a start marker, which small models may write twice."""
         if self._call_start and text.lstrip().startswith(self._call_start):
             text = text.lstrip().removeprefix(self._call_start)
-        return parse_tool_calls(text, self._parser, self._tools, is_complete)
+        return parse_tool_calls(text, self._tool_parser, self._tools, is_complete)
 
     def _end_within_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends in the middle of a call.
@@ -179,15 +192,26 @@ class AnswerParser:
         one of the markers must have ended it: the first that leaves a valid call before it, or else the very first. The
         text after that marker is parsed again.
         """
-        whole = self._call
-        # Positions of the end markers. Empty if the model has no end marker.
-        ends = [m.start() for m in re.finditer(re.escape(self._call_end or "\0"), whole)]
-        if self._is_call or not ends or self._parse_calls(whole, is_complete=False):
+        call_text = self._call_text
+        marker = self._call_end  # empty if the model's calls have no end marker
+        marker_positions = _positions_of(marker, call_text) if marker else []
+        is_whole_call = self._answer_is_call or not marker_positions
+        if is_whole_call or self._parse_calls(call_text, is_complete=False):
             return self._end_call(is_complete=False)
-        end = next(
-            (end for end in ends[:MAX_ENDS] if self._parse_calls(whole[:end], True)), ends[0]
+        valid_ends = (
+            position
+            for position in marker_positions[:MAX_END_MARKERS]
+            if self._parse_calls(call_text[:position], is_complete=True)
         )
-        self._call = whole[:end]
+        end = next(valid_ends, marker_positions[0])
+        text_after_call = call_text[end + len(marker) :]
+        self._call_text = call_text[:end]
         self._machine_state = self._machine.make_state()
-        parts = self._end_call() or [Reply(self._call_end)]
-        return parts + self.parse(whole[end + len(self._call_end) :], is_last=True)
+        # Without text before the marker there is no call, so the marker is text.
+        parts = self._end_call() or [Reply(marker)]
+        return parts + self.parse(text_after_call, is_last=True)
+
+
+def _positions_of(part: str, text: str) -> list[int]:
+    """Return the positions at which `part` starts in `text`."""
+    return [match.start() for match in re.finditer(re.escape(part), text)]

@@ -33,7 +33,7 @@ from .fields import (
     Unsupported,
     WholeFloat,
 )
-from .messages import Message, is_answer, messages_of
+from .messages import Message, is_from_assistant, parse_message
 from .response_format import ResponseFormat
 from .tool_choice import AnyToolChoice
 from .validation import error_sentence, require, shorten, validate_body
@@ -41,7 +41,7 @@ from .validation import error_sentence, require, shorten, validate_body
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def _messages(items: Any) -> list[Message]:
+def _parse_messages(items: Any) -> list[Message]:
     """Parse a list of chat messages, or of input items from the Responses API.
 
     Raises: ValueError: an item has an unknown format, or all items are empty. The error starts with the item's index.
@@ -49,28 +49,31 @@ def _messages(items: Any) -> list[Message]:
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
     messages: list[Message] = []
-    answer_numbers = [number for number, item in enumerate(items) if is_answer(item)]
-    last_answer = max(answer_numbers, default=0)
+    answer_numbers = [number for number, item in enumerate(items) if is_from_assistant(item)]
+    last_answer_number = max(answer_numbers, default=0)
     for number, item in enumerate(items):
         if isinstance(item, Message):  # already parsed, from the body of another API
             messages.append(item)
             continue
-        follows_result = bool(messages) and messages[-1].role == "tool"
-        is_answered = number < last_answer
+        follows_tool_result = bool(messages) and messages[-1].role == "tool"
+        is_answered = number < last_answer_number
+        may_have_media = follows_tool_result or is_answered
         try:
-            messages += messages_of(item, may_have_media=follows_result or is_answered)
+            messages += parse_message(item, may_have_media)
         except ValueError as error:
             raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
-        m.text or m.reasoning or m.calls or m.role in ("assistant", "tool") for m in messages
+        message.text or message.reasoning or message.calls or message.role in ("assistant", "tool")
+        for message in messages
     )
-    require(has_content, f".{len(items) - 1}.content must not be empty", "")
+    last_number = len(items) - 1
+    require(has_content, f".{last_number}.content must not be empty", "")
     return messages
 
 
 MESSAGES_SCHEMA = {"type": "array", "items": {"type": "object"}, "minItems": 1}
 Messages = Annotated[
-    list[InstanceOf[Message]], BeforeValidator(_messages), WithJsonSchema(MESSAGES_SCHEMA)
+    list[InstanceOf[Message]], BeforeValidator(_parse_messages), WithJsonSchema(MESSAGES_SCHEMA)
 ]
 
 
@@ -153,11 +156,12 @@ class ChatBody(CommonBody):
         fields = {name: value for name, value in body.items() if name != "function_call"}
         functions = as_list(body.get("functions"))
         if functions and not body.get("tools"):
-            fields["tools"] = [{"type": "function", "function": each} for each in functions]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
             choice = body.get("function_call")
-            if isinstance(choice, dict):  # {"name": ...}, rather than "auto" or "none"
-                choice = {"type": "function", "function": choice}
-            fields["tool_choice"] = choice
+            names_function = isinstance(choice, dict)  # rather than "auto" or "none"
+            fields["tool_choice"] = (
+                {"type": "function", "function": choice} if names_function else choice
+            )
         return fields
 
 
@@ -178,11 +182,14 @@ class CompletionBody(CommonBody):
     suffix: Unsupported = None
     logprobs: Annotated[TopLogprobs | None, BeforeValidator(_logprobs_as_number)] = None
 
-    def each(self) -> list["CompletionBody"]:
+    def split_prompts(self) -> list["CompletionBody"]:
         """Return one body per prompt."""
-        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+        prompt = self.prompt
+        is_text = isinstance(prompt, str)
+        is_token_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
+        if is_text or is_token_list:
             return [self]
-        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+        return [self.model_copy(update={"prompt": each_prompt}) for each_prompt in prompt]
 
 
 @dataclass(frozen=True)
@@ -211,11 +218,12 @@ def parse(url: Any, body: Any) -> Body:
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")
     parsed = validate_body(BODIES[url], body)
-    if isinstance(parsed, CompletionBody) and parsed.each() != [parsed]:
+    has_prompt_list = isinstance(parsed, CompletionBody) and parsed.split_prompts() != [parsed]
+    if has_prompt_list:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
     server_only = {"n", "logprobs", "top_logprobs", "full_cache"}
     for name, value in parsed.model_dump(include=server_only).items():
-        asks_for_one_answer = name == "n" and value == 1
-        if value and not asks_for_one_answer:
+        is_default = not value or (name == "n" and value == 1)
+        if not is_default:
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
     return parsed

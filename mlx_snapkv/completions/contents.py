@@ -112,20 +112,28 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
         return TextPart(as_json(part.get("json", part)))
     text = _document_text(part)
     if text is not None:
-        return TextPart(_with_title(part, text))
-    media = _media(part, kind)
+        return TextPart(_prepend_title(part, text))
+    media = _media_kind(part, kind)
     if source == "user" and media is not None:
         article = "an" if media[0] in "aeiou" else "a"
-        subject = f".content has {article} {media}"
-        raise ValueError(f"{subject}, and this model reads text only: leave it out")
+        raise ValueError(
+            f".content has {article} {media}, and this model reads text only: leave it out"
+        )
     if source == "tool" and media is None:  # the result of a built-in tool
-        return TextPart(as_json({k: v for k, v in part.items() if not k.startswith("encrypted")}))
-    facts = [media or kind, _size_or_url(part), "not shown to this model"]
-    placeholder = ", ".join(fact for fact in facts if fact is not None)
-    return TextPart(f"\n[{placeholder}]\n", f"a part of the type {kind} is not shown to the model")
+        readable = {name: value for name, value in part.items() if not name.startswith("encrypted")}
+        return TextPart(as_json(readable))
+    return _placeholder(part, media or kind)
 
 
-def _media(part: dict[str, Any], kind: str) -> str | None:
+def _placeholder(part: dict[str, Any], description: str) -> TextPart:
+    """Return a description in brackets, such as "[image, 512 bytes, not shown to this model]", and a note."""
+    facts = [description, _size_or_url(part), "not shown to this model"]
+    text = ", ".join(fact for fact in facts if fact is not None)
+    note = f"a part of the type {part_type(part)} is not shown to the model"
+    return TextPart(f"\n[{text}]\n", note)
+
+
+def _media_kind(part: dict[str, Any], kind: str) -> str | None:
     """Return the kind of media that a part contains, or None. Base64 MCP resources count as files."""
     for name in MEDIA:
         if name in kind:
@@ -135,11 +143,11 @@ def _media(part: dict[str, Any], kind: str) -> str | None:
     return "file" if is_file else None
 
 
-def _with_title(part: dict[str, Any], text: str) -> str:
+def _prepend_title(part: dict[str, Any], text: str) -> str:
     """Prepend a document's title or file name to its text."""
     file = part.get("file")
-    named = file if isinstance(file, dict) else part  # the object that may have the file name
-    title = part.get("title") or named.get("filename")
+    file_fields = file if isinstance(file, dict) else part
+    title = part.get("title") or file_fields.get("filename")
     if isinstance(title, str):
         text = f"{title}\n{text}"
     return text + SEPARATOR
@@ -157,7 +165,7 @@ def _document_text(part: dict[str, Any]) -> str | None:
     if kind == "compaction" and isinstance(part.get("content"), str):
         return part["content"]  # a summary of the earlier conversation
     if kind == "search_result" and isinstance(part.get("content"), list):
-        text = SEPARATOR.join(each.text for each in text_parts(part["content"]))
+        text = SEPARATOR.join(result.text for result in text_parts(part["content"]))
         return f"{source}\n{text}" if isinstance(source, str) else text
     return None
 
@@ -168,7 +176,7 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
     if nested_type == "text" and isinstance(nested.get("data"), str):
         return nested["data"]
     if nested_type == "content":
-        return SEPARATOR.join(each.text for each in text_parts(nested.get("content")))
+        return SEPARATOR.join(inner.text for inner in text_parts(nested.get("content")))
     if isinstance(nested.get("text"), str):
         return nested["text"]
     media_type = nested.get("media_type") or nested.get("mimeType") or ""
@@ -185,41 +193,47 @@ def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
         return None
     if data.startswith("data:"):
         media_type, _, data = data.removeprefix("data:").partition(";base64,")
-    is_file = "file" in kind and media_type.partition("/")[0] in ("", "application")
-    if not (is_file or media_type.startswith(("text/", "application/json"))):
+    main_type, _, _ = media_type.partition("/")
+    is_text = media_type.startswith(("text/", "application/json"))
+    may_be_text_file = "file" in kind and main_type in ("", "application")
+    if not (is_text or may_be_text_file):
         return None
     try:
         text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
     is_binary = text.startswith("%PDF") or "\0" in text
-    return None if is_file and is_binary else text
+    return None if may_be_text_file and is_binary else text
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:
     """Return a part's URL, or the size of its data in bytes. Return None if it has neither."""
-    for value in _strings(part):
+    for value in _strings_longest_first(part):
         if value.startswith(("http://", "https://", "file://")):
             return value[:MAX_URL_LENGTH]
-        data = value.partition(";base64,")[2] if value.startswith("data:") else value
+        _, _, url_data = value.partition(";base64,")
+        data = url_data if value.startswith("data:") else value
         try:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
         # Short strings and the part's type, such as "file", may happen to be valid base64.
-        if len(data) >= 4 and value != part_type(part):
+        is_data = len(data) >= 4 and value != part_type(part)
+        if is_data:
             return f"{n_bytes} bytes"
     return None
 
 
-def _strings(value: Any) -> list[str]:
+def _strings_longest_first(value: Any) -> list[str]:
     """Return all strings in a JSON value, longest first, because data is longer than its description."""
-    texts: list[str] = []
-    stack = [value]
-    while stack:
-        item = stack.pop()
+    strings: list[str] = []
+    unvisited = [value]
+    while unvisited:
+        item = unvisited.pop()
         if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, (dict, list)):
-            stack += item.values() if isinstance(item, dict) else item
-    return sorted(texts, key=len, reverse=True)
+            strings.append(item)
+        elif isinstance(item, dict):
+            unvisited += item.values()
+        elif isinstance(item, list):
+            unvisited += item
+    return sorted(strings, key=len, reverse=True)

@@ -65,13 +65,13 @@ class Message:
     notes: tuple[str, ...] = ()
 
 
-def is_answer(item: Any) -> bool:
+def is_from_assistant(item: Any) -> bool:
     """Return whether a client's message is from the assistant."""
     role = item.get("role") if isinstance(item, dict) else None
     return isinstance(role, str) and ROLES.get(role.lower()) == "assistant"
 
 
-def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
+def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
     """Parse one chat message, or one input item of the Responses API. Calls and results become separate messages.
 
     Args:
@@ -85,20 +85,21 @@ def messages_of(item: Any, may_have_media: bool = False) -> list[Message]:
     require(isinstance(item, dict), "should be a valid object", item)
     kind = item.get("type")
     if "role" not in item and isinstance(kind, str) and kind != "message":
-        return _response_item(item, kind)
+        return _parse_response_item(item, kind)
     require("role" in item, ".role is missing", item)
     client_role = item["role"]
     role = ROLES.get(client_role.lower()) if isinstance(client_role, str) else None
-    roles = ", ".join(map(repr, ROLES))
-    require(role is not None, f".role should be one of {roles}", client_role)
+    known_roles = ", ".join(map(repr, ROLES))
+    require(role is not None, f".role should be one of {known_roles}", client_role)
     assert role is not None
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
-        return [replace(_result(item, call_id, item.get("content")), extra=_extra(item))]
-    return _message_with_role(item, role, may_have_media)
+        result = _result_message(item, call_id, item.get("content"))
+        return [replace(result, extra=_extra_fields(item))]
+    return _parse_chat_message(item, role, may_have_media)
 
 
-def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
+def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
     """Parse a system, user or assistant message, keeping the order of its parts.
 
     Tool results in a user message go before the user's text, because they belong to the preceding calls. The first
@@ -107,25 +108,31 @@ def _message_with_role(item: dict[str, Any], role: str, may_have_media: bool) ->
     parts = as_list(item.get("content"))
     has_result = any(_part_kind(part) == "result" for part in parts)
     refuses_media = role in ("user", "system") and not (may_have_media or has_result)
-    messages = list(_content_messages(parts, role, "user" if refuses_media else "other"))
-    thought = item.get("reasoning_content") or item.get("reasoning")
-    if role == "assistant" and isinstance(thought, str):
-        messages.insert(0, Message(role, reasoning=thought))
+    source: Source = "user" if refuses_media else "other"
+    messages = list(_content_messages(parts, role, source))
+    reasoning = item.get("reasoning_content") or item.get("reasoning")
+    if role == "assistant" and isinstance(reasoning, str):
+        messages.insert(0, Message(role, reasoning=reasoning))
     calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
-    messages.append(Message(role, calls=tuple(_call(c) for c in calls if isinstance(c, dict))))
-    messages = [m for m in messages if m.text or m.reasoning or m.calls or m.role == "tool"]
+    openai_calls = tuple(_openai_call(call) for call in calls if isinstance(call, dict))
+    messages.append(Message(role, calls=openai_calls))
+    messages = [
+        message
+        for message in messages
+        if message.text or message.reasoning or message.calls or message.role == "tool"
+    ]
     if role == "user":
         messages.sort(key=lambda message: message.role == "user")  # results (False) come first
     if not messages:
         messages = [Message(role)]
     for index, message in enumerate(messages):
         if message.role == role:
-            messages[index] = replace(message, extra=_extra(item))
+            messages[index] = replace(message, extra=_extra_fields(item))
             break
     return messages
 
 
-def _extra(item: dict[str, Any]) -> dict[str, Any]:
+def _extra_fields(item: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a message that `Message` does not represent in its own format."""
     return {
         name: value
@@ -136,17 +143,18 @@ def _extra(item: dict[str, Any]) -> dict[str, Any]:
 
 def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[Message]:
     """Yield one message per run of text parts, and one per reasoning, call or result part."""
-    for kind, group in groupby(parts, _part_kind):
+    for kind, same_kind in groupby(parts, _part_kind):
         if kind == "text":
-            yield _join(role, text_parts(list(group), source), separator="")
+            texts = text_parts(list(same_kind), source)
+            yield _join_parts(role, texts, separator="")
             continue
-        for part in group:
+        for part in same_kind:
             if kind == "thought":
-                yield Message("assistant", reasoning=_thought(part))
+                yield Message("assistant", reasoning=_thought_text(part))
             elif kind == "call":
-                yield Message("assistant", calls=(_call(part),))
+                yield Message("assistant", calls=(_openai_call(part),))
             else:
-                yield _result(part, part.get("tool_use_id"), part.get("content"))
+                yield _result_message(part, part.get("tool_use_id"), part.get("content"))
 
 
 def _part_kind(part: Any) -> str:
@@ -159,12 +167,12 @@ def _part_kind(part: Any) -> str:
     return "result" if kind.endswith("tool_result") else "text"
 
 
-def _thought(part: dict[str, Any]) -> str:
+def _thought_text(part: dict[str, Any]) -> str:
     text = part.get("thinking") or part.get("reasoning") or part.get("text")
     return text if isinstance(text, str) else ""
 
 
-def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
+def _join_parts(role: str, parts: Iterable[TextPart], separator: str) -> Message:
     """Join text parts and their distinct notes into one message."""
     texts = []
     notes = []
@@ -175,37 +183,39 @@ def _join(role: str, parts: Iterable[TextPart], separator: str) -> Message:
     return Message(role, separator.join(texts), notes=tuple(dict.fromkeys(notes)))
 
 
-def _result(item: dict[str, Any], call_id: Any, content: Any) -> Message:
+def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message:
     """Convert a tool result to a message. If `item` reports an error, the text starts with it."""
-    # Parts with a note are placeholders between line breaks, which the separator replaces.
-    parts = (
-        part._replace(text=part.text.strip("\n")) if part.note else part
-        for part in text_parts(content)
-    )
-    message = _join("tool", parts, SEPARATOR)
-    failure = _failure(item)
+    parts = []
+    for part in text_parts(content):
+        # Parts with a note are placeholders between line breaks, which the separator replaces.
+        is_placeholder = part.note is not None
+        parts.append(part._replace(text=part.text.strip("\n")) if is_placeholder else part)
+    message = _join_parts("tool", parts, SEPARATOR)
+    failure = _failure_text(item)
     if failure.lower() not in message.text.lower():
         message = replace(message, text=f"{failure}\n{message.text}".rstrip())
     return replace(message, call_id=str(call_id or ""))
 
 
-def _failure(item: dict[str, Any]) -> str:
+def _failure_text(item: dict[str, Any]) -> str:
     """Return the error that a tool result reports in any API's format, or ""."""
     error = item.get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         error = error["message"]
     if error:
-        sentence = error if isinstance(error, str) else as_json(error)
-        return f"error: {sentence}"
+        error_text = error if isinstance(error, str) else as_json(error)
+        return f"error: {error_text}"
     has_failed = item.get("is_error") is True or item.get("status") in ("failed", "error")
     return "error" if has_failed else ""
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
     """Convert a tool call of any API to OpenAI's format, with its arguments as a value."""
+    # The object with the name and the arguments may be nested in the call.
     nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
-    inner = nested[0] if nested else call  # the object with name and arguments
-    arguments = next((inner[key] for key in ARGUMENT_FIELDS if key in inner), None)
+    inner = nested[0] if nested else call
+    argument_values = (inner[key] for key in ARGUMENT_FIELDS if key in inner)
+    arguments = next(argument_values, None)
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
     name = inner.get("name") or call.get("name")
@@ -229,10 +239,12 @@ def full_name(name: str, namespace: Any) -> str:
 
 def parse_arguments(value: Any) -> Any:
     """Parse a call's arguments. JSON text is parsed, other text is kept, and missing arguments become {}."""
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if value is None:
         return {}
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return {}
     try:
         arguments = json.loads(value)
     except (ValueError, RecursionError):
@@ -243,7 +255,7 @@ def parse_arguments(value: Any) -> Any:
     return parse_arguments(arguments) if is_json_within_json else value
 
 
-def _response_item(item: dict[str, Any], kind: str) -> list[Message]:
+def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
     """Parse an input item of the Responses API that is not a message."""
     if kind == "item_reference":
         raise ValueError(
@@ -253,13 +265,15 @@ def _response_item(item: dict[str, Any], kind: str) -> list[Message]:
         text = "".join(part.text for part in text_parts(item.get("content")))
         return [Message("assistant", reasoning=text)] if text else []  # OpenAI encrypts reasoning
     if kind.endswith("_output"):
-        return [_result(item, item.get("call_id"), item.get("output", item.get("tools")))]
+        return [_result_message(item, item.get("call_id"), item.get("output", item.get("tools")))]
     if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
-        return [Message("assistant", calls=(_call(item),))]
+        return [Message("assistant", calls=(_openai_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
-    if kind.endswith("_call") and ("output" in item or output):
+    has_output = "output" in item or output
+    if kind.endswith("_call") and has_output:
         # Items of built-in tools contain both the call and its result.
-        return [Message("assistant", calls=(_call(item),)), _result(item, item.get("id"), output)]
+        call_message = Message("assistant", calls=(_openai_call(item),))
+        return [call_message, _result_message(item, item.get("id"), output)]
     if kind in ("tool_use", "tool_result", *THOUGHT_TYPES):
         return list(_content_messages([item], "assistant", "other"))
     note = f"an item of the type {part_type(item)} is left out"

@@ -18,12 +18,12 @@ def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]
     """
     if len(turns) < 2:
         return turns, []
-    *before, last = turns
+    *earlier, last = turns
     is_empty_answer = last.role == "assistant" and not last.text.strip() and not last.calls
     if not is_empty_answer:
         return turns, []
     notes = [THOUGHTS_LEFT_OUT] if last.reasoning else []
-    return before, notes
+    return earlier, notes
 
 
 def prefill_of(turns: list[Message]) -> str:
@@ -31,7 +31,8 @@ def prefill_of(turns: list[Message]) -> str:
     if not turns:
         return ""
     last = turns[-1]
-    is_continued = last.role == "assistant" and last.text.strip() and not last.calls
+    has_only_text = last.text.strip() and not last.calls
+    is_continued = last.role == "assistant" and has_only_text
     return replace_surrogates_in(last.text) if is_continued else ""
 
 
@@ -51,21 +52,23 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
         all_options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
         return apply_template(tokenizer, chat, **all_options)
 
-    *before, last = messages
+    *earlier, last = messages
     refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
     marked = last | {"content": last["content"] + ANSWER_MARK}
     try:
-        text = render_text([*before, marked], add_generation_prompt=False)
-        if ANSWER_MARK in text:
-            return text[: text.rfind(ANSWER_MARK)]
+        marked_text = render_text([*earlier, marked], add_generation_prompt=False)
+        if ANSWER_MARK in marked_text:
+            text, _, _ = marked_text.rpartition(ANSWER_MARK)
+            return text
     except SnapKVError as error:
         refusal = error
-    if not before:
+    if not earlier:
         raise refusal
-    start = render_text(before, add_generation_prompt=True)
-    if tokenizer.has_thinking and ends_in_thoughts(start, tokenizer):
-        start += f"{tokenizer.think_end}\n\n"
-    return start + last["content"]
+    text = render_text(earlier, add_generation_prompt=True)
+    starts_reasoning = tokenizer.has_thinking and ends_in_thoughts(text, tokenizer)
+    if starts_reasoning:
+        text += f"{tokenizer.think_end}\n\n"
+    return text + last["content"]
 
 
 def ends_in_thoughts(text: str, tokenizer) -> bool:

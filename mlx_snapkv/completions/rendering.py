@@ -5,7 +5,6 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,7 +16,7 @@ from .chat_template import apply_template, template_failures
 from .messages import Message
 from .prefill import continued_text, ends_in_thoughts, prefill_of, without_empty_answer
 from .rewrites import REWRITES, make_alternating, rewrite
-from .turns import for_template, in_turns
+from .turns import for_template, merge_into_turns
 
 # Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
@@ -48,7 +47,7 @@ def render(
     messages: Iterable[Message],
     tools: list[dict[str, Any]] | None,
     options: dict[str, Any],
-    continues: bool = False,
+    may_continue: bool = False,
 ) -> Rendered:
     """Render messages with the first of `REWRITES` that the template accepts.
 
@@ -57,31 +56,32 @@ def render(
         messages: the chat's messages.
         tools: tools in OpenAI's format, or None.
         options: template variables.
-        continues: whether the answer continues the text of a final assistant message.
+        may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
     Raises: SnapKVError: there is no template, or it rejects every rewrite. The error is about the original chat.
     """
     _require_renderable(tokenizer, tools, options)
     # Clients must not override these options.
-    own_options = ("tools", "continue_final_message")
-    options = {name: value for name, value in options.items() if name not in own_options}
+    reserved_names = ("tools", "continue_final_message")
+    options = {name: value for name, value in options.items() if name not in reserved_names}
     if tools:
         options["tools"] = tools
-    turns, notes = without_empty_answer(in_turns(messages))
-    prefill = prefill_of(turns) if continues else ""
-    drops_calls = _drops_calls(tokenizer, turns)
+    turns, empty_answer_notes = without_empty_answer(merge_into_turns(messages))
+    prefill = prefill_of(turns) if may_continue else ""
+    must_write_calls_as_text = _drops_calls(tokenizer, turns)
     first_refusal: SnapKVError | None = None
     for changes in REWRITES:
-        if drops_calls and make_alternating not in changes:  # else the calls would be lost
+        if must_write_calls_as_text and make_alternating not in changes:
             continue
-        new_turns, new_options, new_notes = rewrite(changes, turns, options)
+        new_turns, new_options, rewrite_notes = rewrite(changes, turns, options)
         new_messages = [for_template(turn) for turn in new_turns]
         try:
-            tokens = _tokens(tokenizer, new_messages, new_options, prefill)
-        except SnapKVError as error:
-            first_refusal = first_refusal or error
-            if isinstance(error.__cause__, (UnicodeError, RecursionError)):
-                break  # no rewrite would help
+            tokens = _template_tokens(tokenizer, new_messages, new_options, prefill)
+        except SnapKVError as refusal:
+            first_refusal = first_refusal or refusal
+            no_rewrite_helps = isinstance(refusal.__cause__, (UnicodeError, RecursionError))
+            if no_rewrite_helps:
+                break
             continue
         if not isinstance(tokens, list):
             raise SnapKVError(NOT_TOKENS)
@@ -89,7 +89,7 @@ def render(
             tokens=tokens,
             messages=new_messages,
             options=new_options,
-            notes=(*notes, *new_notes),
+            notes=(*empty_answer_notes, *rewrite_notes),
             prefill=prefill,
         )
     assert first_refusal is not None
@@ -109,7 +109,7 @@ def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
         raise SnapKVError(NOT_TOKENS)
 
 
-def _tokens(
+def _template_tokens(
     tokenizer, messages: list[dict[str, Any]], options: dict[str, Any], prefill: str
 ) -> Any:
     """Return the chat's token ids. With a `prefill`, they end with the last message's text."""
@@ -124,8 +124,10 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
     """Return whether the template never reads `tool_calls`, and so would silently omit the chat's calls."""
     template = tokenizer.chat_template
     # mlx-lm's own templates are functions, which can't be searched.
-    is_text = isinstance(template, str) and getattr(tokenizer, "_chat_template", None) is None
-    return is_text and "tool_calls" not in template and any(turn.calls for turn in turns)
+    is_function = getattr(tokenizer, "_chat_template", None) is not None
+    if is_function or not isinstance(template, str):
+        return False
+    return "tool_calls" not in template and any(turn.calls for turn in turns)
 
 
 def initial_state(tokenizer, rendered: Rendered) -> str:
@@ -135,18 +137,23 @@ def initial_state(tokenizer, rendered: Rendered) -> str:
     `response_initial_state` takes precedence.
     """
     if rendered.prefill:
-        in_thoughts = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
-        return "reasoning" if in_thoughts else "normal"
-    if tokenizer.response_initial_state:
+        starts_reasoning = tokenizer.has_thinking and ends_in_thoughts(rendered.prefill, tokenizer)
+    elif tokenizer.response_initial_state:
         return tokenizer.response_initial_state
+    else:
+        starts_reasoning = _generation_prompt_starts_reasoning(tokenizer, rendered)
+    return "reasoning" if starts_reasoning else "normal"
+
+
+def _generation_prompt_starts_reasoning(tokenizer, rendered: Rendered) -> bool:
+    """Return whether the generation prompt at the end of a rendered chat starts reasoning."""
     if not tokenizer.has_thinking:
-        return "normal"
+        return False
     tokens = rendered.tokens
     if tokenizer.rfind_think_start(tokens) <= tokenizer.rfind_think_end(tokens):
-        return "normal"
+        return False
     # Messages may contain the marker as text, so check only the generation prompt.
-    in_thoughts = ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
-    return "reasoning" if in_thoughts else "normal"
+    return ends_in_thoughts(_generation_prompt(tokenizer, rendered), tokenizer)
 
 
 def _generation_prompt(tokenizer, rendered: Rendered) -> str:
@@ -155,31 +162,36 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
     def render_text(messages: list[dict[str, Any]], **options: Any) -> str:
         return apply_template(tokenizer, messages, tokenize=False, **rendered.options | options)
 
-    *before, last = rendered.messages
+    *earlier, last = rendered.messages
     try:
-        prompt = render_text(rendered.messages)
-        without = render_text(rendered.messages, add_generation_prompt=False)
-        if without != prompt and prompt.startswith(without):
-            return prompt[len(without) :]
+        chat = render_text(rendered.messages)
+        without_prompt = render_text(rendered.messages, add_generation_prompt=False)
+        if without_prompt != chat and chat.startswith(without_prompt):
+            return chat.removeprefix(without_prompt)
         # This template ignores `add_generation_prompt`. Its generation prompt is the end of the text that stays the
         # same when the last message changes.
-        other = render_text([*before, last | {"content": "\u00a4"}])
+        other_chat = render_text([*earlier, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template rejects one of these chats
         return tokenizer.decode(rendered.tokens[-8:])
-    return _common_end(prompt, other)
+    return _common_suffix(chat, other_chat)
 
 
-def _common_end(first: str, second: str) -> str:
+def _common_suffix(first: str, second: str) -> str:
     """Return the longest common suffix of two texts."""
-    pairs = zip(reversed(first), reversed(second))
-    n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return first[len(first) - n_same :]
+    length = 0
+    for first_letter, second_letter in zip(reversed(first), reversed(second)):
+        if first_letter != second_letter:
+            break
+        length += 1
+    return first[len(first) - length :]
 
 
 def template_variables(tokenizer) -> set[str]:
     """Return the names of the variables that a tokenizer's chat template reads."""
-    custom = getattr(tokenizer, "_chat_template", None)  # a function of mlx-lm
-    names = set(inspect.signature(custom).parameters) if callable(custom) else set()
+    template_function = getattr(tokenizer, "_chat_template", None)  # mlx-lm's own
+    names: set[str] = set()
+    if callable(template_function):
+        names |= set(inspect.signature(template_function).parameters)
     template = tokenizer.chat_template
     # Some tokenizers have several named templates, such as "tool_use".
     texts = template.values() if isinstance(template, dict) else [template]

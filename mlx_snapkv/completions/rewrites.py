@@ -13,7 +13,7 @@ from typing import Any
 
 from .contents import as_json
 from .messages import Message
-from .turns import calls_as_text, in_turns
+from .turns import calls_as_text, merge_into_turns
 
 MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 ACKNOWLEDGEMENT = "OK."  # assistant text between a tool result and the next user message
@@ -47,8 +47,10 @@ def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
     for tool in options.get("tools", []):
         if not isinstance(tool["function"], dict):
             return turns, options
-        set_fields = {k: value for k, value in tool["function"].items() if value is not None}
-        function = default_function | set_fields
+        client_fields = {
+            name: value for name, value in tool["function"].items() if value is not None
+        }
+        function = default_function | client_fields
         function["parameters"] = default_schema | function["parameters"]
         tools.append(tool | {"function": function})
     if not tools:
@@ -58,8 +60,8 @@ def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 def _give_system_to_user(turns: list[Message], options: dict[str, Any]) -> Chat:
     """Turn the system message into the first user message."""
-    changed = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
-    return in_turns(changed), options
+    messages = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
+    return merge_into_turns(messages), options
 
 
 def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: bool) -> Chat:
@@ -71,8 +73,9 @@ def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: b
         return arguments if isinstance(arguments, dict) else {"input": arguments}
 
     def convert_call(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = convert(call["function"]["arguments"])
-        return call | {"function": call["function"] | {"arguments": arguments}}
+        function = call["function"]
+        arguments = convert(function["arguments"])
+        return call | {"function": function | {"arguments": arguments}}
 
     return [replace(turn, calls=tuple(map(convert_call, turn.calls))) for turn in turns], options
 
@@ -90,23 +93,27 @@ def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
     groups: list[list[Message]] = []  # each a call with its result, or any other turn alone
     open_calls: dict[int, str] = {}  # index in `groups` -> id of a call without a result
     for turn in turns:
-        if turn.role == "tool":
-            same_id = [index for index, call_id in open_calls.items() if call_id == turn.call_id]
-            candidates = same_id or list(open_calls)
-            if candidates:
-                index = candidates[0]
-                groups[index].append(turn)
-                del open_calls[index]
-            else:
-                groups.append([turn])
+        if turn.role != "tool":
+            for message in _one_call_each(turn):
+                if message.calls:
+                    open_calls[len(groups)] = message.calls[0]["id"]
+                groups.append([message])
             continue
-        first = replace(turn, calls=turn.calls[:1])
-        rest = [Message(turn.role, calls=(call,)) for call in turn.calls[1:]]
-        for message in [first, *rest]:
-            if message.calls:
-                open_calls[len(groups)] = message.calls[0]["id"]
-            groups.append([message])
+        same_id = [index for index, call_id in open_calls.items() if call_id == turn.call_id]
+        candidates = same_id or list(open_calls)
+        if candidates:
+            call_index = candidates[0]
+            groups[call_index].append(turn)
+            del open_calls[call_index]
+        else:
+            groups.append([turn])
     return [message for group in groups for message in group], options
+
+
+def _one_call_each(turn: Message) -> list[Message]:
+    """Return a turn with only its first call, and a turn for each further call."""
+    first = replace(turn, calls=turn.calls[:1])
+    return [first, *(Message(turn.role, calls=(call,)) for call in turn.calls[1:])]
 
 
 def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
@@ -114,28 +121,28 @@ def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
 
     Agents send reminders in such turns.
     """
-    changed: list[Message] = []
+    new_turns: list[Message] = []
     for turn in turns:
-        if turn.role == "user" and changed:
-            last = changed[-1]
+        if turn.role == "user" and new_turns:
+            last = new_turns[-1]
             if last.calls or last.role == "tool":
-                changed.append(Message("assistant", ACKNOWLEDGEMENT))
-        changed.append(turn)
-    return changed, options
+                new_turns.append(Message("assistant", ACKNOWLEDGEMENT))
+        new_turns.append(turn)
+    return new_turns, options
 
 
 def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
     """Turn calls and results into text, so that user and assistant turns alternate, starting with the user."""
-    changed = in_turns(map(calls_as_text, turns))
-    # Skip the system message, if there is one.
-    first = 1 if changed and changed[0].role == "system" else 0
-    if first < len(changed) and changed[first].role == "assistant":
-        changed.insert(first, Message("user", OMITTED))
-    return changed, options
+    new_turns = merge_into_turns(map(calls_as_text, turns))
+    starts_with_system = bool(new_turns) and new_turns[0].role == "system"
+    first = 1 if starts_with_system else 0
+    if first < len(new_turns) and new_turns[first].role == "assistant":
+        new_turns.insert(first, Message("user", OMITTED))
+    return new_turns, options
 
 
 # Changes that keep the meaning. Every rewrite except the first includes them.
-HARMLESS: tuple[Change, ...] = (_shorten_ids, _describe_tools)
+CHANGES_WITHOUT_LOSS: tuple[Change, ...] = (_shorten_ids, _describe_tools)
 # Each is tried with the system message unchanged, then with it turned into a user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
@@ -149,7 +156,7 @@ ALTERNATIVES: list[tuple[Change, ...]] = [
 REWRITES: list[tuple[Change, ...]] = [
     (),
     *(
-        (*HARMLESS, *system, *alternative)
+        (*CHANGES_WITHOUT_LOSS, *system, *alternative)
         for alternative in ALTERNATIVES
         for system in ((), (_give_system_to_user,))
     ),

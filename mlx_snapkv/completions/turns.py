@@ -9,7 +9,7 @@ from .contents import SEPARATOR, as_json, replace_surrogates_in
 from .messages import Message
 
 
-def in_turns(messages: Iterable[Message]) -> list[Message]:
+def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
     """Merge consecutive messages of the same role, because many templates require alternating roles.
 
     Tool results are sorted into the order of their calls, because most templates do not show ids.
@@ -20,18 +20,20 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
         has_content = message.text or message.reasoning or message.calls or message.call_id
-        if message.notes and not has_content:
-            continue  # everything in this message was omitted
+        is_omitted = message.notes and not has_content
+        if is_omitted:
+            continue
         if not turns:
             turns.append(message)
             continue
-        last = turns[-1]
-        if message.role == "system" and last.role != "system":
+        last_turn = turns[-1]
+        is_late_system_message = message.role == "system" and last_turn.role != "system"
+        if is_late_system_message:
             message = replace(message, role="user")
-        if message.role == "tool" or message.role != last.role:
+        if message.role == "tool" or message.role != last_turn.role:
             turns.append(message)
         else:
-            turns[-1] = _join(last, message)
+            turns[-1] = _merge(last_turn, message)
     return turns
 
 
@@ -44,15 +46,16 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
     for role, group in groupby(messages, lambda message: message.role):
         same_role = list(group)
         if role == "assistant":
-            ids = dict.fromkeys(call["id"] for message in same_role for call in message.calls)
-            call_numbers = {call_id: number for number, call_id in enumerate(ids)}
+            # Keys of a dict, so that an id that occurs twice is numbered once.
+            call_ids = dict.fromkeys(call["id"] for message in same_role for call in message.calls)
+            call_numbers = {call_id: number for number, call_id in enumerate(call_ids)}
         elif role == "tool":
-            n_calls = len(call_numbers)
-            same_role.sort(key=lambda message: call_numbers.get(message.call_id, n_calls))
+            after_all = len(call_numbers)
+            same_role.sort(key=lambda result: call_numbers.get(result.call_id, after_all))
         yield from same_role
 
 
-def _join(first: Message, second: Message) -> Message:
+def _merge(first: Message, second: Message) -> Message:
     """Merge two messages of the same role."""
     return Message(
         role=first.role,
@@ -91,8 +94,9 @@ def calls_as_text(message: Message) -> Message:
         return replace(message, role="user", text=f"[result]\n{message.text}", call_id="")
     if not message.calls:
         return message
-    functions = [call["function"] for call in message.calls]
-    lines = [f"[{function['name']} {as_json(function['arguments'])}]" for function in functions]
-    if message.text:
-        lines.insert(0, message.text)
+    lines = [message.text] if message.text else []
+    for call in message.calls:
+        name = call["function"]["name"]
+        arguments = as_json(call["function"]["arguments"])
+        lines.append(f"[{name} {arguments}]")
     return replace(message, text="\n".join(lines), calls=())

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from server_helpers import connected, serving
 
-from mlx_snapkv.completions.turns import in_turns
+from mlx_snapkv.completions.turns import merge_into_turns
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.server.anthropic.messages import MessagesBody
 
@@ -141,7 +141,7 @@ def test_reasoning_and_tools(obeying):
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
     given = [messages[0], messages[2], {"role": "system", "content": "There are two helpers."}]
     messages = MessagesBody(messages=given, max_tokens=1).chat().messages
-    roles = [m.role for m in in_turns(messages)]
+    roles = [m.role for m in merge_into_turns(messages)]
     assert roles == ["user", "tool", "tool", "user"]  # many templates refuse a later system message
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ...completions.answer_body import choice, head, message_fields, usage
+from ...completions.answer_body import answer_choice, body_head, message_fields, usage_fields
 from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
 from ...engine.report import STAYING
@@ -23,15 +23,15 @@ DONE = "data: [DONE]\n\n"
 router = APIRouter(tags=["OpenAI"])
 
 
-async def _respond(request: Request, body: Body) -> Response:
+async def _respond_to_body(request: Request, body: Body) -> Response:
     """Answer each prompt of a body `n` times. Each answer has its own body and seed."""
     n_answers = body.n or 1
-    prompts: list[Any] = body.each() if isinstance(body, CompletionBody) else [body]
-    bodies = [each for each in prompts for _ in range(n_answers)]
+    prompt_bodies: list[Any] = body.split_prompts() if isinstance(body, CompletionBody) else [body]
+    answer_bodies = [prompt_body for prompt_body in prompt_bodies for _ in range(n_answers)]
     if body.seed is not None:  # one seed would make all answers to a prompt equal
-        bodies = [
-            each.model_copy(update={"seed": body.seed + number})
-            for number, each in enumerate(bodies)
+        answer_bodies = [
+            answer_body.model_copy(update={"seed": body.seed + index})
+            for index, answer_body in enumerate(answer_bodies)
         ]
     new_formatter = partial(
         CompletionFormatter,
@@ -40,19 +40,19 @@ async def _respond(request: Request, body: Body) -> Response:
         n_answers=n_answers,
         uses_functions=body.uses_functions,
     )
-    return await respond(request, body, bodies, new_formatter)
+    return await respond(request, body, answer_bodies, new_formatter)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer the last message of a chat."""
-    return await _respond(request, body)
+    return await _respond_to_body(request, body)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Continue a text."""
-    return await _respond(request, body)
+    return await _respond_to_body(request, body)
 
 
 class CompletionFormatter(ResponseFormatter):
@@ -80,7 +80,7 @@ class CompletionFormatter(ResponseFormatter):
         self._with_usage = with_usage
         self._n_answers = n_answers
         self._uses_functions = uses_functions
-        self._head = head(is_chat, model)
+        self._head = body_head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         # Keyed by answer index: log-probabilities and text offsets of tokens, numbers of tokens and calls sent.
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
@@ -116,8 +116,8 @@ class CompletionFormatter(ResponseFormatter):
     def response_body(self) -> dict[str, Any]:
         """Return the completion, with all answers in `choices`."""
         choices = [
-            choice(end.answer, index, self._logprobs(index, 0))
-            for index, end in sorted(self.finished.items())
+            answer_choice(finished.answer, index, self._logprobs(index, first=0))
+            for index, finished in sorted(self.finished.items())
         ]
         return {**self._head, "choices": choices, **self._summary()}
 
@@ -180,7 +180,7 @@ class CompletionFormatter(ResponseFormatter):
         ]
         n_prompt = sum(started.n_prompt for started in first_started)
         n_cached = sum(started.n_cached for started in first_started)
-        summary = {"usage": usage(n_prompt, self.n_generated, n_cached)}
+        summary = {"usage": usage_fields(n_prompt, self.n_generated, n_cached)}
         if report is not None:
             names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
             fields = {name: getattr(report, name) for name in names}

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from ...completions.body import ChatBody, Messages
 from ...completions.contents import as_list, replace_surrogates_in
 from ...completions.fields import BodyModel, MaxTokens, Probability, Temperature
-from ...completions.messages import Message, messages_of
+from ...completions.messages import Message, parse_message
 from ...completions.validation import must, require
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, NoneAsEmpty, OutputConfig, chat_body
@@ -46,7 +46,7 @@ def _system_messages(instructions: Any) -> list[Message]:
     messages = []
     for each in as_list(instructions):
         is_message = isinstance(each, dict) and "role" in each
-        messages += messages_of(each if is_message else {"role": "system", "content": each})
+        messages += parse_message(each if is_message else {"role": "system", "content": each})
     return messages
 
 
