@@ -65,7 +65,7 @@ def _all_types(schema: Any, root: dict[str, Any], followed: frozenset[str]) -> I
 
 
 def _own_types(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the types in a schema's `type`. Without `type`, yield those that its other keywords imply."""
+    """Yield the types in a schema's `type`. Without `type`, yield what its other keywords imply."""
     type_field = schema.get("type")
     for name in type_field if isinstance(type_field, list) else [type_field]:
         if isinstance(name, str):

@@ -19,7 +19,7 @@ ESCAPE_SEQUENCE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Characters by the letter that stands for them in an escape sequence.
+# Characters by the letter of their escape sequence.
 CHARACTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 CHARACTERS |= {letter: letter for letter in "\"'\\"}
 KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`

@@ -38,7 +38,7 @@ class Prompt:
 
 
 class ToolOffer(NamedTuple):
-    """What a body offers the model to call.
+    """A body's tools and tool choice, without built-in services.
 
     Attributes:
         tools: the tools for the chat template, or None if there are none.

@@ -36,7 +36,7 @@ def make_sampler(
     has_zero_top_p = body.top_p is not None and body.top_p < NEARLY_ZERO
     if options["temp"] < NEARLY_ZERO or has_zero_top_p:
         return None
-    # As in mlx-lm's server, XTC never removes line breaks and the end of the answer.
+    # XTC must not remove these tokens. mlx-lm's server exempts the same ones.
     exempt_from_xtc = (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
     sampler = sample_utils.make_sampler(
         **options,

@@ -76,7 +76,7 @@ def _search_end(
     numbers = itertools.count()
     paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]  # a heap, shortest first
     n_steps = 0
-    # With one choice per position there is only one path.
+    # Limit the number of paths. If each position has one choice, there is one path, as long as the end.
     max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
     for _ in range(max_rounds):
         if not paths or n_steps > MAX_STEPS:
