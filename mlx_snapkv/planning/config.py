@@ -22,9 +22,9 @@ from ..sparse.options import Sparse
 from .prompt_plan import require_step_size
 from .settings import Setting, resolve_setting
 
-METHODS = ("snapkv", "policy", "sparse")
+SETTING_KEYWORDS = ("snapkv", "policy", "sparse")
 # Options that exist only for sparse attention, not for SnapKV or mlx-lm.
-SPARSE_ONLY = set(Sparse.options()) - set(SnapKV.options())
+SPARSE_ONLY_OPTIONS = set(Sparse.options()) - set(SnapKV.options())
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CompressionConfig:
         Raises: SnapKVError: an option is invalid, conflicts with another one, or belongs in `sparse`.
         """
         for name, value in keywords.items():
-            if name in SPARSE_ONLY:
+            if name in SPARSE_ONLY_OPTIONS:
                 raise UnknownOptionError(
                     f"unknown option {name!r}: it is one of sparse attention, so give sparse={{{name!r}: {value!r}}}"
                 )
@@ -85,7 +85,9 @@ class CompressionConfig:
             policy=keywords.get("policy"),
             sparse=keywords.get("sparse"),
         )
-        mlx_options = {name: value for name, value in keywords.items() if name not in METHODS}
+        mlx_options = {
+            name: value for name, value in keywords.items() if name not in SETTING_KEYWORDS
+        }
         config = cls(setting=setting, **fields)
         return config.with_mlx_options(mlx_options), mlx_options
 
@@ -122,9 +124,9 @@ class CompressionConfig:
             return ""
         if self.sparse is None:
             return f"--policy {shlex.quote(str(self.setting))}"
-        options = str(self.sparse).partition(":")[2]
+        _, _, sparse_options = str(self.sparse).partition(":")
         # The flag requires a value, so pass a default explicitly.
-        return f"--sparse {shlex.quote(options or 'read=sparse')}"
+        return f"--sparse {shlex.quote(sparse_options or 'read=sparse')}"
 
     @property
     def compress(self) -> Compress | None:
@@ -150,7 +152,7 @@ class CompressionConfig:
         """Check that the model supports the setting. Raises: SnapKVError."""
         if self.sparse is not None:
             _require_sparse_support(model)
-        self._require_heads(model)
+        self._require_unsplit_heads(model)
 
     def require_compressible(self) -> None:
         """Check that no mlx-lm option rules out compression. Raises: SnapKVError.
@@ -173,26 +175,26 @@ class CompressionConfig:
                 Option("draft_model"),
             )
 
-    def _require_heads(self, model) -> None:
+    def _require_unsplit_heads(self, model) -> None:
         """Check that no policy compares heads that are split across several Macs. Raises: SnapKVError."""
         policies = () if self.compress is None else self.compress.policies
-        agreeing = [policy for policy in policies if policy.heads_agree]
-        if agreeing and split_of(model) == TENSOR:
-            raise SnapKVError(
-                "{} keeps the same entries in all heads of a layer, which several Macs share here: "
-                "give each Mac whole layers (--pipeline), or choose another policy",
-                agreeing[0].name,
-            )
+        for policy in policies:
+            if policy.heads_agree and split_of(model) == TENSOR:
+                raise SnapKVError(
+                    "{} keeps the same entries in all heads of a layer, which several Macs share here: "
+                    "give each Mac whole layers (--pipeline), or choose another policy",
+                    policy.name,
+                )
 
 
 def _require_sparse_support(model) -> None:
     """Check that every layer of the model supports sparse attention. Raises: UnsupportedModelError."""
     owners = cache_owners(model)
-    reason = next((owner.family.no_sparse for owner in owners if owner.family.no_sparse), None)
-    if reason is None and all(owner.borrowers for owner in owners):
-        reason = "other layers read the entries of all its layers"
-    if reason is not None:
+    reasons = [owner.family.no_sparse for owner in owners if owner.family.no_sparse]
+    if all(owner.borrowers for owner in owners):
+        reasons.append("other layers read the entries of all its layers")
+    if reasons:
         raise UnsupportedModelError(
-            f"sparse attention is not possible on model type {type_of(model)!r}: {reason}. "
+            f"sparse attention is not possible on model type {type_of(model)!r}: {reasons[0]}. "
             "Give a policy, such as snapkv"
         )

@@ -28,7 +28,7 @@ class Disk(NamedTuple):
     free: int
 
     @property
-    def need(self) -> int:
+    def needed(self) -> int:
         """Return the total number of bytes written to the disk."""
         return self.folder_bytes * len(self.folders)
 
@@ -42,22 +42,22 @@ class FileCost:
 
     def __str__(self) -> str:
         """Describe the disk space in a sentence for users, with the free space of every disk."""
-        disks = []
+        disk_texts = []
         for disk in self.disks:
             size = format_bytes(disk.folder_bytes)
             folders = " and ".join(f"{size} in {folder}" for folder in disk.folders)
-            disks.append(f"{folders} ({format_bytes(disk.free)} free)")
-        return f"reading {self.tokens:,} tokens will write at most {' and '.join(disks)}"
+            disk_texts.append(f"{folders} ({format_bytes(disk.free)} free)")
+        return f"reading {self.tokens:,} tokens will write at most {' and '.join(disk_texts)}"
 
     @property
     def warnings(self) -> list[str]:
         """Return a warning for each disk with too little space."""
         return [
-            f"{disk.folders[0]} does not have enough room: {format_bytes(disk.need)} will be written and "
+            f"{disk.folders[0]} does not have enough room: {format_bytes(disk.needed)} will be written and "
             f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
             "or give a shorter text"
             for disk in self.disks
-            if disk.need > disk.free
+            if disk.needed > disk.free
         ]
 
 
@@ -81,12 +81,12 @@ def file_cost(
     if saved_in is not None:
         folders.append(saved_in)
     disks: dict[int, Disk] = {}  # device number -> disk
-    for path in folders:
+    for folder in folders:
         with contextlib.suppress(OSError):  # some file systems do not report free space
-            device = path.stat().st_dev
+            device = folder.stat().st_dev
             if device not in disks:
-                free = shutil.disk_usage(path).free
+                free = shutil.disk_usage(folder).free
                 disks[device] = Disk(folders=(), folder_bytes=folder_bytes, free=free)
             disk = disks[device]
-            disks[device] = disk._replace(folders=(*disk.folders, path))
+            disks[device] = disk._replace(folders=(*disk.folders, folder))
     return FileCost(tokens=n_new, disks=tuple(disks.values())) if disks else None

@@ -77,18 +77,18 @@ class LongPrompts:
             return None
         sizes = EntrySizes(self._model)
         if setting is None:
-            full = format_bytes(n_tokens * sizes.full_cache_bytes(None))
-            return f"all {n_tokens:,} entries will be kept ({full}); --policy auto chooses a policy"
+            full_size = format_bytes(n_tokens * sizes.full_cache_bytes(None))
+            return f"all {n_tokens:,} entries will be kept ({full_size}); --policy auto chooses a policy"
         max_tokens = self._planner_options.get("max_tokens", 0)
         plan = plan_request(
             self._model, self._config, n_tokens, max_tokens=max_tokens, layers=sizes.layers
         )
         if plan.is_left_to_mlx_lm:
-            return _sentence_in_full(plan)
+            return _describe_full(plan)
         footprint = Footprint(sizes, self._config)
         if plan.sparse is not None:
-            return _sentence_sparse(footprint, plan)
-        return _sentence_compressed(footprint, plan)
+            return _describe_sparse(footprint, plan)
+        return _describe_compressed(footprint, plan)
 
     def require_memory(
         self, n_prompt: int, n_before: int = 0, max_kv_bytes: int | None = None
@@ -104,24 +104,24 @@ class LongPrompts:
         """
         if self._is_rotating or max_kv_bytes == NO_KV_LIMIT:
             return
-        n = n_prompt if self._config.compress is not None else n_before + n_prompt
+        n_tokens = n_prompt if self._config.compress is not None else n_before + n_prompt
         try:
             if self._planner is None:
                 self._planner = Planner(self._model, **self._planner_options)
-            plan, kv_bytes = self._planner.memory_and_peak(n, self._config, self._kv_bits)
+            plan, kv_bytes = self._planner.memory_and_peak(n_tokens, self._config, self._kv_bits)
         except SnapKVError:
             return
         if max_kv_bytes is not None:
             if kv_bytes > max_kv_bytes:
                 raise SnapKVError(
-                    f"{n} tokens and their answer need {format_bytes(kv_bytes)} of KV memory, and {{}} is "
+                    f"{n_tokens} tokens and their answer need {format_bytes(kv_bytes)} of KV memory, and {{}} is "
                     f"{format_bytes(max_kv_bytes)}: raise it",
                     Option("max_kv_bytes"),
                 )
         elif plan.peak > self._usable:
             raise SnapKVError(
-                f"{n} tokens will take about {format_bytes(plan.peak)}, but this machine has "
-                f"{format_bytes(self._usable)} for models; {self._what_fits(n)}, and {{}} reads them anyway",
+                f"{n_tokens} tokens will take about {format_bytes(plan.peak)}, but this machine has "
+                f"{format_bytes(self._usable)} for models; {self._what_fits(n_tokens)}, and {{}} reads them anyway",
                 Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
 
@@ -139,51 +139,56 @@ class LongPrompts:
         return f"{flags} would take {format_bytes(recommendation.plan.peak)}"
 
 
-def _sentence_in_full(plan: Plan) -> str:
+def _describe_full(plan: Plan) -> str:
     """Explain why a prompt is left to mlx-lm, and what would change that."""
     n_prompt = plan.n_prompt
     if plan.sparse is None:
-        example = worth_comparing(n_prompt)[0]
+        example, _ = worth_comparing(n_prompt)
         return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
     all_read = f"all {n_prompt:,} entries will be read"
     if not plan.sparse.fits(n_prompt):
         return f"{all_read}: {plan.reason}"
-    fits = f"{all_read}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
+    all_fit = f"{all_read}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
     smaller_budget = n_prompt // BUDGET_SHARE
     if smaller_budget < MIN_BUDGET_TO_SUGGEST:
-        return fits
-    return f"{fits}; --sparse budget={smaller_budget} reads fewer"
+        return all_fit
+    return f"{all_fit}; --sparse budget={smaller_budget} reads fewer"
 
 
-def _where_stored(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
+def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
     """Describe the size of `n_tokens` in a `store`, such as "1.2 GB of files"."""
-    stored = n_tokens * sizes.store_bytes(store)
+    store_bytes = n_tokens * sizes.store_bytes(store)
     if in_files(store):
-        return f"{format_bytes(stored)} of files"
-    return format_bytes(stored + n_tokens * sizes.incompressible_bytes)
+        return f"{format_bytes(store_bytes)} of files"
+    return format_bytes(store_bytes + n_tokens * sizes.incompressible_bytes)
 
 
-def _sentence_sparse(footprint: Footprint, plan: Plan) -> str:
+def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     """Describe how many entries prompt chunks and answer tokens will read."""
     n_prompt = plan.n_prompt
     n_read = f"{footprint.n_kept(plan):,}"
-    stored = _where_stored(footprint.sizes, plan.config.store, n_prompt)
-    stay = f"all of them stay in {stored}"
-    since = (
-        f" from the {plan.n_fed_before_compression + 2}th on, while that is faster"
-        if plan.adapts
-        else ""
-    )
+    all_stay = f"all of them stay in {_stored_size(footprint.sizes, plan.config.store, n_prompt)}"
+    since = ""
+    if plan.adapts:
+        since = f" from the {_first_compressed_token(plan)}th on, while that is faster"
     reading = plan.sparse_reading
     if reading is None or reading.reach.most >= n_prompt:
         token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
-        return f"the prompt will be read in full, {token}; {stay}"
+        return f"the prompt will be read in full, {token}; {all_stay}"
     chunk = f"a chunk will read at most {reading.reach.most:,} of {n_prompt:,} entries"
     last_tokens = f"the prompt's last {LAST_TOKENS} tokens read more"
-    return f"{chunk}, and a token of the answer at most {n_read}{since}; {stay}; {last_tokens}"
+    return f"{chunk}, and a token of the answer at most {n_read}{since}; {all_stay}; {last_tokens}"
 
 
-def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
+def _first_compressed_token(plan: Plan) -> int:
+    """Return the first token of the answer, counted from 1, that is computed after compression.
+
+    The prompt yields the first token, and each token fed before compression yields one more.
+    """
+    return plan.n_fed_before_compression + 2
+
+
+def _describe_compressed(footprint: Footprint, plan: Plan) -> str:
     """Describe how many prompt entries a policy will keep, and how much memory that saves.
 
     With schedule="block", the memory includes room for a block of new entries.
@@ -193,14 +198,13 @@ def _sentence_compressed(footprint: Footprint, plan: Plan) -> str:
     decode_policy = plan.decode_policy
     n_block = decode_policy.block if decode_policy.schedule == "block" else 0
     sizes = footprint.sizes
-    before = n_prompt * sizes.full_cache_bytes(None)
-    after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
+    bytes_before = n_prompt * sizes.full_cache_bytes(None)
+    bytes_after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
     since = ""
     if not (plan.config.evicts_in_blocks or plan.config.is_text):  # a text has no answer
-        # The prompt yields the first answer token, and each token fed ahead yields one more.
-        since = f" from the answer's token {plan.n_fed_before_compression + 2} on"
-    room = f", room for a block of {n_block:,} included" if n_block else ""
+        since = f" from the answer's token {_first_compressed_token(plan)} on"
+    room_for_block = f", room for a block of {n_block:,} included" if n_block else ""
     return (
         f"{n_kept:,} of {n_prompt:,} entries will be kept{since}: "
-        f"KV memory {format_bytes(before)} → {format_bytes(after)}{room}"
+        f"KV memory {format_bytes(bytes_before)} → {format_bytes(bytes_after)}{room_for_block}"
     )

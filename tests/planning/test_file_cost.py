@@ -22,7 +22,7 @@ def test_the_files_have_the_predicted_size(demo_model, ask):
     (disk,), n = cost.disks, len(prompt)
     assert cost.tokens == n
     # The files also have the answer's first token, which was read before the entries were moved.
-    assert disk.need * (n + 1) == reports[0].file_bytes * n
+    assert disk.needed * (n + 1) == reports[0].file_bytes * n
     assert not cost.warnings
 
 
@@ -31,11 +31,11 @@ def test_a_saved_copy_on_the_same_disk_needs_as_much_again(demo_llama, ask, tmp_
     cost, n = partial(file_cost, demo_llama[0], SPARSE), len(prompt)
     cache, _ = prefill(demo_llama[0], prompt, sparse=SPARSE)
     (once,) = cost(n).disks
-    assert once.need == sum(c.file_nbytes for c in cache)
-    assert cost(100).disks[0].need * n == once.need * 100
+    assert once.needed == sum(c.file_nbytes for c in cache)
+    assert cost(100).disks[0].needed * n == once.needed * 100
     twice = cost(n, saved_in=tmp_path)
-    assert [disk.need for disk in twice.disks] == [2 * once.need]
-    size = format_bytes(once.need)
+    assert [disk.needed for disk in twice.disks] == [2 * once.needed]
+    size = format_bytes(once.needed)
     assert f"at most {size} in {once.folders[0]} and {size} in {tmp_path} (" in str(twice)
 
 
