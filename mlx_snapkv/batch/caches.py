@@ -190,7 +190,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
-            member.flush()
+            member.compact()
         self.keys, self.values = _stack([member.keys_and_values() for member in members])
         self._make_room(self._n_needed())
         for member in members:
@@ -199,10 +199,10 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Append one entry per request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for attention."""
         for i, member in enumerate(self.members):
-            if member.is_due():
+            if member.must_evict():
                 with self._lend_slot(i, write_back=True):
                     member.evict()
-        next_rows = [member.place() for member in self.members]
+        next_rows = [member.claim_row() for member in self.members]
         self._make_room(max(next_rows) + 1)
         entries = pack(keys, self.quantization), pack(values, self.quantization)
         if len(set(next_rows)) == 1:

@@ -16,44 +16,50 @@ class AttentionCount:
     immutable, so that a cache can be restored to an earlier count.
 
     Attributes:
-        counts: whether queries are counted. If not, entries keep the attention that they received in another cache.
-        received: attention that the first `n` entries have received, `(B, n_kv_heads, n)` float32.
-        waiting: queries that are not counted yet, `(B, n_heads, L, head_dim)` each.
+        is_counting: whether queries are counted. If not, entries keep the attention that they received in another
+            cache.
+        received_attention: attention that the first `n` entries have received, `(B, n_kv_heads, n)` float32.
+        waiting_queries: queries that are not counted yet, `(B, n_heads, L, head_dim)` each.
     """
 
-    counts: bool = True
-    received: mx.array | None = None
-    waiting: list[mx.array] = field(default_factory=list)
+    is_counting: bool = True
+    received_attention: mx.array | None = None
+    waiting_queries: list[mx.array] = field(default_factory=list)
 
-    def with_counts(self, received: mx.array | None) -> AttentionCount:
+    def restarted_from(self, received_attention: mx.array | None) -> AttentionCount:
         """Return a copy with a new count of received attention and no waiting queries."""
-        return replace(self, received=received, waiting=[])
+        return replace(self, received_attention=received_attention, waiting_queries=[])
 
     def with_queries(self, queries: mx.array) -> AttentionCount:
         """Return a copy with additional waiting queries, `(B, n_heads, L, head_dim)`."""
-        return replace(self, waiting=[*self.waiting, queries])
+        return replace(self, waiting_queries=[*self.waiting_queries, queries])
 
-    def total(
-        self, shape: tuple[int, ...], votes: Callable[[mx.array], mx.array]
+    def total_attention(
+        self, shape: tuple[int, ...], count_votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
         """Return the attention received so far, waiting queries included, or None if it is unknown.
 
         Args:
             shape: shape of the result, `(B, n_kv_heads, n)`.
-            votes: takes queries `(B, n_heads, L, head_dim)`, and returns the attention that they give to each entry.
+            count_votes: takes queries `(B, n_heads, L, head_dim)`, and returns the attention that they give to each
+                entry.
         """
-        if not self.counts and self.received is None:
+        if not self.is_counting and self.received_attention is None:
             return None
-        received = mx.zeros((*shape[:2], 0)) if self.received is None else self.received
+        B, H, n_entries = shape
+        received_attention = self.received_attention
+        if received_attention is None:
+            received_attention = mx.zeros((B, H, 0))
         # Entries appended since the last count have not received any attention yet.
-        n_new = shape[2] - received.shape[2]
-        total = mx.pad(received, [(0, 0), (0, 0), (0, n_new)])
-        if self.waiting:
-            total = total + votes(mx.concatenate(self.waiting, axis=2))
+        n_new = n_entries - received_attention.shape[2]
+        total = mx.pad(received_attention, [(0, 0), (0, 0), (0, n_new)])
+        if self.waiting_queries:
+            total = total + count_votes(mx.concatenate(self.waiting_queries, axis=2))
         return total
 
     @property
     def arrays(self) -> list[mx.array]:
         """Return the arrays to evaluate after each decoded token."""
-        received = [] if self.received is None else [self.received]
-        return [*self.waiting, *received]
+        if self.received_attention is None:
+            return list(self.waiting_queries)
+        return [*self.waiting_queries, self.received_attention]

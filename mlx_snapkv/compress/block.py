@@ -83,8 +83,8 @@ class BlockKVCache(EvictingCache):
         self.block = block
         self.layer = layer
         self.quantization = quantization
-        counts = policy is not None and policy.accumulates_attention
-        self.counting = counting or AttentionCount(counts=counts)
+        accumulates_attention = policy is not None and policy.accumulates_attention
+        self.counting = counting or AttentionCount(is_counting=accumulates_attention)
         # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
 
@@ -93,15 +93,15 @@ class BlockKVCache(EvictingCache):
         return super()._saved_numbers() | {
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
-            "counts": self.counting.counts,
+            "counts": self.counting.is_counting,
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
         """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
-            "received": self.counting.received,
-            "waiting": self.counting.waiting,
+            "received": self.counting.received_attention,
+            "waiting": self.counting.waiting_queries,
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -111,9 +111,9 @@ class BlockKVCache(EvictingCache):
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
         self.counting = AttentionCount(
-            counts=numbers["counts"],
-            received=arrays.get("received"),
-            waiting=list(arrays.get("waiting", [])),
+            is_counting=numbers["counts"],
+            received_attention=arrays.get("received"),
+            waiting_queries=list(arrays.get("waiting", [])),
         )
 
     @property
@@ -122,7 +122,7 @@ class BlockKVCache(EvictingCache):
         return self.quota.entries + self.block
 
     @property
-    def _n_since(self) -> int:
+    def _n_since_eviction(self) -> int:
         """Return the number of tokens read since the last eviction."""
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
         return self._n - n_kept
@@ -135,14 +135,14 @@ class BlockKVCache(EvictingCache):
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of `L` tokens. If they don't fit, evict entries first."""
         L = count_rows(keys)
-        if self.is_due(L):
+        if self.must_evict(L):
             self.evict()
         first_row = self._n
         self._n += L
         self._write(first_row, keys, values)
         self.offset += L
 
-    def place(self) -> int:
+    def claim_row(self) -> int:
         """Count a new token, and return the row to which the caller must write its entry."""
         self._n += 1
         self.offset += 1
@@ -151,7 +151,8 @@ class BlockKVCache(EvictingCache):
     @property
     def n_after_next(self) -> int:
         """Return the number of entries after one more token."""
-        return (self.quota.entries if self.is_due() else self._n) + 1
+        n_before = self.quota.entries if self.must_evict() else self._n
+        return n_before + 1
 
     def evict(self) -> None:
         """Keep the `quota.entries` entries with the highest scores."""
@@ -159,16 +160,18 @@ class BlockKVCache(EvictingCache):
             return
         assert self.policy is not None
         # Queries before the window can't vote, because entries that they saw may have been evicted.
-        entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
+        n_voters = min(self.policy.obs_window, max(1, self.quota.n_window))
+        entries = self.held(n_voters)
         entries.budget = self.quota.entries
         entries.n_window = self.quota.n_window
-        kept = entries.take(select(self.policy.score(entries), self.quota))
+        kept_entries = entries.take(select(self.policy.score(entries), self.quota))
         # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
         # An update of more than `block` tokens has enlarged the buffers.
-        if count_rows(self.keys) > self.capacity:
+        exceeds_capacity = count_rows(self.keys) > self.capacity
+        if exceeds_capacity:
             self.keys = self.values = None
-        self.replace_entries(kept)
+        self.replace_entries(kept_entries)
 
     def replace_entries(self, entries: Entries) -> None:
         """Replace all entries with `entries`, which are in order of position and before `offset`."""
@@ -176,19 +179,22 @@ class BlockKVCache(EvictingCache):
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.counting = self.counting.with_counts(entries.received)
+        self.counting = self.counting.restarted_from(entries.received_attention)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position. The last `n_queries` queries are the voters."""
-        return self._entries(voting_queries=self._last_voters(n_queries), received=self._received())
+        return self._entries_in_row_order(
+            voting_queries=self._last_voters(n_queries),
+            received_attention=self._received_attention(),
+        )
 
     def _take_queries(self, captured: CapturedQueries) -> None:
         """Record the newest tokens' queries, and count their attention if the policy needs it."""
         super()._take_queries(captured)
-        if self.counting.counts:
-            self._count(captured)
+        if self.counting.is_counting:
+            self._count_attention(captured)
 
-    def _count(self, captured: CapturedQueries) -> None:
+    def _count_attention(self, captured: CapturedQueries) -> None:
         """Count the attention of a call's queries, except those at or after `last`.
 
         Queries of single tokens are collected and counted together. The call's own entries are already in the cache.
@@ -199,44 +205,48 @@ class BlockKVCache(EvictingCache):
             return
         queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voting]))
         self.counting = self.counting.with_queries(queries)
-        if n_voting > 1 or len(self.counting.waiting) >= self.block:
-            self.counting = self.counting.with_counts(self._received())
+        is_block_complete = n_voting > 1 or len(self.counting.waiting_queries) >= self.block
+        if is_block_complete:
+            self.counting = self.counting.restarted_from(self._received_attention())
 
-    def _received(self) -> mx.array | None:
+    def _received_attention(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
         shape = (*self._heads, self._n)
 
-        def votes(queries: mx.array) -> mx.array:
+        def count_votes(queries: mx.array) -> mx.array:
             # The waiting queries are those of the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
             voters = self.make_voters(queries, positions, shape)
-            return self._entries(voting_queries=voters).votes
+            return self._entries_in_row_order(voting_queries=voters).votes
 
-        return self.counting.total(shape, votes)
+        return self.counting.total_attention(shape, count_votes)
 
     @property
     def recorded(self) -> list[mx.array]:
         """Return the recorded arrays, to be evaluated after each decoded token."""
         return [*super().recorded, *self.counting.arrays]
 
-    def is_due(self, L: int = 1) -> bool:
+    def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
-        if self.policy is None or self.offset in self.steady[1:]:
+        is_between_steady_tokens = self.offset in self.steady[1:]
+        if self.policy is None or is_between_steady_tokens:
             return False
-        # Before the first steady token, make sure that all of them fit.
-        n_next = max(L, len(self.steady)) if self.offset in self.steady else L
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
-        if (lacks_votes or lacks_statistics) and self._n_since == 0:
+        if (lacks_votes or lacks_statistics) and self._n_since_eviction == 0:
             return False  # nothing can vote yet, but the next tokens' queries will
-        return self._n + n_next > self.capacity and self._n > self.quota.entries
+        # Before the first steady token, make sure that all of them fit.
+        n_next = max(L, len(self.steady)) if self.offset in self.steady else L
+        has_room = self._n + n_next <= self.capacity
+        return not has_room and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Write stored entries to rows `[start, size())`, after enlarging the buffers if necessary."""
         n_before = 0 if self.keys is None else count_rows(self.keys)
         if self.keys is None or self._n > n_before:
-            buffers = (self.keys, self.values) if n_before else slice_rows((keys, values), 0, 0)
+            empty_buffers = slice_rows((keys, values), 0, 0)
+            buffers = (self.keys, self.values) if n_before else empty_buffers
             n_after = self._n_rows_to_allocate(n_before)
             self.keys, self.values = with_new_rows(buffers, n_after - n_before)
         write_rows((self.keys, self.values), start, (keys, values))
@@ -257,15 +267,15 @@ class BlockKVCache(EvictingCache):
             return None
         if not return_array:
             return "causal"
-        n_left = min(self._n, self.quota.entries) if self.is_due(N) else self._n
-        return create_causal_mask(N, offset=n_left)
+        n_before = min(self._n, self.quota.entries) if self.must_evict(N) else self._n
+        return create_causal_mask(N, offset=n_before)
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
         """Return the entries' original positions in ascending order, uint32 `(B, n_kv_heads, size())`."""
-        n_since = self._n_since
-        since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
-        since = mx.broadcast_to(since, (*self._heads, n_since))
+        n_recent = self._n_since_eviction
+        recent_positions = mx.arange(self.offset - n_recent, self.offset, dtype=mx.uint32)
+        recent_positions = mx.broadcast_to(recent_positions, (*self._heads, n_recent))
         if self._kept_positions is None:
-            return since
-        return mx.concatenate([self._kept_positions, since], axis=2)
+            return recent_positions
+        return mx.concatenate([self._kept_positions, recent_positions], axis=2)

@@ -11,40 +11,47 @@ from .policy import Policy
 from .window import SnapKVCache
 
 
-def decode_cache(
-    layer: AttentionLayer, kept: Entries, offset: int, policy: Policy, quota: Quota
+def make_decode_cache(
+    layer: AttentionLayer, kept_entries: Entries, offset: int, policy: Policy, quota: Quota
 ) -> EvictingCache:
     """Build one layer's cache for the tokens after the prompt.
 
     Args:
         layer: the cache's `AttentionLayer`.
-        kept: the entries kept from the prompt. Later entries get the same quantisation.
+        kept_entries: the entries kept from the prompt. Later entries get the same quantisation.
         offset: position of the next token.
         policy: the policy that compressed the prompt. Its `schedule` and `on_full` determine the type of the cache.
         quota: number of entries that the policy keeps in this layer.
     """
+    cache: EvictingCache
     if policy.schedule == "block":
-        cache = BlockKVCache(
-            policy,
-            quota,
-            policy.block,
-            layer=layer,
-            quantization=kept.quantization,
-        )
-        cache.offset = offset
-        cache.replace_entries(kept)
-        return cache
-    n_window = None if policy.grows else quota.n_window
-    # A sliding window starts with the newest entries, a growing window starts empty.
-    n_in_window = 0 if n_window is None else min(len(kept), n_window)
-    n_pin = len(kept) - n_in_window
-    window = SnapKVCache(
-        kept.stored_keys,
-        kept.stored_values,
-        mx.contiguous(kept.positions[..., :n_pin]),
+        cache = _block_cache(kept_entries, offset, policy, quota)
+    elif policy.grows:  # all entries are pinned, and the window starts empty
+        cache = _window_cache(kept_entries, offset, n_pinned=len(kept_entries), n_window=None)
+    else:  # the newest entries start the sliding window
+        n_pinned = max(0, len(kept_entries) - quota.n_window)
+        cache = _window_cache(kept_entries, offset, n_pinned, quota.n_window)
+    cache.layer = layer
+    return cache
+
+
+def _block_cache(kept_entries: Entries, offset: int, policy: Policy, quota: Quota) -> BlockKVCache:
+    """Build a cache that continues to evict by `policy`."""
+    cache = BlockKVCache(policy, quota, policy.block, quantization=kept_entries.quantization)
+    cache.offset = offset
+    cache.replace_entries(kept_entries)
+    return cache
+
+
+def _window_cache(
+    kept_entries: Entries, offset: int, n_pinned: int, n_window: int | None
+) -> SnapKVCache:
+    """Build a cache that pins the first `n_pinned` kept entries. The others start its window."""
+    return SnapKVCache(
+        kept_entries.stored_keys,
+        kept_entries.stored_values,
+        mx.contiguous(kept_entries.positions[..., :n_pinned]),
         offset=offset,
         n_window=n_window,
-        quantization=kept.quantization,
+        quantization=kept_entries.quantization,
     )
-    window.layer = layer
-    return window

@@ -64,14 +64,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of some tokens. If they don't fit, evict entries first."""
 
-    def flush(self) -> None:
-        """Move all entries to the first `n_entries` rows, as `place` requires."""
+    def compact(self) -> None:
+        """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
 
     @abstractmethod
-    def place(self) -> int:
-        """Count a new token, and return the row to which the caller must write its entry. Call `flush` first."""
+    def claim_row(self) -> int:
+        """Count a new token, and return the row to which the caller must write its entry. Call `compact` first."""
 
-    def is_due(self, L: int = 1) -> bool:
+    def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
         return False
 
@@ -89,21 +89,23 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
-        stored = self.keys, self.values
+        buffers = self.keys, self.values
+        is_full = count_rows(buffers) == self._n
         # Avoid a slice of full buffers: with a second reference, an eviction could not write in place.
-        return stored if count_rows(stored) == self._n else slice_rows(stored, 0, self._n)
+        return buffers if is_full else slice_rows(buffers, 0, self._n)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
         """Return what to save: numbers as a JSON string, and arrays. mlx-lm's files can only store these two types."""
-        arrays = {name: array for name, array in self._saved_arrays().items() if array is not None}
+        saved_arrays = self._saved_arrays()
+        arrays = {name: array for name, array in saved_arrays.items() if array is not None}
         return json.dumps(self._saved_numbers()), arrays
 
     @state.setter
     def state(self, state: tuple[str, dict[str, Any]]) -> None:
-        numbers, arrays = state
+        numbers_as_json, arrays = state
         self.start_recording()
-        self._restore(json.loads(numbers), arrays)
+        self._restore(json.loads(numbers_as_json), arrays)
 
     def _saved_numbers(self) -> dict[str, Any]:
         """Return the attributes to save as JSON, by name."""
@@ -127,14 +129,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore the saved attributes. Files turn tuples into lists, and omit empty lists."""
-        policy = numbers["policy"]
-        self.policy = None if policy is None else policy_named(policy)
-        quantization = numbers["quantization"]
-        if quantization is None:
+        policy_string = numbers["policy"]
+        self.policy = None if policy_string is None else policy_named(policy_string)
+        quantization_fields = numbers["quantization"]
+        if quantization_fields is None:
             self.quantization = None
             self.keys, self.values = arrays["keys"], arrays["values"]
         else:
-            self.quantization = Quantization(**quantization)
+            self.quantization = Quantization(**quantization_fields)
             self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))
@@ -161,7 +163,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def validate(self) -> str | None:
         """Describe what is wrong with a loaded cache, or return None if it is consistent."""
-        if problem := super().validate():
+        problem = super().validate()
+        if problem is not None:
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
         are_complete = positions.shape[2] == self._n
@@ -185,15 +188,15 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         first_array, *_ = flat_arrays(self.keys)
         return first_array.shape[:2]
 
-    def _entries(self, **others: Any) -> Entries:
-        """Return the entries in row order. `others` are additional fields of `Entries`."""
+    def _entries_in_row_order(self, **more_fields: Any) -> Entries:
+        """Return the entries in row order. `more_fields` are additional fields of `Entries`."""
         return Entries(
             *self.keys_and_values(),
             explicit_positions=self.positions,
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,
-            **others,
+            **more_fields,
         )
 
     def _last_voters(self, n: int) -> Queries | None:
@@ -201,14 +204,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
         Raises: SnapKVError: the queries were not recorded.
         """
-        if not n:
+        if n == 0:
             return None
         positions = self.query_positions[-n:]
         are_missing = not positions or positions.stop < min(self.last, self.offset)
         if are_missing:
-            name = self.policy.name if self.policy else "a policy"
+            policy_name = self.policy.name if self.policy else "a policy"
             raise SnapKVError(
-                f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
+                f"{policy_name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
         shape = (*self._heads, self._n)

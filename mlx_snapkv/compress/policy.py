@@ -58,10 +58,10 @@ class Policy(Hyperparameters, ABC):
         name = vars(cls).get("name")
         if name is None or not registered:
             return
-        owner = POLICIES.setdefault(name, cls)
-        if owner is not cls:
+        registered_class = POLICIES.setdefault(name, cls)
+        if registered_class is not cls:
             raise SnapKVError(
-                f"{cls.__qualname__} can't be named {name!r}: {owner.__qualname__} has that name"
+                f"{cls.__qualname__} can't be named {name!r}: {registered_class.__qualname__} has that name"
             )
 
     def __post_init__(self):
@@ -78,8 +78,8 @@ class Policy(Hyperparameters, ABC):
     @property
     def observes(self) -> bool:
         """Return whether the policy needs queries or their statistics."""
-        votes = self.obs_window > 0 or self.accumulates_attention
-        return votes or self.query_statistics is not None
+        queries_vote = self.obs_window > 0 or self.accumulates_attention
+        return queries_vote or self.query_statistics is not None
 
     @property
     def observes_answer(self) -> bool:
@@ -96,7 +96,7 @@ class Policy(Hyperparameters, ABC):
         """Return whether the cache keeps a constant shape while an answer is decoded."""
         return self.schedule == "once" and not self.grows
 
-    def window(self, budget: int) -> int:
+    def window_size(self, budget: int) -> int:
         """Return the number of most recent entries that are always kept, for a budget in entries."""
         return amount(self.n_window, budget)
 
@@ -111,7 +111,7 @@ class Policy(Hyperparameters, ABC):
 
     def _quota_of(self, n_entries: int) -> Quota:
         """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
-        quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window(n_entries))
+        quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window_size(n_entries))
         return quota.shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:

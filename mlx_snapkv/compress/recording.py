@@ -38,10 +38,10 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         if self._shared_votes is None:
             self._shared_votes = {}  # shared by all copies, since their queries are equal
         cache = copy.copy(self)
-        cache.share(other, n)
+        cache.share_entries_of(other, n)
         return cache
 
-    def share(self, other: KVCache, n: int) -> None:
+    def share_entries_of(self, other: KVCache, n: int) -> None:
         """Share the first `n` entries of `other` without copying them."""
         self.keys, self.values = other.keys, other.values
         self.offset = n

@@ -28,12 +28,12 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
     B, H, T = scores.shape
     if n_sink + top_k + n_window >= T:
         return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
-    end = T - n_window
+    window_start = T - n_window
     sink = mx.broadcast_to(mx.arange(n_sink, dtype=mx.uint32), (B, H, n_sink))
-    window = mx.broadcast_to(mx.arange(end, T, dtype=mx.uint32), (B, H, n_window))
+    window = mx.broadcast_to(mx.arange(window_start, T, dtype=mx.uint32), (B, H, n_window))
     if top_k <= 0:
         return mx.concatenate([sink, window], axis=-1)
-    best = top_positions(scores[..., n_sink:end], top_k) + n_sink
+    best = top_positions(scores[..., n_sink:window_start], top_k) + n_sink
     return mx.concatenate([sink, best.astype(mx.uint32), window], axis=-1)
 
 
@@ -49,16 +49,16 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
-    cost = mx.where(mx.isnan(scores), mx.inf, -scores)
-    kth_cost = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
-    is_better = cost < kth_cost
-    is_tied = cost == kth_cost
+    costs = mx.where(mx.isnan(scores), mx.inf, -scores)
+    kth_cost = mx.partition(costs, k - 1, axis=-1)[..., k - 1 : k]
+    is_better = costs < kth_cost
+    is_tied = costs == kth_cost
     n_tied_chosen = k - is_better.sum(axis=-1, keepdims=True)
     tied_so_far = mx.cumsum(is_tied.astype(mx.int32), axis=-1)
     is_chosen = is_better | (is_tied & (tied_so_far <= n_tied_chosen))
     # Scatter each chosen position to its rank among the chosen ones. All others go to index k, which is cut off.
     n_chosen_so_far = mx.cumsum(is_chosen.astype(mx.int32), axis=-1)
-    places = mx.where(is_chosen, n_chosen_so_far - 1, k)
+    target_indices = mx.where(is_chosen, n_chosen_so_far - 1, k)
     positions = mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)
-    chosen = mx.zeros((*scores.shape[:-1], k + 1), mx.uint32)
-    return mx.put_along_axis(chosen, places, positions, axis=-1)[..., :k]
+    output = mx.zeros((*scores.shape[:-1], k + 1), mx.uint32)
+    return mx.put_along_axis(output, target_indices, positions, axis=-1)[..., :k]

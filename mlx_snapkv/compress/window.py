@@ -71,12 +71,12 @@ class SnapKVCache(EvictingCache):
         """Use the arrays as buffers without copying them."""
         n_window = UNLIMITED if n_window is None else n_window
         n_pin = positions.shape[-1]
-        n = count_rows(keys)
-        most = min(offset, n_pin + n_window)
-        is_consistent = n_window >= 1 and n == count_rows(values) and n_pin <= n <= most
+        n_keys, n_values = count_rows(keys), count_rows(values)
+        max_entries = min(offset, n_pin + n_window)
+        is_consistent = n_window >= 1 and n_keys == n_values and n_pin <= n_keys <= max_entries
         if not is_consistent:
             raise SnapKVError(
-                f"{n} keys and {count_rows(values)} values of {offset} tokens don't hold {n_pin} pinned entries "
+                f"{n_keys} keys and {n_values} values of {offset} tokens don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}, at least 1"
             )
         super().__init__(newest=0)
@@ -85,46 +85,48 @@ class SnapKVCache(EvictingCache):
         self.offset = offset
         self.n_pin = n_pin
         self.n_window = n_window
-        self._pinned = positions.astype(mx.uint32)
-        self._n = n
+        self._pinned_positions = positions.astype(mx.uint32)
+        self._n = n_keys
         self._oldest = 0  # ring pointer: row n_pin + _oldest has the window's oldest entry
 
     def _saved_arrays(self) -> dict[str, Any]:
         """Return the attributes to save as arrays, by name."""
-        return super()._saved_arrays() | {"pinned": self._pinned}
+        return super()._saved_arrays() | {"pinned": self._pinned_positions}
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore the saved attributes."""
         super()._restore(numbers, arrays)
-        self._pinned = arrays["pinned"]
+        self._pinned_positions = arrays["pinned"]
 
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of `L` tokens. In a full ring, a single token overwrites the oldest."""
         L = count_rows(keys)
-        self._move_pending()
-        self._shrink(L)
-        if L == 1 and self._n == self.n_keep:
-            row = self.place()  # also counts the token
+        self._move_pending_entries()
+        self._free_unneeded_rows(L)
+        overwrites_oldest = L == 1 and self._n == self.n_keep
+        if overwrites_oldest:
+            first_row = self.claim_row()  # also counts the token
         else:
-            row = self._n
+            first_row = self._n
             self._n += L
             self.offset += L
-            self._make_room()
-        write_rows((self.keys, self.values), row, (keys, values))
+            self._enlarge_buffers()
+        write_rows((self.keys, self.values), first_row, (keys, values))
 
-    def _make_room(self) -> None:
+    def _enlarge_buffers(self) -> None:
         """Enlarge the buffers if necessary. A sliding window is allocated in full."""
-        n_before = count_rows(self.keys)
+        n_allocated = count_rows(self.keys)
         if self.grows:
-            n_after = rows_to_allocate(self._n) if self._n > n_before else n_before
+            n_needed = rows_to_allocate(self._n) if self._n > n_allocated else n_allocated
         elif self._n <= self.n_keep:
-            n_after = self.n_keep
+            n_needed = self.n_keep
         else:
-            n_after = max(self._n, self.n_keep + SLACK)
-        if n_after > n_before:
-            self.keys, self.values = with_new_rows((self.keys, self.values), n_after - n_before)
+            n_needed = max(self._n, self.n_keep + SLACK)
+        if n_needed > n_allocated:
+            n_new = n_needed - n_allocated
+            self.keys, self.values = with_new_rows((self.keys, self.values), n_new)
 
-    def place(self) -> int:
+    def claim_row(self) -> int:
         """Count a new token, and return the row to which the caller must write its entry."""
         if self._n < self.n_keep:
             row = self._n
@@ -150,45 +152,47 @@ class SnapKVCache(EvictingCache):
         """Return the number of entries after one more token."""
         return min(self._n + 1, self.n_keep)
 
-    def _shrink(self, L: int) -> None:
+    def _free_unneeded_rows(self, L: int) -> None:
         """Free the rows after the window that an update of `L` tokens won't need."""
-        if count_rows(self.keys) > self.n_keep + max(SLACK, L):
-            kept = slice_rows((self.keys, self.values), 0, self.n_keep)
-            self.keys, self.values = map_arrays(mx.contiguous, kept)
+        n_needed = self.n_keep + max(SLACK, L)
+        if count_rows(self.keys) > n_needed:
+            window_and_pinned = slice_rows((self.keys, self.values), 0, self.n_keep)
+            self.keys, self.values = map_arrays(mx.contiguous, window_and_pinned)
 
-    def flush(self) -> None:
-        """Move all entries to the first `n_entries` rows, as `place` requires."""
-        self._move_pending()
-        self._shrink(1)
+    def compact(self) -> None:
+        """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
+        self._move_pending_entries()
+        self._free_unneeded_rows(1)
 
-    def _move_pending(self) -> None:
+    def _move_pending_entries(self) -> None:
         """Move the pending entries into the ring, overwriting its oldest entries."""
         n_pending = self._n - self.n_keep
         if n_pending <= 0:
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
-        newest = slice_rows((self.keys, self.values), self._n - n_moved, self._n)
+        newest_entries = slice_rows((self.keys, self.values), self._n - n_moved, self._n)
         # The newest entries of a full ring come just before the oldest one.
-        window_rows = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
-        write_rows((self.keys, self.values), self.n_pin + window_rows, newest)
+        ring_indices = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
+        write_rows((self.keys, self.values), self.n_pin + ring_indices, newest_entries)
         self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask of `visible`."""
+        """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask of `visibility_mask`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         # The next update starts by moving pending entries into the ring.
         n_pending = max(0, self._n - self.n_keep)
         n_in_window = self._n - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
-        nothing_overwritten = n_in_window + N <= self.n_window
+        overwrites_nothing = n_in_window + N <= self.n_window
+        is_window_full = n_in_window == self.n_window
         # A single token overwrites the oldest entry before its attention reads the cache.
-        if N == 1 and (nothing_overwritten or n_in_window == self.n_window):
+        if N == 1 and (overwrites_nothing or is_window_full):
             return None
-        if nothing_overwritten and not return_array:
+        if overwrites_nothing and not return_array:
             return "causal"
-        return visible(self.n_pin, n_in_window, self.n_window, N, oldest)
+        return visibility_mask(self.n_pin, n_in_window, self.n_window, N, oldest)
 
     def is_trimmable(self) -> bool:
         """Return True only for speculative decoding, where mlx-lm trims no more tokens than it has appended."""
@@ -206,22 +210,25 @@ class SnapKVCache(EvictingCache):
         """Return the original position of each row's entry, uint32 `(B, n_kv_heads, size())`."""
         n_recent = self._n - self.n_pin
         n_ring = min(n_recent, self.n_window)
-        age_in_ring = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
         # Rank of each recent row by position: 0 for the oldest entry, n_recent - 1 for the newest.
-        order = mx.concatenate([age_in_ring, mx.arange(n_ring, n_recent)])
-        recent = (order + (self.offset - n_recent)).astype(mx.uint32)
-        recent = mx.broadcast_to(recent, (*self._pinned.shape[:2], n_recent))
-        return mx.concatenate([self._pinned, recent], axis=-1)
+        ring_ranks = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
+        ranks = mx.concatenate([ring_ranks, mx.arange(n_ring, n_recent)])
+        recent_start = self.offset - n_recent
+        recent_positions = (ranks + recent_start).astype(mx.uint32)
+        B, H, _ = self._pinned_positions.shape
+        recent_positions = mx.broadcast_to(recent_positions, (B, H, n_recent))
+        return mx.concatenate([self._pinned_positions, recent_positions], axis=-1)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in order of position. The last `n_queries` queries are the voters."""
-        in_rows = self._entries()
-        entries = in_rows.take(mx.argsort(in_rows.positions, axis=-1))
+        entries_by_row = self._entries_in_row_order()
+        rows_by_position = mx.argsort(entries_by_row.positions, axis=-1)
+        entries = entries_by_row.take(rows_by_position)
         entries.voting_queries = self._last_voters(n_queries)
         return entries
 
 
-def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
+def visibility_mask(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
     """Return the mask of rows that each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
     Number the recent entries from 0 in order of position, and then the new tokens, so that token `i` has number
@@ -242,6 +249,6 @@ def visible(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx
     ring = slice(n_pin, n_pin + n_ring)
     numbers[ring] = (numbers[ring] - oldest) % max(n_ring, 1)
     is_pinned = numbers < 0
-    own = n_recent + np.arange(N)[:, None]
-    is_in_window = (own - n_window < numbers) & (numbers <= own)
+    own_numbers = n_recent + np.arange(N)[:, None]
+    is_in_window = (own_numbers - n_window < numbers) & (numbers <= own_numbers)
     return mx.array(is_pinned | is_in_window)

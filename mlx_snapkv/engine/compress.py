@@ -19,7 +19,7 @@ from ..caches.layers import (
     kv_bytes,
     kv_dtype,
 )
-from ..compress.decode_cache import decode_cache
+from ..compress.decode_cache import make_decode_cache
 from ..compress.evicting import EvictingCache
 from ..compress.options import Compress
 from ..compress.policy import Policy
@@ -248,12 +248,12 @@ def _compressed_cache(
         x.with_quantization(plan.config.quantization or x.quantization)
         for x in (entries.take(choice.kept), later)
     )
-    mx.async_eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
+    mx.async_eval(kept.stored_keys, kept.positions, kept.received_attention, later.stored_keys)
     mx.async_eval(kept.stored_values, later.stored_values)  # after the keys, to lower peak memory
     entries.release()
     if on_kept is not None:
         on_kept(layer, kept.positions, choice.votes)
-    small = decode_cache(layer, kept, plan.n_prompt, policy, plan.decode_quota)
+    small = make_decode_cache(layer, kept, plan.n_prompt, policy, plan.decode_quota)
     del entries, kept
     voters = before if policy.observes_answer else None
     small.inherit_queries(voters)
@@ -291,7 +291,7 @@ def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
     if policy.accumulates_attention:
-        votes = entries.received
+        votes = entries.received_attention
     entries.release()
     kept = select(scores, quota)
     share = mx.array(1.0)

@@ -58,7 +58,7 @@ class Entries:
         stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the arrays of quantised entries.
         voting_queries: the queries that vote, or None if no queries were recorded.
         explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt. None means the first `T` positions.
-        received: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
+        received_attention: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
         quantization: quantisation of the stored entries, or None if they are plain.
         layer: the `AttentionLayer`, with mlx-lm's attention module as `.attention`, its RoPE (or None) as `.rope`, and
             its index among the model's full-attention layers as `.number`. Without a layer, all of these raise
@@ -75,7 +75,7 @@ class Entries:
     stored_values: Stored
     voting_queries: Queries | None = None
     explicit_positions: mx.array | None = None
-    received: mx.array | None = None
+    received_attention: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
     statistics: Any = None
@@ -255,12 +255,14 @@ class Entries:
 
     def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:
         """Apply `function` to each array `(B, n_kv_heads, T, ...)`."""
-        received = None if self.received is None else function(self.received)
+        received_attention = self.received_attention
+        if received_attention is not None:
+            received_attention = function(received_attention)
         return replace(
             self,
             stored_keys=map_arrays(function, self.stored_keys),
             stored_values=map_arrays(function, self.stored_values),
-            received=received,
+            received_attention=received_attention,
             explicit_positions=function(self.positions),
         )
 

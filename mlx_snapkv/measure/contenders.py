@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
-from ..compress.decode_cache import decode_cache
+from ..compress.decode_cache import make_decode_cache
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.quota import Quota
@@ -66,7 +66,7 @@ class Contender:
         if isinstance(self.policy, Sparse):
             return _sparse_cache(self.policy, layer, entries, context)
         policy = self.policy.decode_policy
-        return decode_cache(layer, entries, context, policy, policy.quota(context))
+        return make_decode_cache(layer, entries, context, policy, policy.quota(context))
 
 
 def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:

@@ -152,7 +152,7 @@ class Reading:
             capacity = len(self.tokens) + ANSWER_CAPACITY - before.offset
             shared = SharedKVCache(recorders, capacity, layer)
             if not before.empty():
-                shared.share(before, before.offset)
+                shared.share_entries_of(before, before.offset)
             layer.put(self._caches, shared)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":

@@ -48,8 +48,8 @@ def assert_same(cache, other):
             [*flat_arrays(x.stored_keys), *flat_arrays(x.stored_values)] for x in (mine, theirs)
         )
         assert all(map(mx.array_equal, *stored))
-        if mine.received is not None or theirs.received is not None:
-            assert mx.allclose(mine.received, theirs.received, atol=1e-5)
+        if mine.received_attention is not None or theirs.received_attention is not None:
+            assert mx.allclose(mine.received_attention, theirs.received_attention, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", HOLDING)

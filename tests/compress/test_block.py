@@ -69,11 +69,11 @@ def test_h2o_counts_the_attention_of_all_queries_and_evicts_counts_with_entries(
         cache = make_cache(H2O(), budget=12, n_window=2, block=20)
         for n in cuts:
             feed(cache, n)
-        assert np.allclose(cache.held().received, received, atol=1e-5)
+        assert np.allclose(cache.held().received_attention, received, atol=1e-5)
         cache.evict()
         kept = np.asarray(cache.positions).astype(int)
         wanted = np.take_along_axis(received.reshape(B, H, 20), kept, axis=-1)
-        assert np.allclose(cache.held().received, wanted, atol=1e-5)
+        assert np.allclose(cache.held().received_attention, wanted, atol=1e-5)
 
 
 def test_the_last_queries_vote_at_an_eviction_without_those_of_undone_tokens():

@@ -96,8 +96,8 @@ def test_streaming_llm_and_lagkv_below_a_block_keep_sink_and_newest_entries(poli
 
 def test_h2os_score_is_the_received_attention():
     entries = make_entries()
-    entries.received = mx.random.uniform(shape=(1, 2, 70))
-    assert mx.array_equal(H2O().score(entries), entries.received)
+    entries.received_attention = mx.random.uniform(shape=(1, 2, 70))
+    assert mx.array_equal(H2O().score(entries), entries.received_attention)
     with pytest.raises(SnapKVError, match="h2o needs the attention of all queries"):
         H2O().score(make_entries())
 

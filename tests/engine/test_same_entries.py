@@ -28,13 +28,13 @@ BLOCK = [
 def kept(monkeypatch):
     """Return a function that runs a request, and returns the kept positions `(B, H, n)` and keys per layer."""
     layers = []
-    original = compress.decode_cache
+    original = compress.make_decode_cache
 
     def watched(layer, entries, *args):
         layers.append((np.array(entries.positions), np.array(entries.keys.astype(mx.float32))))
         return original(layer, entries, *args)
 
-    monkeypatch.setattr(compress, "decode_cache", watched)
+    monkeypatch.setattr(compress, "make_decode_cache", watched)
 
     def run(request):
         layers.clear()

@@ -49,24 +49,26 @@ class ExpectedAttention(Policy):
         mean, half_covariance = self._future_queries(entries, first_key)
         B, H, _, width = half_covariance.shape
 
-        def logits_and_sizes(start: int, stop: int, after: list[mx.array]) -> mx.array:
+        def logits_and_value_norms(start: int, stop: int, after: list[mx.array]) -> mx.array:
             keys = entries.read_keys(start, stop, after).astype(mx.float32)
             products = mx.unflatten(keys @ half_covariance, 3, (-1, keys.shape[3]))
             half_variances = (products * keys[:, :, :, None]).sum(axis=-1)
             logits = keys @ mean + half_variances
             values = entries.read_values(start, stop, [logits]).astype(mx.float32)
-            sizes = mx.linalg.norm(values, axis=-1, keepdims=True)
-            return mx.concatenate([logits, sizes], axis=-1)
+            value_norms = mx.linalg.norm(values, axis=-1, keepdims=True)
+            return mx.concatenate([logits, value_norms], axis=-1)
 
-        size = entries_per_block(4 * B * H * width)
-        columns = entries.map_blocks(logits_and_sizes, spans(self.n_sink, len(entries), size))
-        logits, sizes = columns[..., :-1], columns[..., -1]
+        block_size = entries_per_block(4 * B * H * width)
+        blocks = spans(self.n_sink, len(entries), block_size)
+        columns = entries.map_blocks(logits_and_value_norms, blocks)
+        logits, value_norms = columns[..., :-1], columns[..., -1]
         log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)
-        log_mean = mx.logsumexp(log_weights, axis=-1) - math.log(log_weights.shape[-1])
-        scores = log_mean + mx.log(sizes)
-        above_all = scores.max(axis=(1, 2), keepdims=True) + 1
-        sink = mx.broadcast_to(above_all, (B, H, self.n_sink))
-        return mx.concatenate([sink, scores], axis=-1)
+        group_size = log_weights.shape[-1]
+        log_mean_weight = mx.logsumexp(log_weights, axis=-1) - math.log(group_size)
+        scores = log_mean_weight + mx.log(value_norms)
+        above_all_scores = scores.max(axis=(1, 2), keepdims=True) + 1
+        sink_scores = mx.broadcast_to(above_all_scores, (B, H, self.n_sink))
+        return mx.concatenate([sink_scores, scores], axis=-1)
 
     def _future_queries(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Return the mean and half the covariance of future queries, rotated and scaled.

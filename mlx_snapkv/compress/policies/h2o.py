@@ -29,6 +29,6 @@ class H2O(Policy):
 
         Raises: SnapKVError: the attention was not counted.
         """
-        if entries.received is None:
+        if entries.received_attention is None:
             raise SnapKVError("h2o needs the attention of all queries: use mlx_snapkv.prefill")
-        return entries.received
+        return entries.received_attention

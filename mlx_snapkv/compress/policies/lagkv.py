@@ -43,22 +43,26 @@ class LagKV(Policy):
         if n_blocks < 2:
             return mx.broadcast_to(recency, (B, H, T))
         blocks_at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
-        end = self.n_sink + (n_blocks - 1) * LAG
+        last_block_start = self.n_sink + (n_blocks - 1) * LAG
 
-        def ranks_in_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
+        def ranks_in_blocks(start: int, stop: int, after: list[mx.array]) -> mx.array:
             # Also read the block after the span, with which its last block is compared.
-            of_keys = _information(entries.read_keys(start, stop + LAG, after))
-            of_values = _information(entries.read_values(start, stop + LAG, after))
-            order = mx.argsort(of_keys + of_values, axis=-1)
+            key_differences = _differences(entries.read_keys(start, stop + LAG, after))
+            value_differences = _differences(entries.read_values(start, stop + LAG, after))
+            order = mx.argsort(key_differences + value_differences, axis=-1)
             ranks = mx.argsort(order, axis=-1)  # the inverse permutation
             return ranks.astype(mx.float32).flatten(2) / LAG
 
-        scores = entries.map_blocks(ranks_in_block, spans(self.n_sink, end, blocks_at_once * LAG))
-        newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
-        return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
+        block_spans = spans(self.n_sink, last_block_start, blocks_at_once * LAG)
+        ranked_scores = entries.map_blocks(ranks_in_blocks, block_spans)
+        sink_scores = mx.ones((B, H, self.n_sink))
+        newest_scores = mx.broadcast_to(
+            recency[last_block_start:] + 1, (B, H, T - last_block_start)
+        )
+        return mx.concatenate([sink_scores, ranked_scores, newest_scores], axis=-1)
 
 
-def _information(states: mx.array) -> mx.array:
+def _differences(states: mx.array) -> mx.array:
     """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
 
     Coordinates are scaled by the next block, `(x - min) / (max - min)`. The result is the standard deviation of each
@@ -69,8 +73,8 @@ def _information(states: mx.array) -> mx.array:
     """
     blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, LAG))
     next_blocks = blocks[:, :, 1:]
-    lowest = next_blocks.min(axis=3, keepdims=True)
-    span = next_blocks.max(axis=3, keepdims=True) - lowest
+    minimum = next_blocks.min(axis=3, keepdims=True)
+    value_range = next_blocks.max(axis=3, keepdims=True) - minimum
     # A constant coordinate carries no information.
-    scaled = mx.where(span > 0, (blocks[:, :, :-1] - lowest) / span, 0)
+    scaled = mx.where(value_range > 0, (blocks[:, :, :-1] - minimum) / value_range, 0)
     return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)

@@ -28,11 +28,11 @@ class RandomEviction(Policy):
 
     def score(self, entries: Entries) -> mx.array:
         """Return a hash of each entry, `(B, n_kv_heads, T)` float32. Hashes are below 2**24, so none is rounded."""
-        n_heads = entries.keys.shape[1]
-        heads = mx.arange(n_heads, dtype=mx.uint32)[:, None]
-        x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
-        x += mx.array(self.seed, mx.uint32)
+        n_kv_heads = entries.keys.shape[1]
+        head_numbers = mx.arange(n_kv_heads, dtype=mx.uint32)[:, None]
+        hashes = (entries.positions + 1) * 0x9E3779B1 + head_numbers * 0x85EBCA77
+        hashes += mx.array(self.seed, mx.uint32)
         # Chris Wellons' lowbias32 hash: every input bit affects every output bit.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-            x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
-        return (x >> 8).astype(mx.float32)
+            hashes = (hashes ^ (hashes >> shift)) * mx.array(factor, mx.uint32)
+        return (hashes >> 8).astype(mx.float32)

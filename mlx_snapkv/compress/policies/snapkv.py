@@ -11,7 +11,10 @@ from ...hyperparameters import amount, choice, count, entry_count, smallest_budg
 from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
-LATEST = (32, 64)  # numbers of last queries that pool="forward" compares with the earlier ones
+LATEST_COUNTS = (
+    32,
+    64,
+)  # numbers of last queries that pool="forward" compares with the earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,42 +70,42 @@ class SnapKV(Policy):
     def __post_init__(self):
         """Check options that depend on each other, and derive `budget` from `top_k` or vice versa."""
         self._check_options()
-        is_allowed = self.pool == "forward" or self.pool_kernel % 2 == 1
-        self._require("pool_kernel", is_allowed, f"odd with pool={self.pool}")
+        fits_pool = self.pool == "forward" or self.pool_kernel % 2 == 1
+        self._require("pool_kernel", fits_pool, f"odd with pool={self.pool}")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
         # `budget` and `top_k` determine each other, unless `budget` is a share of the prompt.
         if self.budget is None:
-            fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
-            self._require("n_window", fewest is not None, "less than all of the budget")
-            object.__setattr__(self, "budget", fewest)
+            budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
+            self._require("n_window", budget is not None, "less than all of the budget")
+            object.__setattr__(self, "budget", budget)
         else:
-            self._take_budget()
+            self._derive_top_k()
         super().__post_init__()
 
-    def _take_budget(self) -> None:
+    def _derive_top_k(self) -> None:
         """Set `top_k` to the number of entries that `budget` leaves for voting.
 
         If the budget is a share of the prompt, `top_k` keeps its default and is not used.
 
         Raises: SnapKVError: `top_k` is set and contradicts the budget.
         """
-        default = type(self).top_k
-        n_voted = default
+        default_top_k = type(self).top_k
+        derived_top_k = default_top_k
         if isinstance(self.budget, int):
             quota = self._quota_of(self.budget)
-            n_voted = self.budget - quota.n_sink - quota.n_window
-        if self.top_k not in (default, n_voted):
+            derived_top_k = self.budget - quota.n_sink - quota.n_window
+        if self.top_k not in (default_top_k, derived_top_k):
             raise SnapKVError("snapkv options top_k and budget say the same: give only one")
-        object.__setattr__(self, "top_k", n_voted)
+        object.__setattr__(self, "top_k", derived_top_k)
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
         """Return "budget" or "top_k", whichever follows from the other and is left out of the policy's string."""
         if not isinstance(self.budget, int):
             return None
-        fewest = smallest_budget(self.top_k, self.n_sink, self.n_window)
-        return "budget" if self.budget == fewest else "top_k"
+        budget_of_top_k = smallest_budget(self.top_k, self.n_sink, self.n_window)
+        return "budget" if self.budget == budget_of_top_k else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
         """Return votes `(B, n_kv_heads, T)` float32, pooled except in the sink and the window.
@@ -112,19 +115,21 @@ class SnapKV(Policy):
         n_window = entries.n_window
         if n_window is None:
             budget = entries.budget or amount(self.budget, len(entries))
-            n_window = self.window(budget)
+            n_window = self.window_size(budget)
         middle = slice(self.n_sink, len(entries) - n_window)
         if self.pool == "forward":
-            votes, contrasts = mean_and_contrasts(entries)
+            votes, votes_to_pool = mean_and_contrasts(entries)
         else:
-            votes = contrasts = entries.votes
-        if middle.stop <= middle.start:
+            votes = votes_to_pool = entries.votes
+        is_middle_empty = middle.stop <= middle.start
+        if is_middle_empty:
             return votes
-        scores = pool_votes(contrasts[..., middle], self.pool, self.pool_kernel)
+        middle_scores = pool_votes(votes_to_pool[..., middle], self.pool, self.pool_kernel)
         if self.pool == "forward":
-            scores = mx.maximum(votes[..., middle], scores.max(axis=0))
-        parts = [votes[..., : middle.start], scores, votes[..., middle.stop :]]
-        return mx.concatenate(parts, axis=-1)
+            largest_contrast = middle_scores.max(axis=0)
+            middle_scores = mx.maximum(votes[..., middle], largest_contrast)
+        sink_scores, window_scores = votes[..., : middle.start], votes[..., middle.stop :]
+        return mx.concatenate([sink_scores, middle_scores, window_scores], axis=-1)
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
@@ -138,7 +143,8 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     indices = entries.voters.indices
     n_queries = len(indices)
     n_lookahead = max(0, indices.stop - len(entries))  # lookahead tokens have no entries
-    counts = [count + n_lookahead for count in LATEST if count + n_lookahead < n_queries]
+    counts_with_lookahead = [count + n_lookahead for count in LATEST_COUNTS]
+    counts = [count for count in counts_with_lookahead if count < n_queries]
     if not counts:
         mean = entries.votes / n_queries
         return mean, mean[None]
@@ -161,8 +167,9 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
         return votes
     n_before = kernel - 1 if pool == "forward" else kernel // 2
     n_after = kernel - 1 - n_before
-    widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
-    padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
+    pad_widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
+    pad_value = -mx.inf if pool == "max" else 0.0
+    padded = mx.pad(votes, pad_widths, constant_values=pad_value)
     strides = [math.prod(padded.shape[axis + 1 :]) for axis in range(padded.ndim)]
     windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])  # a view
     return windows.max(axis=-1) if pool == "max" else windows.sum(axis=-1) / kernel

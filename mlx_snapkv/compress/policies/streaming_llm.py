@@ -27,14 +27,13 @@ class StreamingLLM(Policy):
 
     def __post_init__(self):
         """Reject any `n_window` except the default, because the window is the budget minus the sink."""
+        is_default = self.n_window == "100%"
         self._require(
-            "n_window",
-            self.n_window == "100%",
-            "left out, since all of the budget except n_sink is recent",
+            "n_window", is_default, "left out, since all of the budget except n_sink is recent"
         )
         super().__post_init__()
 
-    def window(self, budget: int) -> int:
+    def window_size(self, budget: int) -> int:
         """Return `budget` minus the sink, or half of `budget` if the sink would leave no room."""
         n_sink = self.n_sink if self.n_sink < budget else budget // 2
         return budget - n_sink
@@ -43,7 +42,7 @@ class StreamingLLM(Policy):
         """Return each full-attention layer's quota, which consists of the sink and the window only."""
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
-        n_window = self.window(n_entries)
+        n_window = self.window_size(n_entries)
         return Quota(entries=n_entries, n_sink=n_entries - n_window, n_window=n_window)
 
     def score(self, entries: Entries) -> mx.array:
