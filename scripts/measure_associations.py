@@ -83,9 +83,9 @@ def measure(
     sparse = [method for method in methods if isinstance(method.policy, Sparse)]
     others = [method for method in methods if method not in sparse]
     bars.start("texts, policies", len(dataset.places))
-    found = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, bars.done)
+    found = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, bars.count_step)
     bars.start("texts, sparse attention", len(dataset.places))
-    found += run(model, dataset, sparse, [LATER], results, bars.done)
+    found += run(model, dataset, sparse, [LATER], results, bars.count_step)
     # The full cache's answers do not depend on the setting.
     return [r for r in found if r["method"] != FULL_CACHE or r["setting"] == LATER]
 

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
-from mlx_snapkv.measure.environment import setting
+from mlx_snapkv.measure.environment import versions_and_machine
 from mlx_snapkv.planning.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def shared_options(description: str | None, page: str) -> argparse.ArgumentParse
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
     """Return a measurement's command, date, commit and machine."""
-    here = setting()
+    here = versions_and_machine()
     return {
         "command": shlex.join(["python", f"scripts/{script}", *arguments]),
         "date": time.strftime("%Y-%m-%d"),

@@ -18,7 +18,7 @@ from .batch import batch
 from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
-from .command import Command, in_flags, with_options
+from .command import Command, message_with_flags, with_options
 from .compare import compare
 from .config import config
 from .demo import demo
@@ -91,16 +91,17 @@ def main(commands: typer.Typer = app) -> None:
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so the answer can't be written", status=1)
-    folder = os.environ.get("TMPDIR")
-    if folder and not os.path.isdir(folder):  # MLX would fail without explanation
-        fail(f"TMPDIR must be a folder, got {folder}")
+    temporary_folder = os.environ.get("TMPDIR")
+    if temporary_folder and not os.path.isdir(temporary_folder):
+        # MLX would fail without explanation.
+        fail(f"TMPDIR must be a folder, got {temporary_folder}")
     try:
         status = commands(standalone_mode=False)
         if status == INTERRUPTED:  # typer returns this after Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(in_flags(error), status=1 if _is_full_disk(error) else 2)
+        fail(message_with_flags(error), status=1 if _is_full_disk(error) else 2)
     except (KeyboardInterrupt, typer.Abort):
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         process.exit_process(INTERRUPTED)
@@ -126,10 +127,11 @@ def main(commands: typer.Typer = app) -> None:
 
 def _mlx_advice(error: ImportError) -> str | None:
     """Explain why MLX can't be imported. Return None if another module failed to import."""
+    # The name "mlx" as a part of a module's name or path, such as "mlx.core" or "/lib/mlx/core.so".
+    mlx_part = re.compile(r"(^|[/.])mlx([/.]|$)")
     module_and_path = f"{error.name} {error.path}".split()
-    if not any(re.search(r"(^|[/.])mlx([/.]|$)", text) for text in module_and_path):
-        return None
-    return complaint_here(mlx_error=brief(error))
+    concerns_mlx = any(mlx_part.search(text) for text in module_and_path)
+    return complaint_here(mlx_error=brief(error)) if concerns_mlx else None
 
 
 def _is_full_disk(error: BaseException | None) -> bool:

@@ -44,8 +44,10 @@ class FileOptions(options.ConcurrencyOptions):
         """Open the request file. Raises: SnapKVError: it can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
+        if self.requests == "-":
+            return sys.stdin.buffer
         with refusing(self.requests):
-            return sys.stdin.buffer if self.requests == "-" else path_of(self.requests).open("rb")
+            return path_of(self.requests).open("rb")
 
 
 def batch(
@@ -78,7 +80,7 @@ def batch(
     # Every answer records these settings, and a run that resumes the file must use the same ones.
     about = {"policy": None if setting is None else str(setting), "kv_bits": cache.kv_bits}
     with files.open_requests() as stream:
-        lines = RequestsFile(stream)
+        requests = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, tokenizer = model.load()
@@ -95,15 +97,14 @@ def batch(
             max_kv_bytes=model.max_kv_bytes,
             seed=files.seed,
         )
-        _answer(run, lines, files.quiet)
+        _answer(run, requests, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
-    if (beyond := beyond_trained_length(loaded, run.progress.longest)) is not None:
-        console.say(f"warning: {beyond}")
-    console.say_all(
-        f"warning: {warning} ({n} of {answers.n_answered} answers)"
-        for warning, n in run.progress.warnings.items()
-    )
+    length_warning = beyond_trained_length(loaded, run.progress.longest)
+    if length_warning is not None:
+        console.say(f"warning: {length_warning}")
+    for warning, n_warned in run.progress.warnings.items():
+        console.say(f"warning: {warning} ({n_warned} of {answers.n_answered} answers)")
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
 
@@ -114,25 +115,25 @@ def _require_policy(setting: Setting | None, kv_bits: int | None) -> None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 
 
-def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
+def _answer(run: Run, requests: RequestsFile, quiet: bool) -> None:
     """Answer the requests in a file and show a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
-        bar.start("answering", file.n_lines)
+        bar.start("answering", requests.n_lines)
 
-        def update(done: Progress) -> None:
-            seconds = max(done.seconds, 1e-9)  # 0 if earlier runs have answered all requests
-            prompt_speed = done.prompt_tokens / seconds
-            answer_speed = done.answer_tokens / seconds
+        def update(progress: Progress) -> None:
+            seconds = max(progress.seconds, 1e-9)  # 0 if earlier runs have answered all requests
+            prompt_speed = progress.prompt_tokens / seconds
+            answer_speed = progress.answer_tokens / seconds
             speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"
-            bar.reach(done.lines, speeds)
+            bar.set_count(progress.lines, speeds)
 
         run.on_progress = update
-        run.answer(file)
+        run.answer(requests)
 
 
-def _closing_line(answers: AnswersFile, done: Progress) -> str:
+def _closing_line(answers: AnswersFile, progress: Progress) -> str:
     """Summarise the run in one line: answers, errors, tokens, time and peak memory."""
     from mlx.core import get_peak_memory
 
@@ -140,8 +141,8 @@ def _closing_line(answers: AnswersFile, done: Progress) -> str:
     if answers.n_errors:
         plural = "s" if answers.n_errors > 1 else ""
         errors = f", {answers.n_errors} error{plural}"
-    before = f" ({done.before} of them from earlier runs)" if done.before else ""
-    tokens = f"{done.prompt_tokens} prompt tokens, {done.answer_tokens} answer tokens"
-    counts = f"{answers.n_answered} answered{errors} in {answers.path}{before}"
+    earlier = f" ({progress.before} of them from earlier runs)" if progress.before else ""
+    tokens = f"{progress.prompt_tokens} prompt tokens, {progress.answer_tokens} answer tokens"
+    counts = f"{answers.n_answered} answered{errors} in {answers.path}{earlier}"
     peak_gb = get_peak_memory() / 1e9
-    return f"{counts} | {tokens}, {done.seconds:.1f} s, peak memory {peak_gb:.3g} GB"
+    return f"{counts} | {tokens}, {progress.seconds:.1f} s, peak memory {peak_gb:.3g} GB"

@@ -10,7 +10,7 @@ from typer import Option
 
 from .cache_options import parse_settings
 from .loading import load_model
-from .options import lengths
+from .options import lengths_parser
 from .process import raise_on_interrupt
 from .results import ResultFiles, provenance, write_json, write_result
 from .terminal_table import print_table
@@ -46,14 +46,14 @@ class BenchOptions:
         ),
     ] = None
     context: Annotated[
-        Any, Option(parser=lengths(MIN_CONTEXT), help="Context lengths to decode at.")
+        Any, Option(parser=lengths_parser(MIN_CONTEXT), help="Context lengths to decode at.")
     ] = BENCH_CONTEXTS
     prompt_tokens: Annotated[
         Any,
         Option(
             "--prompt-tokens",
             "-p",
-            parser=lengths(MIN_CONTEXT),
+            parser=lengths_parser(MIN_CONTEXT),
             help="Prompt lengths to read with every cache.",
         ),
     ] = "8192,16384"
@@ -95,7 +95,7 @@ def bench(*, options: BenchOptions) -> None:
         def save_rows(rows: list[dict[str, Any]]) -> None:
             """Advance the bar and write the rows so far, so that they survive an interrupt."""
             result["speed"] = rows
-            bars.done()
+            bars.count_step()
             if files is not None:
                 write_json(files.base, result)
 

@@ -57,7 +57,7 @@ class CacheOptions:
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
 
-    def require(self, model: Any) -> None:
+    def require_supported(self, model: Any) -> None:
         """Raise SnapKVError if the model's KV entries can't be quantised with these options."""
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -115,27 +115,29 @@ class MLXCacheOptions(CacheOptions):
         start = self.quantized_kv_start
         if start is None:
             start = DEFAULT_QUANTIZED_KV_START
-        if self.kv_bits is not None and setting is None and n_tokens <= start:
+        is_full_cache = setting is None
+        if self.kv_bits is not None and is_full_cache and n_tokens <= start:
             yield (
                 f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
                 "--quantized-kv-start changes that"
             )
 
-    def require(self, model: Any, draft_model: str | None = None) -> None:
+    def require_supported(self, model: Any, draft_model: str | None = None) -> None:
         """Check that the model supports the options and that they can be combined.
 
         Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another one.
         """
         from ..models import type_of
 
-        super().require(model)
-        if self.max_kv_size is not None and hasattr(model, "make_cache"):
+        super().require_supported(model)
+        if self.max_kv_size is None:
+            return
+        makes_own_caches = hasattr(model, "make_cache")
+        if makes_own_caches:
             raise SnapKVError(
                 f"--max-kv-size has no effect on {type_of(model)} models, which make their own caches: drop it, "
                 f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
             )
-        if self.max_kv_size is None:
-            return
         for flag, value in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
             if value is not None:
                 raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one of them")
@@ -204,9 +206,9 @@ class PolicyOptions:
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
         settings = [parse_setting(name, text) for name, text in texts.items() if text is not None]
-        if len(settings) == 1:
-            return settings[0]
-        return resolve_setting(**texts)  # None if no flag is set; raises if several are
+        if len(settings) != 1:
+            return resolve_setting(**texts)  # None if no flag is set; raises if several are
+        return settings[0]
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class AutoPolicyOptions(PolicyOptions):
         return None if self.is_auto else super().resolve()
 
 
-def _sparse_flag(name: str) -> Any:
+def _field_of_sparse(name: str) -> Any:
     """Return a dataclass field for a `Sparse` option that has its own flag."""
     return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
 
@@ -257,57 +259,71 @@ def _sparse_flag(name: str) -> Any:
 class StoreOptions:
     """Sparse attention options that have their own flags."""
 
-    store: str | None = _sparse_flag("store")
-    store_dir: str | None = _sparse_flag("store_dir")
+    store: str | None = _field_of_sparse("store")
+    store_dir: str | None = _field_of_sparse("store_dir")
 
     def __post_init__(self) -> None:
         """Check the values. Raises: OptionError: a value is not allowed."""
-        checks = {each.name: each.metadata for each in fields(StoreOptions)}
-        for name, value in self.given.items():
-            if not checks[name]["is_allowed"](value):
-                raise OptionError(name, checks[name]["allowed"], value)
+        for option in fields(StoreOptions):
+            value = getattr(self, option.name)
+            if value is not None and not option.metadata["is_allowed"](value):
+                raise OptionError(option.name, option.metadata["allowed"], value)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def set_options(self) -> dict[str, Any]:
         """Return the values of the flags that are set, keyed by `Sparse` option."""
         values = {name: getattr(self, name) for name in STORE_OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
 
-    def completed(self, setting: Setting | None) -> Setting | None:
+    def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
         """Apply these options to sparse attention where it has defaults. Return any other setting unchanged."""
         if not isinstance(setting, Sparse):
             return setting
-        unset = [name for name in self.given if getattr(setting, name) == getattr(Sparse, name)]
-        return replace(setting, **{name: self.given[name] for name in unset})
+        changes = {}
+        for name, value in self.set_options.items():
+            default = getattr(Sparse, name)
+            if getattr(setting, name) == default:
+                changes[name] = value
+        return replace(setting, **changes)
 
-    def folded_into(self, setting: Setting | None) -> Setting | None:
+    def apply_to(self, setting: Setting | None) -> Setting | None:
         """Return `setting` with these options applied.
 
         Raises: SnapKVError: --store is set without sparse attention, or an option conflicts with the setting's own
             value.
         """
+        self.require_sparse(setting)
         if isinstance(setting, Sparse):
-            for name, value in self.given.items():
-                own = getattr(setting, name)
-                if own not in (getattr(Sparse, name), value):
-                    raise SnapKVError(
-                        "--sparse {}={} and {} differ: give only one of them",
-                        name,
-                        own,
-                        NamedOption(name, value),
-                    )
-        elif self.store is not None:
-            raise SnapKVError(
-                "{} says where sparse attention keeps all entries, but {}: give {} instead, or drop {}",
-                NamedOption("store", self.store),
-                "no policy was given" if setting is None else f"{setting} evicts",
-                NamedOption("sparse"),
-                NamedOption("store"),
-            )
-        return self.completed(setting)
+            self._require_no_conflict(setting)
+        return self.fill_defaults_of(setting)
+
+    def require_sparse(self, setting: Setting | None) -> None:
+        """Raise SnapKVError if --store is set but `setting` is not sparse attention."""
+        if self.store is None or isinstance(setting, Sparse):
+            return
+        raise SnapKVError(
+            "{} says where sparse attention keeps all entries, but {}: give {} instead, or drop {}",
+            NamedOption("store", self.store),
+            "no policy was given" if setting is None else f"{setting} evicts",
+            NamedOption("sparse"),
+            NamedOption("store"),
+        )
+
+    def _require_no_conflict(self, sparse: Sparse) -> None:
+        """Raise SnapKVError if a flag and `sparse` both set an option, to different values."""
+        for name, value in self.set_options.items():
+            default = getattr(Sparse, name)
+            sparse_value = getattr(sparse, name)
+            if sparse_value not in (default, value):
+                raise SnapKVError(
+                    "--sparse {}={} and {} differ: give only one of them",
+                    name,
+                    sparse_value,
+                    NamedOption(name, value),
+                )
 
 
-STORE_OPTIONS = tuple(each.name for each in fields(StoreOptions))
+STORE_OPTIONS = tuple(option.name for option in fields(StoreOptions))
 
 
 @dataclass(frozen=True)
@@ -323,7 +339,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         Raises: SnapKVError: an option can't be parsed, or options conflict.
         """
         setting = self.resolve()
-        return None if self.is_auto else self.folded_into(setting)
+        return None if self.is_auto else self.apply_to(setting)
 
     def setting_for_task(
         self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
@@ -380,5 +396,5 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         say(str(recommendation))
         config = recommendation.config
         return recommendation._replace(
-            config=replace(config, setting=self.completed(config.setting))
+            config=replace(config, setting=self.fill_defaults_of(config.setting))
         )

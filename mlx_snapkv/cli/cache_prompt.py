@@ -48,12 +48,12 @@ def cache_prompt(
     from ..planning.file_cost import file_cost
     from ..sparse.prompt_caches import caches_to_save
 
-    setting = store.folded_into(policy.resolve())
+    setting = store.apply_to(policy.resolve())
     config = CompressionConfig(setting, is_text=True).with_mlx_options(vars(cache))
     path = saved.require_writable(output)
     text = prompt.read()
     loaded, tokenizer = model.load()
-    cache.require(loaded)
+    cache.require_supported(loaded)
     config.require_supported(loaded)
     now = datetime.now()
     console = PromptConsole(quiet)
@@ -97,14 +97,15 @@ def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> st
     """Call `save(progress)` with a progress bar and describe the written files for the closing line."""
     from .progress import writing_bar
 
-    replaced = ", replacing the earlier file" if path.exists() else ""
-    writing = writing_bar(console.rich_console)
-    with writing as update:
+    replacement_text = ", replacing the earlier file" if path.exists() else ""
+    bar = writing_bar(console.rich_console)
+    with bar as update:
         save(update)
-    folder = ""
-    if writing.done:
-        folder = f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    return f"saved in {path}{replaced}{folder}"
+    folder_text = ""
+    n_folder_bytes = bar.n_done
+    if n_folder_bytes:
+        folder_text = f", and all entries in a folder beside it ({format_bytes(n_folder_bytes)})"
+    return f"saved in {path}{replacement_text}{folder_text}"
 
 
 def _kept_text(report: CompressionReport, is_sparse: bool) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SnapKVError
 from . import cache_options, options
-from .command import in_flags
+from .command import message_with_flags
 
 if TYPE_CHECKING:
     from .chat_session import Session
@@ -41,7 +41,7 @@ def chat(
     generation = cache.generate_keywords(setting)
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = model.load()
-    cache.require(loaded)
+    cache.require_supported(loaded)
     options.seed_sampling(seed)
     console = PromptConsole(quiet)
     recommendation = compression.recommend(
@@ -64,9 +64,9 @@ def chat(
         compression=compression,
         max_kv_bytes=model.max_kv_bytes,
     )
-    if lines.interactive:
+    if lines.is_terminal:
         hint = "You can paste several lines, or end a line with a backslash. /help lists commands."
-        console.say(f"{session.model}, {session.settings}\n{hint}")
+        console.say(f"{session.model}, {session.setting_text}\n{hint}")
     for line in map(str.strip, lines):
         try:
             _handle_line(session, line)
@@ -83,17 +83,18 @@ def _handle_line(session: Session, line: str) -> None:
     """
     from .chat_commands import run_command
 
-    interactive = session.lines.interactive
+    is_command = line.startswith("/")
+    is_script = not session.lines.is_terminal
     try:
-        if line.startswith("/"):
+        if is_command:
             run_command(session, line)
         elif line:
             session.answer(line)
     except SnapKVError as error:
-        if not interactive:
+        if is_script:
             raise
-        session.say(in_flags(error))
+        session.say(message_with_flags(error))
     except KeyboardInterrupt:
-        if not interactive:
+        if is_script:
             raise
-        session.say(f"stopped; the conversation continues{session.waiting}")
+        session.say(f"stopped; the conversation continues{session.unread_files_clause}")

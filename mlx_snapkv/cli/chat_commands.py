@@ -32,17 +32,17 @@ Handler = Callable[[Session, str], None]
 
 
 class Command(NamedTuple):
-    """A slash command. The docstring of `do` is its help text.
+    """A slash command. The docstring of its `handler` is its help text.
 
     Attributes:
         arguments: argument synopsis for the help.
         completer: completer for the arguments.
-        do: function that runs the command, called with the session and the argument text.
+        handler: function that runs the command, called with the session and the argument text.
     """
 
     arguments: str
     completer: Completer
-    do: Handler
+    handler: Handler
 
 
 CHAT_COMMANDS: dict[str, Command] = {}
@@ -58,10 +58,10 @@ def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
     paths = PathCompleter(expanduser=True)
     completer = paths if arguments == FILE else WordCompleter([*words])
 
-    def register(do: Handler) -> Handler:
-        name = do.__name__.replace("_", "/")
-        CHAT_COMMANDS[name] = Command(arguments=arguments, completer=completer, do=do)
-        return do
+    def register(handler: Handler) -> Handler:
+        name = handler.__name__.replace("_", "/")
+        CHAT_COMMANDS[name] = Command(arguments, completer, handler)
+        return handler
 
     return register
 
@@ -86,7 +86,7 @@ def run_command(session: Session, line: str) -> None:
         arguments = _strip_quotes(arguments)
         if not arguments:
             raise SnapKVError(f"{name} needs a file name")
-    command.do(session, arguments)
+    command.handler(session, arguments)
 
 
 def _strip_quotes(text: str) -> str:
@@ -113,9 +113,9 @@ def _file(session: Session, path: str) -> None:
     """Attach a document to the next message."""
     text = from_first_rank(partial(read_file, "/file", path))
     n_tokens = session.attach(text)
-    name = Path(path).name
-    session.names[text] = name
-    session.say(f"{name}: {n_tokens:,} tokens, will be read with your next message")
+    file_name = Path(path).name
+    session.names[text] = file_name
+    session.say(f"{file_name}: {n_tokens:,} tokens, will be read with your next message")
 
 
 @_command("[detach N]", "detach")
@@ -139,27 +139,28 @@ def _detach(session: Session, arguments: str) -> None:
 
     Raises: SnapKVError: the arguments do not start with "detach", or no unread file matches.
     """
-    word, _, wanted = arguments.partition(" ")
-    wanted = wanted.strip()
+    action, _, number_or_name = arguments.partition(" ")
     attached = session.conversation.attached
-    names = [session.name_of(text) for text in attached]
-    matches = (i for i, name in enumerate(names) if wanted in (str(i + 1), name))
-    index = next(matches, None)
-    if word != "detach" or index is None:
-        allowed = "detach and the number or name of a file that has not been read"
-        raise SnapKVError(f"/files takes no arguments, or {allowed}, got {arguments!r}")
-    del attached[index]
-    session.say(f"detached {names[index]}")
+    if action == "detach":
+        for number, text in enumerate(attached, start=1):
+            name = session.name_of(text)
+            if number_or_name.strip() in (str(number), name):
+                del attached[number - 1]
+                session.say(f"detached {name}")
+                return
+    allowed = "detach and the number or name of a file that has not been read"
+    raise SnapKVError(f"/files takes no arguments, or {allowed}, got {arguments!r}")
 
 
 @_command()
 def _undo(session: Session, _: str) -> None:
     """Undo the last turn."""
-    message = session.conversation.undo()
-    is_unread = bool(session.conversation.user_inputs) and not session.conversation.read
-    note = "; your next message will read the conversation again" if is_unread else ""
+    conversation = session.conversation
+    message = conversation.undo()
+    must_reread = bool(conversation.user_inputs) and not conversation.read
+    note = "; your next message will read the conversation again" if must_reread else ""
     beginning = " ".join(message.split())[:60]
-    session.say(f"undid the turn: {beginning}{note}{session.waiting}")
+    session.say(f"undid the turn: {beginning}{note}{session.unread_files_clause}")
 
 
 @_command()
@@ -210,7 +211,7 @@ def _set(session: Session, arguments: str) -> None:
     """Show or change the sampling options."""
     name, _, value = arguments.partition(" ")
     if name:
-        session.sampling = session.sampling.changed(name, value.strip(), session.context)
+        session.sampling = session.sampling.with_option(name, value.strip(), session.context)
         conversation = session.conversation
         keywords = session.sampling.generate_keywords(conversation.tokenizer)
         conversation.generation.update(keywords)
@@ -226,9 +227,9 @@ def _stats(session: Session, _: str) -> None:
         session.say("there is no turn yet, or none since the conversation was loaded")
         return
     session.say(str(report))
-    entries = _entries_by_layer(report.entries_kept)
-    if entries:
-        session.say(f"entries: {entries}")
+    entries_text = _entries_text(report.entries_kept)
+    if entries_text:
+        session.say(f"entries: {entries_text}")
     caches = conversation.prompt_cache
     sizes = [f"{format_bytes(kv_bytes(caches))} in memory"]
     n_file_bytes = file_bytes(caches)
@@ -240,21 +241,20 @@ def _stats(session: Session, _: str) -> None:
     session.say(f"held between turns: {', '.join(sizes)}\nspeed: {session.speed}")
 
 
-def _entries_by_layer(entries: Sequence[int | None]) -> str:
-    """Format the number of entries per layer. Consecutive layers with the same number share an item.
+def _entries_text(entries_by_layer: Sequence[int | None]) -> str:
+    """Describe the layers' numbers of entries, such as "512 in layers 0 to 3, 64 in layer 4".
 
     Args:
-        entries: entries per KV head in each layer; None for layers without entries, which are omitted.
+        entries_by_layer: entries per KV head in each layer; None for layers without entries, which are omitted.
     """
+    all_layers = range(len(entries_by_layer))
     items = []
-    for n_entries, run in groupby(enumerate(entries), key=lambda pair: pair[1]):
-        layers = [layer for layer, _ in run]
+    for n_entries, layers in groupby(all_layers, key=lambda layer: entries_by_layer[layer]):
         if n_entries is None:
             continue
-        if len(layers) == 1:
-            items.append(f"{n_entries} in layer {layers[0]}")
-        else:
-            items.append(f"{n_entries} in layers {layers[0]} to {layers[-1]}")
+        first, *others = layers
+        layers_text = f"layers {first} to {others[-1]}" if others else f"layer {first}"
+        items.append(f"{n_entries} in {layers_text}")
     return ", ".join(items)
 
 
@@ -262,16 +262,16 @@ def _entries_by_layer(entries: Sequence[int | None]) -> str:
 def _save(session: Session, name: str) -> None:
     """Save the conversation to a .safetensors file."""
     path = require_writable(name)
-    replaced = ", replacing the earlier file" if path.exists() else ""
+    note = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
     session.replace(session.conversation)  # marks the conversation as saved
-    session.say(f"saved in {path}{replaced}")
+    session.say(f"saved in {path}{note}")
 
 
 @_command(FILE)
 def _load(session: Session, path: str) -> None:
     """Continue from a saved conversation or text."""
-    if not session.may_replace():
+    if not session.confirm_replacing():
         return
     current = session.conversation
     loaded = Conversation.load(
@@ -279,7 +279,7 @@ def _load(session: Session, path: str) -> None:
     )
     session.replace(loaded)
     note = "" if loaded.policy == session.policy else ", as it was saved"
-    session.say(f"{len(loaded.read):,} tokens loaded, {session.settings}{note}")
+    session.say(f"{len(loaded.read):,} tokens loaded, {session.setting_text}{note}")
 
 
 @_command(FILE)
@@ -289,8 +289,10 @@ def _export(session: Session, name: str) -> None:
         raise SnapKVError(f"/export does not run on several Macs: {WITHOUT_LAUNCH}")
     path = path_of(name, "/export")
     with refusing(f"/export {path}"):
-        if require_place(path) and path.absolute() not in session.exported:
-            if not session.lines.interactive:
+        file_exists = require_place(path)
+        is_earlier_export = path.absolute() in session.exported
+        if file_exists and not is_earlier_export:
+            if not session.lines.is_terminal:
                 raise SnapKVError(f"/export {path}: the file exists, give another name")
             if not session.lines.confirm(f"{path} exists: replace it?"):
                 session.say("nothing was written")
@@ -303,7 +305,7 @@ def _export(session: Session, name: str) -> None:
 @_command()
 def _reset(session: Session, _: str) -> None:
     """Start a new conversation."""
-    session.start_again("started a new conversation")
+    session.start_new_conversation("started a new conversation")
 
 
 @_command("[POLICY]", "none", AUTO, Sparse.name, *POLICIES)
@@ -317,8 +319,10 @@ def _policy(session: Session, text: str) -> None:
     if text == AUTO:
         policy = _chosen_by_auto(session)
     elif text != "none":
-        policy = session.compression.completed(setting_named(text))
-    session.start_again(f"started a new conversation with policy {policy or 'none'}", policy=policy)
+        policy = session.compression.fill_defaults_of(setting_named(text))
+    session.start_new_conversation(
+        f"started a new conversation with policy {policy or 'none'}", policy=policy
+    )
 
 
 def _chosen_by_auto(session: Session) -> Setting | None:
@@ -327,11 +331,11 @@ def _chosen_by_auto(session: Session) -> Setting | None:
     generation = session.conversation.generation
     recommendation = options.recommend(
         session.conversation.model,
-        None,
-        CONVERSATION,
-        session.say,
-        generation,
-        generation.get("max_tokens"),
+        n_prompt=None,
+        task=CONVERSATION,
+        say=session.say,
+        generation=generation,
+        max_tokens=generation.get("max_tokens"),
     )
     assert recommendation is not None  # `options` asks for auto
     return recommendation.config.setting
@@ -341,7 +345,7 @@ def _chosen_by_auto(session: Session) -> Setting | None:
 def _system(session: Session, text: str) -> None:
     """Start a new conversation with this system prompt, or without one."""
     words = "with that system prompt" if text else "without a system prompt"
-    session.start_again(f"started a new conversation {words}", system=text or None)
+    session.start_new_conversation(f"started a new conversation {words}", system=text or None)
 
 
 @_command()
@@ -349,7 +353,7 @@ def _help(session: Session, _: str) -> None:
     """Show this list."""
     for name, command in CHAT_COMMANDS.items():
         usage = f"{name} {command.arguments}"
-        session.say(f"{usage:24} {command.do.__doc__}")
+        session.say(f"{usage:24} {command.handler.__doc__}")
 
 
 @_command()

@@ -27,7 +27,7 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-SHORT_TURN = 2048  # in tokens; shorter turns don't announce how many bytes they write to files
+MAX_SHORT_TURN = 2048  # in tokens; shorter turns don't announce how many bytes they write to files
 
 
 class Lines:
@@ -41,7 +41,7 @@ class Lines:
         completer: completes words with Tab in a terminal.
 
     Attributes:
-        interactive: whether the input is a terminal.
+        is_terminal: whether the input is a terminal.
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
@@ -49,9 +49,9 @@ class Lines:
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream
-        self.interactive = stream.isatty()
+        self.is_terminal = stream.isatty()
         self._session: PromptSession | None = None
-        if self.interactive and not is_dumb_terminal():
+        if self.is_terminal and not is_dumb_terminal():
             self._session = PromptSession(
                 # Write prompts to the terminal, because stdout contains only answers.
                 output=create_output(always_prefer_tty=True),
@@ -69,22 +69,22 @@ class Lines:
     def _read_message(self) -> str | None:
         """Return the next message, or None at the end of the input."""
         while True:
-            parts = []
+            lines: list[str] = []
             try:
-                parts.append(self._read_line("> "))
-                while parts[-1].endswith("\\"):
-                    parts[-1] = parts[-1].removesuffix("\\")
-                    parts.append(self._read_line("  "))
+                lines.append(self._read_line("> "))
+                while lines[-1].endswith("\\"):
+                    lines[-1] = lines[-1].removesuffix("\\")
+                    lines.append(self._read_line("  "))
             except KeyboardInterrupt:  # discards the typed text
                 has_typed = self._session is not None and self._session.default_buffer.text != ""
-                if not parts and not has_typed:
+                if not lines and not has_typed:
                     print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
             except EOFError:
-                if not parts:
+                if not lines:
                     return None
                 # The input ended after a backslash, so return the lines before it.
-            return "\n".join(parts)
+            return "\n".join(lines)
 
     def confirm(self, question: str) -> bool:
         """Ask the user a yes/no question. Return True for yes."""
@@ -102,7 +102,7 @@ class Lines:
         """Show a prompt in a terminal and return the next line. Raises: EOFError: the input has ended."""
         if self._session is not None:
             return self._session.prompt(prompt)
-        if self.interactive:
+        if self.is_terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
         line = self._stream.readline()
         if not line:
@@ -143,8 +143,10 @@ class Session:
     def __post_init__(self) -> None:
         """Initialise the private state."""
         self._stderr = stderr_console()
-        self._saved: list[dict[str, str]] = []  # the conversation's messages when it was last saved
-        self._warned: Any = None  # the policy whose warnings were printed last
+        self._saved_messages: list[
+            dict[str, str]
+        ] = []  # the conversation's messages when it was last saved
+        self._policy_warned_about: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
         """Print a line on stderr, even if the chat is quiet."""
@@ -159,12 +161,16 @@ class Session:
         n_before = len(conversation.read)
         # No limit here: a document that does not fit is rejected when its message is sent.
         self.console.announce(
-            conversation.model, n_tokens, n_before, max_kv_bytes=NO_KV_LIMIT, **self._keywords
+            conversation.model,
+            n_tokens,
+            n_before,
+            max_kv_bytes=NO_KV_LIMIT,
+            **self._generate_keywords,
         )
         return n_tokens
 
     @property
-    def _keywords(self) -> dict[str, Any]:
+    def _generate_keywords(self) -> dict[str, Any]:
         """Return the `generate_step` keywords for the next turn."""
         conversation = self.conversation
         return {"policy": conversation.policy, **conversation.generation}
@@ -172,40 +178,42 @@ class Session:
     def _require_memory(self, n_new: int) -> None:
         """Check that a turn of `n_new` tokens fits in memory. Raises: SnapKVError: it doesn't."""
         conversation = self.conversation
-        prompts = LongPrompts(conversation.model, **self._keywords)
+        prompts = LongPrompts(conversation.model, **self._generate_keywords)
         prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
         """Send a message and stream the answer to stdout."""
         conversation = self.conversation
-        last = None  # the last response, which contains the speeds
-        with self.console.bar(self._cost, self._require_memory) as update:
+        last_response = None  # contains the speeds
+        with self.console.bar(self._file_cost, self._require_memory) as update:
             responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
-                for last in responses:
-                    print(last.text, end="", flush=True)
+                for response in responses:
+                    print(response.text, end="", flush=True)
+                    last_response = response
             finally:
                 responses.close()  # ends an interrupted turn now, not when the generator is garbage-collected
-                if last is not None:
+                if last_response is not None:
                     print(flush=True)
-                    self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+                    self.speed = _speed_text(last_response)
         report = conversation.report
-        if report is not None and report.warnings and self._warned != conversation.policy:
+        has_warned = conversation.policy == self._policy_warned_about
+        if report is not None and report.warnings and not has_warned:
             self.console.say_warnings(report)
-            self._warned = conversation.policy
+            self._policy_warned_about = conversation.policy
 
     @property
-    def settings(self) -> str:
+    def setting_text(self) -> str:
         """Describe the conversation's setting."""
         return f"policy {self.conversation.policy or 'none'}"
 
     @property
-    def waiting(self) -> str:
+    def unread_files_clause(self) -> str:
         """Return a clause about attached documents that are waiting to be read, or an empty string."""
-        n = len(self.conversation.attached)
-        if n == 0:
+        n_unread = len(self.conversation.attached)
+        if n_unread == 0:
             return ""
-        documents = "the document" if n == 1 else f"the {n} documents"
+        documents = "the document" if n_unread == 1 else f"the {n_unread} documents"
         return f", and {documents} will be read with your next message"
 
     def name_of(self, document: str) -> str:
@@ -217,69 +225,80 @@ class Session:
             beginning = beginning[:39] + "…"
         return f"“{beginning}”"
 
-    def may_replace(self) -> bool:
-        """Check whether the conversation may be discarded. Ask the user if it is not saved.
+    def confirm_replacing(self) -> bool:
+        """Return whether the conversation may be discarded. Ask the user if it is not saved.
 
         Scripts are never asked. If the user declines, print that the conversation continues.
         """
-        is_saved = not self.conversation.user_inputs or self.conversation.messages == self._saved
-        if is_saved or not self.lines.interactive:
+        is_saved = (
+            not self.conversation.user_inputs or self.conversation.messages == self._saved_messages
+        )
+        if is_saved or not self.lines.is_terminal:
             return True
-        is_agreed = self.lines.confirm("This conversation is not saved: replace it?")
-        if not is_agreed:
+        has_agreed = self.lines.confirm("This conversation is not saved: replace it?")
+        if not has_agreed:
             self.say("the conversation continues")
-        return is_agreed
+        return has_agreed
 
     def replace(self, conversation: Conversation) -> None:
         """Switch to a saved or new conversation, which may be discarded until the next turn."""
         self.conversation = conversation
-        self._saved = conversation.messages
+        self._saved_messages = conversation.messages
 
-    def start_again(self, line: str, **changes: Any) -> None:
-        """Start a new conversation if the current one may be discarded, and print `line`.
+    def start_new_conversation(self, message: str, **changes: Any) -> None:
+        """Start a new conversation if the current one may be discarded, and print `message`.
 
         A setting that came from a loaded file is not kept.
 
         Args:
-            line: line to print.
+            message: line to print.
             **changes: new values for `system` and `policy`. If any is given, attached documents stay attached.
         """
-        if not self.may_replace():
+        if not self.confirm_replacing():
             return
-        conversation = self.conversation
+        current = self.conversation
         self.policy = changes.get("policy", self.policy)
-        system = changes.get("system", conversation.system)
-        self.replace(
-            Conversation(
-                conversation.model,
-                conversation.tokenizer,
-                policy=self.policy,
-                system=system,
-                **conversation.generation,
-            )
+        new = Conversation(
+            current.model,
+            current.tokenizer,
+            policy=self.policy,
+            system=changes.get("system", current.system),
+            **current.generation,
         )
         if changes:
-            self.conversation.attached = conversation.attached
-        self.say(line + self.waiting)
+            new.attached = current.attached
+        self.replace(new)
+        self.say(message + self.unread_files_clause)
 
     def as_markdown(self) -> str:
         """Return the conversation as Markdown, with file names in place of documents."""
-        titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
-        turns = iter(self.conversation.user_inputs)
-        parts = [f"# Chat with {self.model}", self.settings]
+        headings = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
+        user_inputs = iter(self.conversation.user_inputs)
+        paragraphs = [f"# Chat with {self.model}", self.setting_text]
         for message in self.conversation.messages:
             role = message["role"]
             text = message["content"]
-            parts.append(f"## {titles[role]}")
+            paragraphs.append(f"## {headings[role]}")
             if role == "user":
-                *documents, text = next(turns)
-                parts += [f"*File: {self.name_of(document)}*" for document in documents]
-            parts.append(text.strip())
-        return "\n\n".join(parts) + "\n"
+                *documents, text = next(user_inputs)
+                paragraphs += [f"*File: {self.name_of(document)}*" for document in documents]
+            paragraphs.append(text.strip())
+        return "\n\n".join(paragraphs) + "\n"
 
-    def _cost(self, n_new: int) -> FileCost | None:
-        """Return what a turn will write to files. Return None for short turns and for stores in memory."""
-        conversation = self.conversation
-        if n_new <= SHORT_TURN:
+    def _file_cost(self, n_new: int) -> FileCost | None:
+        """Return what a turn of `n_new` tokens will write to files.
+
+        Return None for short turns, and if entries are stored in memory.
+        """
+        is_short = n_new <= MAX_SHORT_TURN
+        if is_short:
             return None
-        return file_cost(conversation.model, conversation.policy, n_new)
+        return file_cost(self.conversation.model, self.conversation.policy, n_new)
+
+
+def _speed_text(response: Any) -> str:
+    """Describe the speeds of the turn that ended with mlx-lm's `response`."""
+    return (
+        f"prompt {response.prompt_tps:.1f} tokens/s, "
+        f"generation {response.generation_tps:.1f} tokens/s"
+    )

@@ -40,7 +40,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         for name, group in groups.items():
-            group_values = {each.name: values.pop(each.name) for each in fields(group)}
+            group_values = {field.name: values.pop(field.name) for field in fields(group)}
             values[name] = group(**group_values)
         function(**values)
 
@@ -52,18 +52,23 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
     """Yield a keyword-only parameter, with default and typer annotation, for each field of a dataclass."""
     annotations = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        if default is MISSING:
-            default = inspect.Parameter.empty
-        annotation = annotations[each.name]
-        if "help" in each.metadata:
-            option = typer.Option(help=each.metadata["help"], rich_help_panel=KV_CACHE)
+    for field in fields(group):
+        default: Any = inspect.Parameter.empty
+        if field.default is not MISSING:
+            default = field.default
+        elif field.default_factory is not MISSING:
+            default = field.default_factory()
+        annotation = annotations[field.name]
+        if "help" in field.metadata:
+            option = typer.Option(help=field.metadata["help"], rich_help_panel=KV_CACHE)
             annotation = Annotated[annotation, option]
         yield inspect.Parameter(
-            each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
 
+
+# Hidden in the help text: the type, as in "--seed <int>", and the negation, as in "--quiet / --no-quiet".
+_TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
 # Option -> (the option it requires, text that the required option's value must contain).
 REQUIRED_OPTIONS = {
@@ -91,31 +96,31 @@ class Command(TyperCommand):
 
         Raises: SnapKVError: an option's value is invalid. Other usage errors raise typer's exceptions.
         """
-        configured = self.config_values(ctx)
-        ctx.meta["config"] = configured
-        ctx.default_map = {name: each.value for name, each in configured.items()}
+        configured_values = self.config_values(ctx)
+        ctx.meta["config"] = configured_values
+        ctx.default_map = {name: configured.value for name, configured in configured_values.items()}
         typed_args = list(args)  # click's parser empties `args`
         try:
-            rest = super().parse_args(ctx, args)
+            remaining_args = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            source = self._source_of(error.param, ctx, typed_args)
-            if source is None:
+            invalid = self._value_of(error.param, ctx, typed_args)
+            if invalid is None:
                 raise
-            name, value = source
-            raise SnapKVError(invalid_value(name, error.param, value, error)) from error
-        self._drop_overridden(ctx)
-        return rest
+            message = invalid_value(invalid.origin, error.param, invalid.value, error)
+            raise SnapKVError(message) from error
+        self._reset_overridden(ctx)
+        return remaining_args
 
-    def _source_of(self, option: Any, ctx: Any, args: list[str]) -> tuple[str, Any] | None:
-        """Return the flag, variable or config key that sets an option, and its value. Return None if it is not set."""
-        typed, *_ = self.make_parser(ctx).parse_args(list(args))
-        value = typed.get(option.name)
-        if value is not None:
-            return option.opts[0], value
-        configured = ctx.meta["config"].get(option.name)
-        return None if configured is None else (configured.origin, configured.value)
+    def _value_of(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
+        """Return an option's unparsed value and the flag, variable or config key that sets it, or None."""
+        values_by_name, *_ = self.make_parser(ctx).parse_args(list(args))
+        typed_value = values_by_name.get(option.name)
+        if typed_value is not None:
+            flag = option.opts[0]
+            return ConfigValue(typed_value, origin=flag)
+        return ctx.meta["config"].get(option.name)
 
-    def _drop_overridden(self, ctx: Any) -> None:
+    def _reset_overridden(self, ctx: Any) -> None:
         """Reset configured values that have no effect.
 
         If one of `SETTING_OPTIONS` was typed, the configured values of all of them are reset. A configured store is
@@ -146,14 +151,14 @@ class Command(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
         options: list[Any] = self.get_params(ctx)
         for option in options:
-            default = ARGUMENTS if option.param_type_name == "argument" else OPTIONS
-            flags, text = option.get_help_record(ctx)
-            flags = re.sub(r" <.*>| / --no-\S+", "", flags)
-            panels[option.rich_help_panel or default].append((flags, text))
-        for panel, records in panels.items():
-            if records:
+            default_panel = ARGUMENTS if option.param_type_name == "argument" else OPTIONS
+            flags, help_text = option.get_help_record(ctx)
+            flags = _TYPE_OR_NEGATION.sub("", flags)
+            panels[option.rich_help_panel or default_panel].append((flags, help_text))
+        for panel, flags_and_help in panels.items():
+            if flags_and_help:
                 with formatter.section(panel):
-                    formatter.write_dl(records)
+                    formatter.write_dl(flags_and_help)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Errors about an option from a variable or config.toml name its origin."""
@@ -161,9 +166,9 @@ class Command(TyperCommand):
             self._reject_options_without_effect(ctx)
             return super().invoke(ctx)
         except SnapKVError as error:
-            message = in_flags(error)
+            message = message_with_flags(error)
             for name, configured in ctx.meta["config"].items():
-                if not is_typed(ctx, name) and _is_named(message, name, configured.value):
+                if not is_typed(ctx, name) and _mentions_option(message, name, configured.value):
                     message += f" ({flag_of(name)} is from {configured.origin})"
             raise SnapKVError(message) from error
 
@@ -176,14 +181,16 @@ class Command(TyperCommand):
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
         )
-        for name, (required, text) in REQUIRED_OPTIONS.items():
+        for name, (required_name, required_text) in REQUIRED_OPTIONS.items():
             if not is_typed(ctx, name) or (name == "store_dir" and may_get_store):
                 continue
-            value = ctx.params[required]
-            if value is None or text not in str(value):
+            value = ctx.params[required_name]
+            if value is None or required_text not in str(value):
                 flag = flag_of(name)
-                other = f"{flag_of(required)} {text}".rstrip()
-                raise SnapKVError(f"{flag} does nothing without {other}: add that, or drop {flag}")
+                required = f"{flag_of(required_name)} {required_text}".rstrip()
+                raise SnapKVError(
+                    f"{flag} does nothing without {required}: add that, or drop {flag}"
+                )
 
 
 def _stores_in(sparse: Any) -> list[str]:
@@ -191,12 +198,14 @@ def _stores_in(sparse: Any) -> list[str]:
     return re.findall(r"\bstore\s*=\s*(\w+)", str(sparse))
 
 
-def _is_named(message: str, option: str, value: Any) -> bool:
+def _mentions_option(message: str, option: str, value: Any) -> bool:
     """Check whether an error message contains an option, or the start of its value, such as a policy name."""
     if flag_of(option) in message:
         return True
-    start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
-    return start != "" and start in message
+    if not isinstance(value, str):
+        return False
+    policy_or_key, *_ = re.split("[:=]", value)  # "keydiff:budget=64" begins with "keydiff"
+    return policy_or_key != "" and policy_or_key in message
 
 
 def is_typed(ctx: Any, name: str) -> bool:
@@ -210,11 +219,11 @@ def typed_only(ctx: Any, group: Group, *names: str) -> Group:
 
     Their configured values are also removed from the context, so that errors don't report them as an origin.
     """
-    defaults = {each.name: each.default for each in fields(group)}  # type: ignore[arg-type]
-    reset = {name: defaults[name] for name in names if not is_typed(ctx, name)}
-    for name in reset:
+    defaults = {field.name: field.default for field in fields(group)}  # type: ignore[arg-type]
+    changes = {name: defaults[name] for name in names if not is_typed(ctx, name)}
+    for name in changes:
         ctx.meta["config"].pop(name, None)
-    return replace(group, **reset)  # type: ignore[type-var]
+    return replace(group, **changes)  # type: ignore[type-var]
 
 
 def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
@@ -227,9 +236,9 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
         error: `BadParameter` raised by typer or by the option's `parser`.
     """
     # Older versions of typer store the range in the option's type.
-    kind = getattr(option, "type", option)
-    least = getattr(kind, "min", None)
-    most = getattr(kind, "max", None)
+    number_range = getattr(option, "type", option)
+    least = getattr(number_range, "min", None)
+    most = getattr(number_range, "max", None)
     rule = error.message.rstrip(".")
     # Keep the error's own message if the value is not a number.
     with contextlib.suppress(ValueError, TypeError):
@@ -246,7 +255,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(error: SnapKVError) -> str:
+def message_with_flags(error: SnapKVError) -> str:
     """Return an error message with flags in place of keywords: `max_kv_size=512` becomes `--max-kv-size 512`."""
 
     def flag(option: Option) -> str:

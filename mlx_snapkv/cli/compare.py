@@ -14,7 +14,7 @@ from ..planning.units import format_bytes
 from . import cache_options, options
 from .prompt_console import PromptConsole
 from .prompts import PromptOptions
-from .results import methods_of, require_page
+from .results import methods_to_measure, page_to_write
 from .terminal_table import print_table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def compare(
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     store: cache_options.StoreOptions,
-    shown: CompareOptions,
+    compare_options: CompareOptions,
 ) -> None:
     r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
@@ -68,25 +68,25 @@ def compare(
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?" \
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
-    from ..measure.compare import compare as compared
+    from ..measure.compare import compare as compare_methods
     from ..measure.compare_page import page
     from ..planning.long_prompts import LongPrompts
 
-    path = require_page(shown.output, ".html")
+    path = page_to_write(compare_options.output, ".html")
     # Check the methods before loading the model.
-    methods = methods_of(shown.policy, shown.sparse, store=store)
-    console = PromptConsole(shown.quiet)
+    methods = methods_to_measure(compare_options.policy, compare_options.sparse, store=store)
+    console = PromptConsole(compare_options.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
-    if not (shown.policy or shown.sparse):
+    if not (compare_options.policy or compare_options.sparse):
         methods = _default_methods(len(tokens), store)
     # The full cache needs the most memory.
     LongPrompts(loaded, max_tokens=max_tokens).require_memory(
         len(tokens), max_kv_bytes=model.max_kv_bytes
     )
     answers: list[Compared] = []
-    on_text = _ignore_text if shown.as_json else _AnswerPrinter().add
+    on_text = _ignore_text if compare_options.as_json else _AnswerPrinter().print_part
     with console.bar() as update:
-        for answer in compared(
+        for answer in compare_methods(
             loaded,
             tokenizer,
             tokens,
@@ -97,10 +97,10 @@ def compare(
             prompt_progress_callback=update,
         ):
             answers.append(answer)
-            if not shown.as_json:
+            if not compare_options.as_json:
                 print("\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
-    if shown.as_json:
+    if compare_options.as_json:
         about = {"model": model.model, "prompt_tokens": len(tokens)}
         result = about | {"methods": [answer.to_dict() for answer in answers]}
         print(json.dumps(result, ensure_ascii=False))
@@ -118,12 +118,11 @@ def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[M
     from ..sparse.options import Sparse
 
     # The default number of entries would cover much of a short prompt, so use a percentage.
-    is_short = 4 * Sparse().entries(n_prompt) > n_prompt
-    sparse = "budget=6.25%" if is_short else ""
-    policies = worth_comparing(n_prompt)
-    if store.store is not None:
-        policies = []  # only sparse attention has a store
-    return methods_of(policies, [sparse], store=store)
+    is_short_prompt = 4 * Sparse().entries(n_prompt) > n_prompt
+    sparse = "budget=6.25%" if is_short_prompt else ""
+    has_store = store.store is not None
+    policies = [] if has_store else worth_comparing(n_prompt)  # only sparse attention has a store
+    return methods_to_measure(policies, [sparse], store=store)
 
 
 def _ignore_text(name: str, text: str) -> None:
@@ -134,13 +133,13 @@ class _AnswerPrinter:
     """Streams answers to stdout, each under its method's name."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._printed_names: set[str] = set()
 
-    def add(self, name: str, text: str) -> None:
+    def print_part(self, name: str, text: str) -> None:
         """Print the next part of a method's answer."""
         # Print the name with the first part of the answer, when the prompt's progress bar has disappeared.
-        heading = "" if name in self._names else f"── {name}\n"
-        self._names.add(name)
+        heading = "" if name in self._printed_names else f"── {name}\n"
+        self._printed_names.add(name)
         print(heading, text, sep="", end="", flush=True)
 
 
@@ -169,7 +168,8 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
 
 def _same_tokens(answer: Compared) -> str:
     """Describe how many tokens match the full cache's answer, from the compression to the first difference."""
-    if answer.kl is None:
+    is_compressed = answer.kl is not None
+    if not is_compressed:
         return ""
     if answer.differs is None:
         return "all"
@@ -185,9 +185,12 @@ def _difference(answer: Compared) -> str:
         return ""
     n_same, text_before, full_token, token = answer.differs
     context = f" (“…{' '.join(text_before.split())}”)" if n_same else ""
-    says = repr(token) if token else "nothing more"
-    full_says = repr(full_token) if full_token else "nothing more"
     return (
-        f"{answer.name}: after {n_same} tokens{context} it says {says}, "
-        f"the full cache says {full_says}\n"
+        f"{answer.name}: after {n_same} tokens{context} it says {_token_text(token)}, "
+        f"the full cache says {_token_text(full_token)}\n"
     )
+
+
+def _token_text(token: str) -> str:
+    """Return a token's text in quotes. The text is empty if the answer has ended."""
+    return repr(token) if token else "nothing more"

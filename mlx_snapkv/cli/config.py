@@ -36,18 +36,18 @@ class _Source(NamedTuple):
 
     Attributes:
         values: values by option name.
-        place: prefix for the origin of each value.
+        origin_prefix: prefix for the origin of each value.
         is_shared: whether the values apply to all commands.
     """
 
     values: Table
-    place: str
+    origin_prefix: str
     is_shared: bool
 
     def origin(self, name: str) -> str:
         """Return where an option's value comes from: the variable's name, or the file, table and key."""
-        key = name.upper() if self.place == PREFIX else name.replace("_", "-")
-        return self.place + key
+        key = name.upper() if self.origin_prefix == PREFIX else name.replace("_", "-")
+        return self.origin_prefix + key
 
     def values_for(self, options: dict[str, Any]) -> Table:
         """Return the values that apply to a command with these options.
@@ -55,8 +55,8 @@ class _Source(NamedTuple):
         A policy "auto" that is set for all commands is omitted if this command does not support auto.
         """
         values = {name: value for name, value in self.values.items() if name in options}
-        takes_auto = "kv_memory" in options  # only commands that support auto have this option
-        if self.is_shared and not takes_auto and values.get("policy") == "auto":
+        supports_auto = "kv_memory" in options  # only commands that support auto have this option
+        if self.is_shared and not supports_auto and values.get("policy") == "auto":
             del values["policy"]
         return values
 
@@ -72,28 +72,30 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
 
     Raises: SnapKVError: config.toml can't be read, or has an unknown key.
     """
-    path: tuple[str, ...] = ()
+    command_path: tuple[str, ...] = ()
     root = context
     while root.parent is not None:
-        path = (root.info_name, *path)
+        command_path = (root.info_name, *command_path)
         root = root.parent
-    return _values_for(context.command, path, _read(root.command))
+    return _values_for(context.command, command_path, _read_config_file(root.command))
 
 
-def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, ConfigValue]:
-    """Return the configured values for the command at `path`, keyed by parameter name.
+def _values_for(
+    command: Any, command_path: tuple[str, ...], table: Table
+) -> dict[str, ConfigValue]:
+    """Return the configured values for the command at `command_path`, keyed by parameter name.
 
     The most specific source of an option wins. The most specific source that sets any of `SETTING_OPTIONS` determines
     all three.
 
     Args:
         command: command whose options are looked up.
-        path: names of the groups that contain the command, then its own name.
+        command_path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
     """
     options = _options_of(command)
     configured: dict[str, ConfigValue] = {}  # flag name -> value
-    for source in _most_specific_first(path, table):
+    for source in _most_specific_first(command_path, table):
         has_setting = any(name in configured for name in SETTING_OPTIONS)
         for name, value in source.values_for(options).items():
             is_overridden = name in configured or (has_setting and name in SETTING_OPTIONS)
@@ -105,11 +107,11 @@ def _values_for(command: Any, path: tuple[str, ...], table: Table) -> dict[str, 
     return {option.name: configured[name] for name, option in options.items() if name in configured}
 
 
-def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
-    """Return the sources for the command at `path`: variables, the command's table, then enclosing tables.
+def _most_specific_first(command_path: tuple[str, ...], table: Table) -> list[_Source]:
+    """Return the sources for the command at `command_path`: variables, the command's table, then enclosing tables.
 
     Args:
-        path: names of the groups that contain the command, then its own name.
+        command_path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
     """
     variables = {
@@ -117,16 +119,17 @@ def _most_specific_first(path: tuple[str, ...], table: Table) -> list[_Source]:
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    tables = [_Source(values=table, place=f"{config_file()}, ", is_shared=True)]
-    for n, command_name in enumerate(path, start=1):
+    tables = [_Source(values=table, origin_prefix=f"{config_file()}, ", is_shared=True)]
+    for depth, command_name in enumerate(command_path, start=1):
         table = table.get(command_name.replace("-", "_"), {})
-        place = f"{config_file()}, [{'.'.join(path[:n])}], "
-        tables.append(_Source(values=table, place=place, is_shared=False))
-    from_variables = _Source(values=variables, place=PREFIX, is_shared=True)
+        table_name = ".".join(command_path[:depth])
+        origin_prefix = f"{config_file()}, [{table_name}], "
+        tables.append(_Source(values=table, origin_prefix=origin_prefix, is_shared=False))
+    from_variables = _Source(values=variables, origin_prefix=PREFIX, is_shared=True)
     return [from_variables, *reversed(tables)]
 
 
-def _read(root: Any) -> Table:
+def _read_config_file(root: Any) -> Table:
     """Read and check config.toml. Return an empty table if it does not exist."""
     path = config_file()
     try:
@@ -139,13 +142,13 @@ def _read(root: Any) -> Table:
     return _check_table(table, root, str(path))
 
 
-def _check_table(table: Table, group: Any, place: str) -> Table:
+def _check_table(table: Table, group: Any, location: str) -> Table:
     """Check a table of config.toml and return it with underscores in names.
 
     Args:
         table: the table as parsed from TOML.
         group: the command or group that the table applies to.
-        place: prefix for error messages.
+        location: prefix for error messages.
 
     Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
     """
@@ -156,20 +159,21 @@ def _check_table(table: Table, group: Any, place: str) -> Table:
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)
-    checked = {}
+    renamed = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name in subcommands and isinstance(value, dict):
-            value = _check_table(value, subcommands[name], f"{place}, [{key}]")
+        is_subtable = name in subcommands and isinstance(value, dict)
+        if is_subtable:
+            value = _check_table(value, subcommands[name], f"{location}, [{key}]")
         elif name not in options:
             raise SnapKVError(
-                f"{place}: unknown option {key}{suggestion(name, {*options, *subcommands})}"
+                f"{location}: unknown option {key}{suggestion(name, {*options, *subcommands})}"
             )
         elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
             flag = options[name].opts[0]
-            raise SnapKVError(f"{place}, {key} must be a value that {flag} takes, got {value!r}")
-        checked[name] = value
-    return checked
+            raise SnapKVError(f"{location}, {key} must be a value that {flag} takes, got {value!r}")
+        renamed[name] = value
+    return renamed
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -204,17 +208,16 @@ def config(context: typer.Context) -> None:
       MLX_SNAPKV_MODEL=demo mlx-snapkv generate --prompt "Hello"
     """
     root: Any = context.find_root().command
-    table = _read(root)
-    # (flag, value, origin) -> names of commands
-    commands: dict[tuple[str, str, str], list[str]] = {}
+    table = _read_config_file(root)
+    commands_by_setting: dict[str, list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
         for name, configured in _values_for(command, path, table).items():
             value = "(hidden)" if name == SECRET else repr(configured.value)
-            line = flags[name], value, configured.origin
-            commands.setdefault(line, []).append(" ".join(path))
-    for (flag, value, origin), names in commands.items():
-        print(f"{flag} {value}, from {origin}: {', '.join(names)}")
-    if not commands:
+            setting = f"{flags[name]} {value}, from {configured.origin}"
+            commands_by_setting.setdefault(setting, []).append(" ".join(path))
+    for setting, command_names in commands_by_setting.items():
+        print(f"{setting}: {', '.join(command_names)}")
+    if not commands_by_setting:
         file_state = "sets nothing" if config_file().exists() else "does not exist"
         print(f"{config_file()} {file_state}, and no {PREFIX} variable is set: the defaults apply")

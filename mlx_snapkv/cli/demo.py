@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..demo.documents import Fact
+    from ..planning.settings import Setting
 
 KEPT_SHARE = 16  # 1/16 of the entries are kept, or read per token
 CHUNK_SHARE = 8  # a prompt chunk reads 1/8 of the entries
@@ -63,16 +64,16 @@ def demo(
     adapt_tokenizer(tokenizer, None, {"enable_thinking": False})
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
     if save_document is not None:
-        _save(document, save_document)
+        _save_document(document, save_document)
     n_prompt = len(question_prompt(tokenizer, document, facts[0].question))
     console.print(_introduction(n_prompt, len(facts)))
     chats = _chat_options(n_prompt)
     columns = [
-        _column(loaded, tokenizer, document, facts, options)
+        _ask_in_chat(loaded, tokenizer, document, facts, options)
         for options in track(chats.values(), "asking", console=stderr_console(), transient=True)
     ]
-    console.print(_table(facts, dict(zip(chats, columns))))
-    console.print(_speed(loaded))
+    console.print(_result_table(facts, dict(zip(chats, columns))))
+    console.print(_decoding_speed_text(loaded))
     next_steps = _next_steps(model, save_document, facts[0].question, n_prompt)
     console.print(next_steps, soft_wrap=True, markup=False)
 
@@ -82,15 +83,11 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
-    few = n_prompt // KEPT_SHARE
-    return {
-        FULL_NAME: {},
-        # Lookahead would answer the short questions from the full cache.
-        SNAPKV_NAME: {"policy": SnapKV(budget=few, obs_window=32, lookahead=0)},
-        SPARSE_NAME: {
-            "sparse": Sparse(budget=few, read_top_k=n_prompt // CHUNK_SHARE, when="always")
-        },
-    }
+    budget = n_prompt // KEPT_SHARE
+    # Lookahead would answer the short questions from the full cache.
+    snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
+    sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
+    return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
 
 
 def _introduction(n_prompt: int, n_facts: int) -> str:
@@ -105,24 +102,32 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
     )
 
 
-def _table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
+def _result_table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     """Return the result table, with one column per chat: its answers, then its figures."""
     from rich.table import Table
 
     table = Table("question", "hidden", *columns)
-    headings = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
-    headings += [("right", ""), ("entries read by a chunk", ""), ("entries read by a token", "")]
-    headings += [("KV memory between turns", "")]
-    for number, (heading, *cells) in enumerate(zip(headings, *columns.values()), start=1):
+    questions = [f"the {fact.attribute} of the {fact.subject}" for fact in facts]
+    hidden_values = [fact.value for fact in facts]
+    figures = [
+        "right",
+        "entries read by a chunk",
+        "entries read by a token",
+        "KV memory between turns",
+    ]
+    first_column = questions + figures
+    second_column = hidden_values + [""] * len(figures)
+    rows = zip(first_column, second_column, *columns.values())
+    for number, cells in enumerate(rows, start=1):
         is_last_fact = number == len(facts)
-        table.add_row(*heading, *cells, end_section=is_last_fact)
+        table.add_row(*cells, end_section=is_last_fact)
     return table
 
 
 def _next_steps(model: str, save_document: str | None, question: str, n_prompt: int) -> str:
     """Suggest commands for the user's own model and text, and for the document if it was saved."""
-    here = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
-    program = "mlx-snapkv" if shutil.which("mlx-snapkv") else here
+    is_on_path = shutil.which("mlx-snapkv") is not None
+    program = "mlx-snapkv" if is_on_path else f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     lines = [
         "To compare the caches on your own model and text, and to chat:",
         f"  {program} compare --model MODEL --prompt-file TEXT --prompt QUESTION",
@@ -136,7 +141,7 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
     return "\n".join(lines)
 
 
-def _save(document: str, name: str) -> None:
+def _save_document(document: str, name: str) -> None:
     """Write the document to a file. Raises: SnapKVError: the file exists with other content, or can't be written."""
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
@@ -147,7 +152,7 @@ def _save(document: str, name: str) -> None:
         put(path, document)
 
 
-def _column(
+def _ask_in_chat(
     model: Any, tokenizer: Any, document: str, facts: list[Fact], options: dict[str, Any]
 ) -> list[str]:
     """Ask for all facts in one chat about the document.
@@ -164,11 +169,11 @@ def _column(
     chat.attach(document)
     cells = []
     n_right = 0
-    per_chunk = None  # entries read per chunk in the first turn, which includes the document
+    read_per_chunk = None  # entries read per chunk in the first turn, which includes the document
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
-        if chat.report is not None:
-            per_chunk = per_chunk or chat.report.read_per_chunk
+        if chat.report is not None and not read_per_chunk:
+            read_per_chunk = chat.report.read_per_chunk
         judgement = "[red]wrong[/]"
         if is_right(fact, answer):
             judgement = "[green]right[/]"
@@ -176,14 +181,15 @@ def _column(
         first_line, *_ = answer.strip().partition("\n")
         cells.append(f"{judgement} {escape(textwrap.shorten(first_line, 24, placeholder='…'))}")
     cells.append(f"{n_right}/{len(facts)}")
-    cells.append(f"{per_chunk:,} at most" if per_chunk else "all before it")
-    per_token = chat.report.entries if chat.report is not None else 0
-    cells.append(f"{per_token or len(chat.read):,}")  # the full cache's report has no entry count
+    cells.append(f"{read_per_chunk:,} at most" if read_per_chunk else "all before it")
+    read_per_token = chat.report.entries if chat.report is not None else 0
+    # The full cache's report has no entry count.
+    cells.append(f"{read_per_token or len(chat.read):,}")
     cells.append(format_bytes(kv_bytes(chat.prompt_cache)))
     return cells
 
 
-def _speed(model: Any) -> str:
+def _decoding_speed_text(model: Any) -> str:
     """Time decoding over `DECODED_ENTRIES` random entries: full cache, SnapKV and sparse attention.
 
     Returns: A sentence with the time and the bytes read per token.
@@ -194,12 +200,13 @@ def _speed(model: Any) -> str:
     from ..measure.speed import entries_bytes, step_in_turn
     from ..sparse.options import Sparse
 
-    few = DECODED_ENTRIES // KEPT_SHARE
+    budget = DECODED_ENTRIES // KEPT_SHARE
+    settings: list[Setting] = [Compress(SnapKV(budget=budget)), Sparse(budget=budget)]
     contenders = [
         Contender(FULL_NAME, DECODED_ENTRIES),
-        *policy_contenders(DECODED_ENTRIES, [Compress(SnapKV(budget=few)), Sparse(budget=few)]),
+        *policy_contenders(DECODED_ENTRIES, settings),
     ]
-    caches = [decoding_cache(model, each, DECODED_ENTRIES) for each in contenders]
+    caches = [decoding_cache(model, contender, DECODED_ENTRIES) for contender in contenders]
     step_seconds = step_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
@@ -207,12 +214,12 @@ def _speed(model: Any) -> str:
         format_bytes(entries_bytes(cache, contender.is_sparse))
         for cache, contender in zip(caches, contenders)
     ]
-    kept, read = [
+    snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"
         for seconds, size in zip(other_seconds, other_sizes)
     ]
     return (
         f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes "
-        f"{1000 * full_seconds:.1f} ms a token and {full_size} with all entries; with 1/{KEPT_SHARE} kept {kept}; "
-        f"with 1/{KEPT_SHARE} read {read}."
+        f"{1000 * full_seconds:.1f} ms a token and {full_size} with all entries; "
+        f"with 1/{KEPT_SHARE} kept {snapkv_text}; with 1/{KEPT_SHARE} read {sparse_text}."
     )

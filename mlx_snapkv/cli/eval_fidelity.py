@@ -10,7 +10,7 @@ from typer import Option
 from ..errors import SnapKVError
 from .loading import load_model
 from .options import Model, one_of
-from .results import Policies, ResultOptions, Sparses, methods_of
+from .results import Policies, ResultOptions, Sparses, methods_to_measure
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",
@@ -73,7 +73,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..measure.texts import Texts
 
     settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
-    methods = methods_of(options.policy, options.sparse, lengths=[options.length])
+    methods = methods_to_measure(options.policy, options.sparse, lengths=[options.length])
     if len(methods) == 1:
         raise SnapKVError(
             "eval fidelity needs --policy or --sparse: what is compared with the full cache"
@@ -87,7 +87,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
-    fixed = {
+    shared_fields = {
         "task": "fidelity",
         "text": options.text,
         "length": options.length,
@@ -107,4 +107,4 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         questions,
         options.continuation,
     )
-    result.measure(files, fixed, len(pieces), run, measuring.FIDELITY_PAGE)
+    result.measure(files, shared_fields, len(pieces), run, measuring.FIDELITY_PAGE)

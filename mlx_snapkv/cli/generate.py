@@ -120,30 +120,32 @@ def _constraint_keywords(
 
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
-    state = None
-    if tokenizer.has_chat_template and not prompt.ignore_chat_template:
+    start_state = None
+    uses_chat_template = tokenizer.has_chat_template and not prompt.ignore_chat_template
+    if uses_chat_template:
         messages = [{"role": "user", "content": text}]
         chat = Rendered(tokens, messages, {"add_generation_prompt": True})
-        state = initial_state(tokenizer, chat)
-    answer_format = json_format(schema, tokenizer, state, "--json-schema")
+        start_state = initial_state(tokenizer, chat)
+    answer_format = json_format(schema, tokenizer, start_state, "--json-schema")
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _with_saved_prompt(context: Context, *groups: Any) -> list[Any]:
+def _reset_for_saved_prompt(context: Context, *groups: Any) -> list[Any]:
     """Reset the options that a saved prompt sets or excludes, unless they were typed.
 
     Raises: SnapKVError: a typed option can't be combined with a saved prompt.
     """
-    typed_groups = []
+    reset_groups = []
     for group in groups:
         names = [name for name in vars(group) if name in (*EXCLUDED_OPTIONS, *SAVED_OPTIONS)]
-        typed = typed_only(context, group, *names)
+        reset_group = typed_only(context, group, *names)
         for name in sorted(names):
-            if name in EXCLUDED_OPTIONS and getattr(typed, name) is not None:
+            is_typed = getattr(reset_group, name) is not None
+            if name in EXCLUDED_OPTIONS and is_typed:
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-        typed_groups.append(typed)
-    return typed_groups
+        reset_groups.append(reset_group)
+    return reset_groups
 
 
 def generate(
@@ -172,7 +174,7 @@ def generate(
     file = prompt.prompt_cache_file
     max_tokens = sampling.max_tokens
     if file is not None:
-        prompt, draft, cache, compression = _with_saved_prompt(
+        prompt, draft, cache, compression = _reset_for_saved_prompt(
             context, prompt, draft, cache, compression
         )
     # A saved prompt may have its own setting. In that case --store changes the store of that setting.
@@ -186,7 +188,7 @@ def generate(
     console = PromptConsole(output.is_quiet)
     saved = None
     recommendation = None
-    cache.require(loaded, draft.draft_model)
+    cache.require_supported(loaded, draft.draft_model)
     if file is None:
         tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
         recommendation = compression.recommend(
@@ -242,8 +244,8 @@ class _Answer:
         reports: the request's report, once there is one.
         texts: texts of the responses.
         n_drafted: number of answer tokens proposed by the draft model.
-        last: mlx-lm's last response. Earlier ones are dropped, because each contains log-probabilities for the whole
-            vocabulary.
+        last_response: mlx-lm's last response. Earlier ones are dropped, because each contains log-probabilities for the
+            whole vocabulary.
     """
 
     model_name: str
@@ -255,7 +257,7 @@ class _Answer:
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
-    last: Any = None
+    last_response: Any = None
 
     def print(self, model: Any, tokenizer: Any, tokens: list[int], console: PromptConsole) -> None:
         """Generate the answer. Print it on stdout, as text or as a JSON object, and its figures on stderr."""
@@ -263,8 +265,8 @@ class _Answer:
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
 
-        show = not self.output.as_json
-        cost = partial(file_cost, model, self.keywords["policy"]) if show else None
+        prints_text = not self.output.as_json
+        cost = partial(file_cost, model, self.keywords["policy"]) if prints_text else None
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,
@@ -272,53 +274,59 @@ class _Answer:
         try:
             with console.bar(cost) as update:
                 options["prompt_progress_callback"] = update
-                for self.last in stream_generate(model, tokenizer, tokens, **options):
-                    self.texts.append(self.last.text)
-                    self.n_drafted += self.last.from_draft
-                    if show:
-                        print(self.last.text, end="", flush=True)
+                for response in stream_generate(model, tokenizer, tokens, **options):
+                    self.last_response = response
+                    self.texts.append(response.text)
+                    self.n_drafted += response.from_draft
+                    if prints_text:
+                        print(response.text, end="", flush=True)
         except KeyboardInterrupt:
             self._print_figures(console, "stopped: ")
             raise
-        if not show:
+        if not prints_text:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._print_figures(console)
 
     def _print_figures(self, console: PromptConsole, prefix: str = "") -> None:
         """Print the closing line and the report's warnings, unless no token was generated."""
-        last = self.last
-        if last is None:
+        response = self.last_response
+        if response is None:
             return
         if not self.output.as_json:
             print(flush=True)
-        share = self._drafted_share
-        drafted = "" if share is None else f" ({share:.0%} of the tokens were drafted)"
+        drafted_share = self._drafted_share
+        drafted = ""
+        if drafted_share is not None:
+            drafted = f" ({drafted_share:.0%} of the tokens were drafted)"
         # The first token's time is counted as prompt time.
-        is_timed = last.generation_tokens > 1 and last.generation_tps > 0
-        speed = f"{last.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
+        is_timed = response.generation_tokens > 1 and response.generation_tps > 0
+        speed = f"{response.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
         console.say(
-            f"{prefix}{last.prompt_tokens} prompt tokens, {self._kept_text} | prompt {last.prompt_tps:.1f} tokens/s, "
-            f"generation {speed}{drafted}, peak memory {last.peak_memory:.3g} GB"
+            f"{prefix}{response.prompt_tokens} prompt tokens, {self._kept_text} | "
+            f"prompt {response.prompt_tps:.1f} tokens/s, generation {speed}{drafted}, "
+            f"peak memory {response.peak_memory:.3g} GB"
         )
         for report in self.reports:
             console.say_warnings(report)
 
     @property
-    def _continued(self) -> SavedPrompt | None:
+    def _continued_prompt(self) -> SavedPrompt | None:
         """Return the saved prompt if the answer continues from its entries without a policy or sparse attention."""
         return self.saved if self.keywords["policy"] is None else None
 
     @property
     def _drafted_share(self) -> float | None:
         """Return the fraction of answer tokens proposed by the draft model, or None without a draft model."""
-        has_draft = "draft_model" in self.keywords
-        return self.n_drafted / self.last.generation_tokens if has_draft else None
+        has_draft_model = "draft_model" in self.keywords
+        if not has_draft_model:
+            return None
+        return self.n_drafted / self.last_response.generation_tokens
 
     @property
     def _kept_text(self) -> str:
         """Describe the cache that the answer was decoded from, for the closing line."""
-        if self._continued is not None:
-            return self._continued.kept_text
+        if self._continued_prompt is not None:
+            return self._continued_prompt.kept_text
         if not self.reports:
             return "all entries kept so far"
         report = self.reports[0]
@@ -335,17 +343,18 @@ class _Answer:
 
     def _to_dict(self) -> dict[str, Any]:
         """Return the object for --json."""
-        report = self.reports[0] if self._continued is None else self._continued.report
-        answer = {
+        continued = self._continued_prompt
+        report = self.reports[0] if continued is None else continued.report
+        fields = {
             "model": self.model_name,
             "text": "".join(self.texts),
-            **{name: getattr(self.last, name) for name in FIGURES},
+            **{name: getattr(self.last_response, name) for name in FIGURES},
             "acceptance_rate": self._drafted_share,
-            "peak_memory_gb": self.last.peak_memory,
+            "peak_memory_gb": self.last_response.peak_memory,
             "compression": report.to_dict(),
             "prompt_cache": None if self.saved is None else self.saved.to_dict(),
         }
         constraints = self.keywords.get("logits_processors", ())
         if any(constraint.is_cut for constraint in constraints):
-            answer["finish_reason"] = "length"
-        return {name: value for name, value in answer.items() if value is not None}
+            fields["finish_reason"] = "length"
+        return {name: value for name, value in fields.items() if value is not None}

@@ -15,7 +15,7 @@ from ..paths import put_result
 from . import cache_options, options
 from .prompt_console import PromptConsole
 from .prompts import PromptOptions
-from .results import require_page
+from .results import page_to_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,7 @@ def inspect(
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    shown: InspectOptions,
+    inspect_options: InspectOptions,
 ) -> None:
     r"""Show what a policy keeps of a prompt, by layer and position and by sentence, and where the answer attended.
 
@@ -70,11 +70,11 @@ def inspect(
     from ..measure.sentences import special_tokens
     from ..planning.long_prompts import LongPrompts
 
-    settings = cache_options.parse_settings(shown.policy, shown.snapkv)
+    settings = cache_options.parse_settings(inspect_options.policy, inspect_options.snapkv)
     if len(settings) not in (1, 2):
         raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(settings)}")
-    path = require_page(shown.output, ".html", ".png")
-    console = PromptConsole(shown.quiet)
+    path = page_to_write(inspect_options.output, ".html", ".png")
+    console = PromptConsole(inspect_options.quiet)
     loaded, tokenizer, tokens = prompt.load(model, console)
     LongPrompts(loaded).require_memory(len(tokens), max_kv_bytes=model.max_kv_bytes)
     inspections = []
@@ -90,7 +90,7 @@ def inspect(
                 prompt_progress_callback=update,
             )
         inspections.append(inspection)
-    if shown.as_json:
+    if inspect_options.as_json:
         print(json.dumps(_to_dict(model.model, inspections), ensure_ascii=False))
     else:
         for i, inspection in enumerate(inspections):
@@ -135,14 +135,14 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
     """Print the top sentences, ranked by their share of the votes or of the chosen entries."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
-    most_kept = sentences[0]
-    if most_kept.votes is not None:
-        measure = "by their share of the votes for the chosen entries"
-    elif most_kept.chosen:
-        measure = "by the share of their entries that was chosen"
+    top_sentence = sentences[0]
+    if top_sentence.votes is not None:
+        order = "by their share of the votes for the chosen entries"
+    elif top_sentence.chosen:
+        order = "by the share of their entries that was chosen"
     else:
-        measure = "no entry was chosen: these are always kept"
-    console.print(f"Sentences kept most ({measure})", style="bold")
+        order = "no entry was chosen: these are always kept"
+    console.print(f"Sentences kept most ({order})", style="bold")
     for rank, sentence in enumerate(sentences[:SHOWN_SENTENCES], start=1):
         share = sentence.votes or sentence.chosen
         share_text = f"{share:.1%}" if share else "fixed"
@@ -157,19 +157,27 @@ def _print_map(inspection: Inspection, console: Console) -> None:
     names = [f"layer {layer}" for layer in inspection.layers]
     margin = max(map(len, names)) + 1
     free_width = console.width - margin - SHARE_WIDTH
-    density = inspection.density(max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width)))
-    for name, row, share in zip(names, density, inspection.shares, strict=True):
-        # The square root makes low densities visible: half of the shades cover the lowest quarter of densities.
-        shades = "".join(SHADES[ceil(cell**0.5 * (len(SHADES) - 1))] for cell in row)
+    map_width = max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width))
+    densities = inspection.density(map_width)
+    for name, layer_densities, share in zip(names, densities, inspection.shares, strict=True):
+        shades = "".join(_shade(density) for density in layer_densities)
         share_text = "" if share is None else f"{share:5.0%}"
         console.print(f"{name:<{margin}}{shades} {share_text}", no_wrap=True, crop=True)
     first = "token 0"
-    last = f"token {inspection.n_tokens - 1}".rjust(density.shape[1] - len(first))
+    n_columns = densities.shape[1]
+    last = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first))
     votes = "" if None in inspection.shares else " votes"
     console.print(f"{'':<{margin}}{first} {last}{votes}", style="dim", no_wrap=True)
-    without = inspection.layers_without
-    if without:
-        layers = f"{'layer' if len(without) == 1 else 'layers'} {', '.join(map(str, without))}"
+    other_layers = inspection.layers_without
+    if other_layers:
+        noun = "layer" if len(other_layers) == 1 else "layers"
+        numbers = ", ".join(map(str, other_layers))
         why = "no entries to keep or drop (linear attention, or a sliding window)"
-        console.print(f"{layers}: {why}", style="dim")
+        console.print(f"{noun} {numbers}: {why}", style="dim")
     console.print()
+
+
+def _shade(density: float) -> str:
+    """Return the character for a share of kept entries, from 0 to 1."""
+    # The square root makes low densities visible: half of the shades cover the lowest quarter of densities.
+    return SHADES[ceil(density**0.5 * (len(SHADES) - 1))]

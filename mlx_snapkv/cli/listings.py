@@ -81,18 +81,18 @@ def models(as_json: AsJson = False) -> None:
     from ..models.table import refused_types, supported_types
     from .terminal_table import print_table
 
-    tables = {}
+    records_by_title = {}
     sections = (("Supported", "note", supported_types()), ("Refused", "why", refused_types()))
     for title, last_key, rows in sections:
         keys = ("model_type", "also_loads", last_key)
-        tables[title.lower()] = [dict(zip(keys, row)) for row in rows]
+        records_by_title[title.lower()] = [dict(zip(keys, row)) for row in rows]
         if not as_json:
             heading = f"{title}: {len(rows)} model types of mlx-lm"
             columns = [key.replace("_", " ") for key in keys]
             cells = [list(row) for row in rows]
             print_table(Table(heading, remark="", columns=columns, rows=cells))
     if as_json:
-        print(json.dumps(tables))
+        print(json.dumps(records_by_title))
 
 
 def policies(
@@ -114,11 +114,11 @@ def policies(
     if choose:
         _print_choices()
         return
-    for cls in POLICIES.values():
-        paper = f" ({cls.paper})" if cls.paper else ""
-        options = ", ".join(f"{name}={value}" for name, value in defaults(cls).items())
-        print(f"{cls.name}: {cls.summary}{paper}")
-        print(f"    {options}")
+    for policy_class in POLICIES.values():
+        paper = f" ({policy_class.paper})" if policy_class.paper else ""
+        options = [f"{name}={value}" for name, value in defaults(policy_class).items()]
+        print(f"{policy_class.name}: {policy_class.summary}{paper}")
+        print(f"    {', '.join(options)}")
 
 
 def _print_choices() -> None:
@@ -130,6 +130,7 @@ def _print_choices() -> None:
     print("Replace MODEL, TEXT and QUESTION with your own. docs/choose.md has the figures.")
 
 
-def defaults(cls: Any) -> dict[str, str]:
+def defaults(policy_class: Any) -> dict[str, str]:
     """Return a policy's default options as the user would type them, starting with the policy's own options."""
-    return {name: str(getattr(cls(), name)).lower() for name in cls.options()}
+    policy = policy_class()
+    return {name: str(getattr(policy, name)).lower() for name in policy_class.options()}

@@ -147,20 +147,21 @@ def _start_ranks(pipeline: bool | None) -> int:
 
     from ..models.distributed import from_first_rank, n_ranks, rank
 
-    n = n_ranks()
+    n_processes = n_ranks()
     if rank() != 0:
         silence_output()
-    if n == 1 and pipeline:
+    if n_processes == 1 and pipeline:
         raise SnapKVError(
             "--pipeline is for several Macs: start the command with mlx.launch, or drop it"
         )
-    if n > 1 and pipeline is None:
+    supports_many = pipeline is not None
+    if n_processes > 1 and not supports_many:
         raise SnapKVError(
             f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {WITHOUT_LAUNCH}"
         )
-    if n > 1:  # all ranks must sample the same tokens
+    if n_processes > 1:  # all ranks must sample the same tokens
         mx.random.seed(from_first_rank(partial(secrets.randbits, 63)))
-    return n
+    return n_processes
 
 
 def require_one_process(**options: Any) -> None:
@@ -266,9 +267,9 @@ def _folder_of(name: str, option: str) -> Path:
         if not (folder / "config.json").is_file():
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
+    has_owner = "/" in name  # a name without an owner must be a mistyped folder
     try:
-        # A name without an owner must be a mistyped folder, so reject it like an empty name.
-        validate_repo_id(name if "/" in name else "")
+        validate_repo_id(name if has_owner else "")  # an empty name is rejected
     except HFValidationError as error:
         raise SnapKVError(
             f"{option} {name}: no such folder, and not a valid Hugging Face repository name; "
@@ -295,16 +296,19 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     from ..planning.units import format_bytes
 
     weights = [array for _, array in cast(list, tree_flatten(model.parameters()))]
-    halves = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
-    if not halves or mx.default_device() != mx.Device(mx.cpu):
+    half_precision = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
+    has_gpu = mx.default_device() != mx.Device(mx.cpu)
+    if not half_precision or has_gpu:
         return None
-    # Half-precision arrays take twice their bytes in float32.
-    needed = sum(array.nbytes for array in weights) + sum(array.nbytes for array in halves)
-    dtype = str(halves[0].dtype).removeprefix("mlx.core.")
-    sizes = f"{format_bytes(needed)} of {format_bytes(memory)}"
-    if name not in MODELS and needed > memory * MAX_WEIGHTS_SHARE:
+    n_bytes = sum(array.nbytes for array in weights)
+    n_added_bytes = sum(array.nbytes for array in half_precision)  # their size doubles
+    n_float32_bytes = n_bytes + n_added_bytes
+    dtype = str(half_precision[0].dtype).removeprefix("mlx.core.")
+    sizes = f"{format_bytes(n_float32_bytes)} of {format_bytes(memory)}"
+    is_embedded = name in MODELS
+    if not is_embedded and n_float32_bytes > memory * MAX_WEIGHTS_SHARE:
         return f"{dtype} is slow without a GPU, and in float32 the weights would take {sizes}"
     model.set_dtype(mx.float32)
-    if name in MODELS:
+    if is_embedded:
         return None
     return f"computing in float32, faster than {dtype} without a GPU; the weights take {sizes}"

@@ -53,9 +53,9 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
     Raises: BadParameter: the text is not a number, or the number is out of range.
     """
     factor = 1
-    last = number[-1:]
-    if last in units:
-        factor = units[last]
+    unit = number[-1:]
+    if unit in units:
+        factor = units[unit]
         number = number[:-1]
     with contextlib.suppress(ValueError, OverflowError):
         value = int(float(number) * factor)
@@ -64,15 +64,15 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
     raise BadParameter(f"must be {rule}")
 
 
-def format_tokens(n: int) -> str:
+def format_tokens(n_tokens: int) -> str:
     """Return a number of tokens as a user would type it, such as "128k" for 131,072."""
-    for unit, size in reversed(TOKEN_UNITS.items()):  # largest first
-        if n >= size and n % size == 0:
-            return f"{n // size}{unit.replace('m', 'M')}"
-    return str(n)
+    for unit, unit_size in reversed(TOKEN_UNITS.items()):  # largest first
+        if n_tokens >= unit_size and n_tokens % unit_size == 0:
+            return f"{n_tokens // unit_size}{unit.replace('m', 'M')}"
+    return str(n_tokens)
 
 
-def lengths(least: int) -> Callable[[Any], list[int]]:
+def lengths_parser(least: int) -> Callable[[Any], list[int]]:
     """Return a parser for comma-separated whole numbers of at least `least`.
 
     Duplicates are dropped.
@@ -187,11 +187,11 @@ class ModelOptions:
             self.adapter_path,
             self.trust_remote_code,
             quantize_activations=self.quantize_activations,
-            pipeline=self.splits_layers,
+            pipeline=self.pipeline_argument,
         )
 
     @property
-    def splits_layers(self) -> bool | None:
+    def pipeline_argument(self) -> bool | None:
         """Return `load_model`'s argument `pipeline`, which is None for commands that run in one process only."""
         return None
 
@@ -227,7 +227,7 @@ class ShardedModelOptions(ChatModelOptions):
     ] = False
 
     @property
-    def splits_layers(self) -> bool:
+    def pipeline_argument(self) -> bool:
         """Return `load_model`'s argument `pipeline`."""
         return self.pipeline
 
@@ -311,7 +311,7 @@ class SamplingOptions:
     ] = 0.1
     max_tokens: MaxTokens = 256
 
-    def changed(self, name: str, text: str, context: Context) -> "SamplingOptions":
+    def with_option(self, name: str, text: str, context: Context) -> "SamplingOptions":
         """Return a copy with the option `name` set to the value in `text`.
 
         The command's `context` provides the parser for the value.
@@ -319,13 +319,14 @@ class SamplingOptions:
         Raises: SnapKVError: the option does not exist, or the value is invalid.
         """
         name = name.lstrip("-").replace("-", "_")  # the flag is accepted, too
-        values = vars(self)
-        if name not in values:
-            known = ", ".join(f"/set {each}" for each in values)
+        names = list(vars(self))
+        if name not in names:
+            commands = ", ".join(f"/set {known_name}" for known_name in names)
             raise UnknownOptionError(
-                f"unknown setting {name}{suggestion(name, values)}: one of {known}"
+                f"unknown setting {name}{suggestion(name, names)}: one of {commands}"
             )
-        (option,) = [each for each in context.command.params if each.name == name]
+        options = {option.name: option for option in context.command.params}
+        option = options[name]
         try:
             value = option.process_value(context, text)
         except BadParameter as error:

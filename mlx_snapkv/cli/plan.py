@@ -94,13 +94,13 @@ def plan(
         kv_memory=policy.kv_memory,
     )
     if options.memory is None and planner.can_compress:
-        plans = replace(plans, speed=speed_of(loaded, Sparse()), pays=sparse_pays(loaded))
-    contexts = [options.context] if options.context else plans.contexts()
-    planned = [plans.for_context(n) for n in contexts]
+        plans = replace(plans, speed=speed_of(loaded, Sparse()), break_evens=sparse_pays(loaded))
+    contexts = [options.context] if options.context else plans.default_contexts()
+    plans_by_length = [plans.for_context(context) for context in contexts]
     if options.as_json:
-        print(json.dumps(plans.to_dict(planned)))
+        print(json.dumps(plans.to_dict(plans_by_length)))
     else:
-        plans.print(planned)
+        plans.print(plans_by_length)
 
 
 class ContextPlans(NamedTuple):
@@ -129,8 +129,8 @@ class Plans:
         kv_bits: bits per value of kept entries; see --kv-bits.
         kv_memory: KV memory limit in bytes; see --kv-memory.
         speed: speed record for sparse attention on this machine; None when planning for another machine.
-        pays: prompt lengths from which sparse attention is faster on this machine; empty when planning for another
-            machine.
+        break_evens: prompt lengths from which sparse attention is faster on this machine; empty when planning for
+            another machine.
     """
 
     model: str
@@ -140,9 +140,9 @@ class Plans:
     kv_bits: int | None
     kv_memory: int | None
     speed: Speed | None = None
-    pays: dict[str, BreakEven] = field(default_factory=dict)
+    break_evens: dict[str, BreakEven] = field(default_factory=dict)
 
-    def contexts(self) -> list[int]:
+    def default_contexts(self) -> list[int]:
         """Return the default prompt lengths, up to the model's trained length."""
         from ..planning.prefixes import DEFAULT_CONTEXT
 
@@ -159,18 +159,19 @@ class Plans:
         from ..planning.speed_record import Speed
 
         usable = self.machine.usable
-        by_policy = {
+        plan_by_policy = {
             policy: self.planner.plan(n_prompt, policy, self.kv_bits)
             for policy in (None, *self._policies())
         }
         plans = []
         if self.kv_bits is not None:
             plans.append(self.planner.plan(n_prompt))  # for comparison
-        # Show policies that would change nothing only if the user chose them.
-        plans += [
-            plan for policy, plan in by_policy.items() if not plan.reason or policy == self.policy
-        ]
-        users_plan = by_policy[self.policy]
+        for policy, plan in plan_by_policy.items():
+            changes_nothing = bool(plan.reason)
+            is_users_choice = policy == self.policy
+            if is_users_choice or not changes_nothing:
+                plans.append(plan)
+        users_plan = plan_by_policy[self.policy]
         if self.policy is not None and users_plan.peak <= usable:
             why = "you asked for it, and it fits"
             return ContextPlans(context=n_prompt, plans=plans, best=users_plan, why=why)
@@ -204,9 +205,9 @@ class Plans:
         configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
         return [str(config.setting) for config in configs]
 
-    def to_dict(self, planned: list[ContextPlans]) -> dict[str, Any]:
+    def to_dict(self, plans_by_length: list[ContextPlans]) -> dict[str, Any]:
         """Return the object for --json, with sizes in bytes."""
-        plans = [plan for each in planned for plan in each.plans]
+        plans = [plan for context_plans in plans_by_length for plan in context_plans.plans]
         usable = self.machine.usable
         return {
             "model": self.model,
@@ -215,76 +216,84 @@ class Plans:
             "memory": self.machine.memory,
             "usable": usable,
             "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in plans],
-            "taken": [self._recommended_to_dict(each) for each in planned],
-            "sparse_pays": {name: way._asdict() for name, way in self.pays.items()},
+            "taken": [
+                self._recommendation_to_dict(context_plans) for context_plans in plans_by_length
+            ],
+            "sparse_pays": {
+                name: break_even._asdict() for name, break_even in self.break_evens.items()
+            },
         }
 
-    def _recommended_to_dict(self, planned: ContextPlans) -> dict[str, Any]:
+    def _recommendation_to_dict(self, context_plans: ContextPlans) -> dict[str, Any]:
         """Return the JSON object for the recommendation at one length."""
-        best = planned.best
+        best = context_plans.best
         return {
-            "context": planned.context,
+            "context": context_plans.context,
             "fits": best is not None,
-            "why": planned.why,
+            "why": context_plans.why,
             "policy": None if best is None else best.policy,
             "command": None if best is None else self._command(best),
         }
 
-    def print(self, planned: list[ContextPlans]) -> None:
+    def print(self, plans_by_length: list[ContextPlans]) -> None:
         """Print a table of all plans, and the recommended setting for the longest prompt that fits."""
         from ..models.trained_length import beyond_trained_length
         from ..planning.break_even import sentence
 
-        trained = self.planner.trained_length
-        length = "unknown" if trained is None else f"{trained:,} tokens"
-        print(f"The trained length of {self.model} is {length}.")
-        print_table(self._table(planned))
-        if planned[-1].best is None:
+        trained_length = self.planner.trained_length
+        length_text = "unknown" if trained_length is None else f"{trained_length:,} tokens"
+        print(f"The trained length of {self.model} is {length_text}.")
+        print_table(self._table(plans_by_length))
+        longest = plans_by_length[-1]
+        if longest.best is None:
             limit = min(self.machine.usable, self.kv_memory or self.machine.usable)
-            longest = format_tokens(planned[-1].context)
-            print(f"No setting fits {longest} tokens into {format_bytes(limit)}.")
-        fitting = [(each.best, each.why) for each in planned if each.best is not None]
-        if not fitting:
+            n_tokens = format_tokens(longest.context)
+            print(f"No setting fits {n_tokens} tokens into {format_bytes(limit)}.")
+        recommended = [
+            (plans.best, plans.why) for plans in plans_by_length if plans.best is not None
+        ]
+        if not recommended:
             return
-        if self.pays:
-            print(f"On this machine, {sentence(self.pays)}.")
-        best, why = fitting[-1]  # for the longest prompt
-        text = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
-        print(f"For {format_tokens(best.context)} tokens, recommended: {text}")
+        if self.break_evens:
+            print(f"On this machine, {sentence(self.break_evens)}.")
+        best, why = recommended[-1]  # for the longest prompt that fits
+        advice = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
+        print(f"For {format_tokens(best.context)} tokens, recommended: {advice}")
         if best.reason is not None:
             print(f"Nothing is compressed: {best.reason}.")
-        beyond = beyond_trained_length(self.planner.model, best.context)
-        if beyond:
-            print(beyond)
+        length_warning = beyond_trained_length(self.planner.model, best.context)
+        if length_warning:
+            print(length_warning)
 
     def _command(self, plan: MemoryPlan) -> str:
         """Return a command that answers a prompt as planned."""
-        words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
-        if plan.policy is not None and plan.reason is None:
-            words += f" {_config(plan).flags}"
+        command = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
+        compresses = plan.policy is not None and plan.reason is None
+        if compresses:
+            command += f" {_config(plan).flags}"
         if plan.kv_bits is not None:
-            words += f" --kv-bits {plan.kv_bits}"
-        return words
+            command += f" --kv-bits {plan.kv_bits}"
+        return command
 
-    def _table(self, planned: list[ContextPlans]) -> Table:
+    def _table(self, plans_by_length: list[ContextPlans]) -> Table:
         """Return a table with one row per plan."""
         usable = self.machine.usable
-        weights = [plan.weights for each in planned for plan in each.plans]  # equal in all plans
+        any_plan = plans_by_length[0].plans[0]  # the weights are the same in all plans
         table = Table(
-            title=f"Weights {format_bytes(weights[0])}",
+            title=f"Weights {format_bytes(any_plan.weights)}",
             remark="Peak memory during prefill (reading) and decoding (answering), including the weights. "
             f"{format_bytes(usable)} of {format_bytes(self.machine.memory)} is available to models.",
             columns=["context", "method", "KV cache", "reading", "answering", "fits"],
         )
-        for each in planned:
-            for i, plan in enumerate(each.plans):
+        for context_plans in plans_by_length:
+            for i, plan in enumerate(context_plans.plans):
                 fits = "yes" if plan.peak <= usable else "no"
-                if plan == each.best:
+                if plan == context_plans.best:
                     fits = "recommended"
                 # Show the length in its first row only.
-                context = format_tokens(plan.context) if i == 0 else ""
+                length = format_tokens(plan.context) if i == 0 else ""
                 table.add(
-                    context,
+                    length,
                     _policy_text(plan),
                     format_bytes(plan.kv),
                     format_bytes(plan.reading),

@@ -35,12 +35,14 @@ def replace_unencodable() -> None:
 
 def allow_many_files() -> None:
     """Raise the open-file limit to `MAX_OPEN_FILES`, or as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MAX_OPEN_FILES:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= MAX_OPEN_FILES:
         return
-    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    new_limit = MAX_OPEN_FILES
+    if hard_limit != resource.RLIM_INFINITY:
+        new_limit = min(new_limit, hard_limit)
     with contextlib.suppress(OSError, ValueError):  # opening a file reports the error later
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
 
 
 class Stderr:
@@ -103,15 +105,16 @@ def exit_on_interrupt() -> None:
     During imports, an exception would leave libraries half imported.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
+        signal.signal(signal.SIGINT, _print_and_exit)
 
 
 def raise_on_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _stop:
+    if signal.getsignal(signal.SIGINT) is _print_and_exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _stop(*_: Any) -> None:
-    os.write(2, b"\nmlx-snapkv: stopped\n")
+def _print_and_exit(*_: Any) -> None:
+    stderr_descriptor = 2
+    os.write(stderr_descriptor, b"\nmlx-snapkv: stopped\n")
     os._exit(130)

@@ -33,7 +33,7 @@ class _TokenSpeed(progress.ProgressColumn):
 
 
 class CallbackBar:
-    """Context manager that shows a progress bar and returns its callback `update(done, total)`.
+    """Context manager that shows a progress bar and returns its callback `update(n_done, n_total)`.
 
     In a terminal the bar disappears at the end. Elsewhere its last state remains.
 
@@ -44,14 +44,14 @@ class CallbackBar:
         quiet: whether to hide the bar.
 
     Attributes:
-        done: last value of `done` passed to the callback.
+        n_done: last value of `n_done` passed to the callback.
     """
 
     def __init__(
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
         """Create the bar. It appears once the callback is called."""
-        self.done = 0
+        self.n_done = 0
         self._bar = Progress(
             TextColumn(title),
             BarColumn(),
@@ -72,14 +72,15 @@ class CallbackBar:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def update(self, done: int, total: int) -> None:
-        """Update the bar. It appears at the first call with `done < total`, and stops when `done == total`."""
-        self.done = done
-        if done < total and not self._bar.live.is_started:
+    def update(self, n_done: int, n_total: int) -> None:
+        """Update the bar. It appears at the first call with `n_done < n_total`, and stops when both are equal."""
+        self.n_done = n_done
+        has_appeared = self._bar.live.is_started
+        if n_done < n_total and not has_appeared:
             self._bar.start()
             self._bar.start_task(self._task)
-        self._bar.update(self._task, completed=done, total=total)
-        if done == total:
+        self._bar.update(self._task, completed=n_done, total=n_total)
+        if n_done == n_total:
             self.__exit__()
 
 
@@ -99,21 +100,21 @@ class StepBars:
     """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        answers: results file. After Ctrl-C a message names it, because the same command continues it.
+        results_file: file that the same command continues, so a message names it after Ctrl-C.
         quiet: whether to hide the bars.
     """
 
-    def __init__(self, answers: Path | None = None, quiet: bool = False):
+    def __init__(self, results_file: Path | None = None, quiet: bool = False):
         """Create the display. Each bar appears when it is started."""
         self._console = stderr_console(quiet)
-        self._answers = answers
+        self._results_file = results_file
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[more]}"),
+            TextColumn("{task.fields[details]}"),
             console=self._console,
             speed_estimate_period=3600,  # seconds, because a step may take minutes
             disable=quiet or not self._console.is_terminal,
@@ -127,27 +128,25 @@ class StepBars:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the bars. After Ctrl-C, print where the results so far are."""
         self._progress.stop()
-        if kind is KeyboardInterrupt and self._answers is not None:
-            line = (
-                f"The answers so far are in {self._answers}; the same command continues from there."
-            )
-            self._console.print(line, soft_wrap=True)
+        if kind is KeyboardInterrupt and self._results_file is not None:
+            message = f"The answers so far are in {self._results_file}; the same command continues from there."
+            self._console.print(message, soft_wrap=True)
 
-    def start(self, title: str, total: int) -> None:
-        """Start a bar of `total` steps."""
-        self._task = self._progress.add_task(title, total=total, more="")
+    def start(self, title: str, n_steps: int) -> None:
+        """Start a bar of `n_steps` steps."""
+        self._task = self._progress.add_task(title, total=n_steps, details="")
         self._last_line_time = self._progress.get_time()
-        self._end_printed = False
+        self._has_printed_end = False
 
-    def done(self, prints: bool = True) -> None:
+    def count_step(self, prints: bool = True) -> None:
         """Count a finished step. If `prints` is False, print no line for it."""
         self._progress.advance(self._task)
         if prints:
             self._print_line()
 
-    def reach(self, done: int, more: str) -> None:
+    def set_count(self, n_done: int, details: str) -> None:
         """Set the number of finished steps, and the text after the bar."""
-        self._progress.update(self._task, completed=done, more=more)
+        self._progress.update(self._task, completed=n_done, details=details)
         self._print_line()
 
     def _print_line(self) -> None:
@@ -155,17 +154,17 @@ class StepBars:
         task = self._progress.tasks[-1]
         now = self._progress.get_time()
         is_due = now - self._last_line_time >= LINE_INTERVAL
-        has_ended_now = task.finished and not self._end_printed
+        has_ended_now = task.finished and not self._has_printed_end
         if self._console.is_terminal or not (is_due or has_ended_now):
             return
         self._last_line_time = now
-        self._end_printed = task.finished
+        self._has_printed_end = task.finished
         parts = [
             f"{task.description} {task.completed:.0f}/{task.total:.0f}",
             f"{task.elapsed or 0:.0f} s",
         ]
         if task.time_remaining:
             parts.append(f"about {task.time_remaining:.0f} s left")
-        if task.fields["more"]:
-            parts.append(task.fields["more"])
+        if task.fields["details"]:
+            parts.append(task.fields["details"])
         self._console.print(", ".join(parts), soft_wrap=True)

@@ -116,15 +116,16 @@ class PromptConsole:
 
         bar = prefill_bar(self.rich_console)
 
-        def update(done: int, total: int) -> None:
-            if done == 0 and check is not None:
-                check(total)
-            if done == 0 and cost is not None:
-                file_cost = cost(total)
+        def update(n_read: int, n_total: int) -> None:
+            is_first_call = n_read == 0
+            if is_first_call and check is not None:
+                check(n_total)
+            if is_first_call and cost is not None:
+                file_cost = cost(n_total)
                 if file_cost is not None:
                     self.say(str(file_cost))
                     self.say_all(f"warning: {warning}" for warning in file_cost.warnings)
-            bar.update(done, total)
+            bar.update(n_read, n_total)
 
         with bar:
             yield update

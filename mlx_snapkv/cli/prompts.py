@@ -22,6 +22,16 @@ from .prompt_console import PromptConsole
 # Questions that start differently. The tokens that their prompts share do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
+# A call in a chat template that formats the current date, such as `strftime_now("%d %B %Y")`.
+_DATE_CALL = re.compile(
+    r"""
+    strftime_now \(
+        \s* (?P<quote>['"]) (?P<format>.*?) (?P=quote) \s*
+    \)
+    """,
+    re.VERBOSE,
+)
+
 
 @dataclass(frozen=True)
 class TextOptions:
@@ -45,17 +55,16 @@ class TextOptions:
             raise SnapKVError(f"there is no prompt: give {sources}")
         if self.prompt == "-" and self.prompt_file == "-":
             raise SnapKVError("--prompt and --prompt-file can't both read standard input")
-        parts = []
-        if self.prompt_file is not None:
-            is_stdin = self.prompt_file == "-"
-            parts.append(
-                _read_stdin() if is_stdin else read_file("--prompt-file", self.prompt_file)
-            )
+        texts = []
+        if self.prompt_file == "-":
+            texts.append(_read_stdin())
+        elif self.prompt_file is not None:
+            texts.append(read_file("--prompt-file", self.prompt_file))
         if self.prompt == "-":
-            parts.append(_read_stdin())
+            texts.append(_read_stdin())
         elif self.prompt is not None:
-            parts.append(require_text(self.prompt, "--prompt"))
-        text = "\n\n".join(parts)
+            texts.append(require_text(self.prompt, "--prompt"))
+        text = "\n\n".join(texts)
         if not text.strip():
             raise SnapKVError("the prompt is empty: give some text")
         return text
@@ -145,12 +154,12 @@ def _decode_all(stream: BinaryIO, source: str) -> str:
 
     Reading stops at a zero byte, which text never contains. Otherwise, reading /dev/zero would never end.
     """
-    pieces: list[bytes] = []
-    while piece := stream.read(1 << 20):
-        pieces.append(piece)
-        if b"\0" in piece:
+    data = bytearray()
+    while chunk := stream.read(1 << 20):
+        data += chunk
+        if b"\0" in chunk:
             break
-    text = b"".join(pieces).decode("utf-8-sig", errors="surrogateescape")
+    text = data.decode("utf-8-sig", errors="surrogateescape")
     if not text.strip():
         raise SnapKVError(f"{source}: there is no text")
     return require_text(text, source)
@@ -174,11 +183,9 @@ def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
         return {}
 
     def date_literal(call: re.Match[str]) -> str:
-        date_format = call[2]
-        return json.dumps(today.strftime(date_format))
+        return json.dumps(today.strftime(call["format"]))
 
-    calls = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
-    return {"chat_template": re.sub(calls, date_literal, template)}
+    return {"chat_template": _DATE_CALL.sub(date_literal, template)}
 
 
 def encode_question(
@@ -200,9 +207,10 @@ def opening_tokens(
         encode_question(tokenizer, text, question, system_prompt, today)
         for question in SAMPLE_QUESTIONS
     ]
-    shared = prompts[0][: common_prefix(prompts)]
-    if not shared:
+    n_shared = common_prefix(prompts)
+    if n_shared == 0:
         raise SnapKVError(
             "this model's chat template puts nothing before a question, so there is nothing to save"
         )
-    return shared
+    any_prompt = prompts[0]
+    return any_prompt[:n_shared]

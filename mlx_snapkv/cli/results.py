@@ -36,52 +36,52 @@ class ResultFiles:
 
     Args:
         name: name without suffix, as typed by the user.
-        endings: suffixes such as ".jsonl".
+        suffixes: one per file, such as ".jsonl".
 
     Raises: SnapKVError: a file can't be written, or exists and was not written by this package.
     """
 
-    def __init__(self, name: str, endings: Sequence[str]):
+    def __init__(self, name: str, suffixes: Sequence[str]):
         """Check that all files can be written before anything is measured."""
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} is a folder: add a name for the files")
         self.base = path_of(name, "--output")
-        paths = [self.path(ending) for ending in endings]
+        paths = [self.path(suffix) for suffix in suffixes]
         with refusing(f"--output {name}"):
-            self._replaced = [path for path in paths if _is_replaced(path)]
+            self._earlier_files = [path for path in paths if _replaces_result(path)]
 
-    def path(self, ending: str) -> Path:
+    def path(self, suffix: str) -> Path:
         """Return the path of the file with a suffix such as ".jsonl"."""
-        return self.base.with_name(self.base.name + ending)
+        return self.base.with_name(self.base.name + suffix)
 
     def summary(self, written: Iterable[Path]) -> str:
         """List the new files on one line, and the replaced files on another."""
-        new: list[Path] = []
-        replaced: list[Path] = []
+        new_files: list[str] = []
+        replaced_files: list[str] = []
         for path in written:
-            group = replaced if path in self._replaced else new
-            group.append(path)
+            files = replaced_files if path in self._earlier_files else new_files
+            files.append(str(path))
         lines = []
-        if new:
-            lines.append(f"wrote {' '.join(map(str, new))}")
-        if replaced:
-            lines.append(f"replaced {' '.join(map(str, replaced))}")
+        if new_files:
+            lines.append(f"wrote {' '.join(new_files)}")
+        if replaced_files:
+            lines.append(f"replaced {' '.join(replaced_files)}")
         return "\n".join(lines)
 
 
-def require_page(name: str | None, *endings: str) -> Path | None:
+def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     """Return the path of a single-file --output, or None without the option.
 
     Raises: SnapKVError: the path has another suffix, can't be written, or is a file that this package did not write.
     """
     if name is None:
         return None
-    if Path(name).suffix not in endings:
-        raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
-    return ResultFiles(name, [""]).base
+    if Path(name).suffix not in suffixes:
+        raise SnapKVError(f"--output must end in {' or '.join(suffixes)}, got {name!r}")
+    return ResultFiles(name, [""]).base  # `name` already has its suffix
 
 
-def _is_replaced(path: Path) -> bool:
+def _replaces_result(path: Path) -> bool:
     """Return whether writing a result would replace an existing file.
 
     Raises: SnapKVError: the file can't be written, or was not written by this package.
@@ -96,9 +96,10 @@ def _is_replaced(path: Path) -> bool:
 
 def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
     """Return how and where a result was measured: `program`'s command line, versions, commit and machine."""
-    from ..measure.environment import setting
+    from ..measure.environment import versions_and_machine
 
-    return {"command": shlex.join([*program.split(), *sys.argv[1:]]), **setting()}
+    command_line = [*program.split(), *sys.argv[1:]]
+    return {"command": shlex.join(command_line), **versions_and_machine()}
 
 
 def write_json(base: Path, result: Any) -> Path:
@@ -155,7 +156,7 @@ class ResultOptions:
     def measure(
         self,
         files: ResultFiles | None,
-        fixed: dict[str, Any],
+        shared_fields: dict[str, Any],
         n_documents: int,
         run: Run,
         page: Page,
@@ -164,7 +165,7 @@ class ResultOptions:
 
         Args:
             files: result files; None only prints the result.
-            fixed: settings of the measurement. Files with other settings are rejected.
+            shared_fields: settings of the measurement. Files with other settings are rejected.
             n_documents: number of documents that `run` measures.
             run: returns all records, given the results so far and a callback for each finished document.
             page: builds tables from the records.
@@ -175,17 +176,23 @@ class ResultOptions:
         from .progress import StepBars
 
         records_file = None if files is None else files.path(".jsonl")
-        results = Results({**fixed, **VERSION}, records_file)
+        results = Results({**shared_fields, **VERSION}, records_file)
         with results, StepBars(records_file) as bars:
             bars.start("documents", n_documents)
-            records = run(results, bars.done)
+            records = run(results, bars.count_step)
         result = {
             **provenance(self.program),
-            **fixed,
+            **shared_fields,
             **VERSION,
             "summary": page.summarise(records),
             "records": records,
         }
+        self._print_and_write(files, result, page)
+
+    def _print_and_write(
+        self, files: ResultFiles | None, result: dict[str, Any], page: Page
+    ) -> None:
+        """Print a result on stdout, and write it to the result files, if any."""
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -197,7 +204,7 @@ class ResultOptions:
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
-def methods_of(
+def methods_to_measure(
     policies: Sequence[str] | None,
     sparse: Sequence[str] | None = None,
     *,
@@ -218,11 +225,13 @@ def methods_of(
     from ..measure.methods import Method, require_compression
 
     store = store or StoreOptions()
-    settings: list[Any] = parse_settings(policies)
+    policy_settings = parse_settings(policies)
     if not sparse:
-        settings = [store.folded_into(setting) for setting in settings]  # rejects a store
-    settings += [store.folded_into(setting) for setting in parse_settings(None, sparse=sparse)]
+        for setting in policy_settings:
+            store.require_sparse(setting)
+    sparse_settings = [store.apply_to(setting) for setting in parse_settings(None, sparse=sparse)]
+    unique_settings = dict.fromkeys([*policy_settings, *sparse_settings])
     full_cache = Method()
-    methods = [full_cache, *map(Method, dict.fromkeys(settings))]
+    methods = [full_cache, *(Method(setting) for setting in unique_settings)]
     require_compression(methods, lengths)
     return methods

@@ -55,7 +55,7 @@ class SavedPrompt:
         policy = compression.resolve()
         self._file = file
         self._saved = saved.load(file, model)
-        self._flag = compression.flag
+        self._policy_flag = compression.flag
         self._is_auto = compression.is_auto
         self._caches = self._saved.prompt_cache
         if self._is_from_mlx_lm:
@@ -63,14 +63,15 @@ class SavedPrompt:
         self.n_tokens = n_tokens(self._caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if quantization is not None:
-            self._require_plain_entries()
-        if (own_setting := self._own_setting) is not None:
-            self._require_own_setting(policy, quantization)
-            policy = replace(own_setting, **compression.given)
+            self._require_full_precision()
+        saved_sparse = self._saved_sparse
+        if saved_sparse is not None:
+            self._require_no_other_setting(policy, quantization)
+            policy = replace(saved_sparse, **compression.set_options)
         elif is_compressed(self._caches):
             self._require_no_setting(policy, compression.store)
         else:
-            policy = compression.folded_into(policy)
+            policy = compression.apply_to(policy)
             if isinstance(policy, Compress):
                 self.report = self._compress(model, policy, quantization)
                 policy = None  # the answer continues on the compressed caches
@@ -88,7 +89,7 @@ class SavedPrompt:
         if noted_name != name and Path(noted_name).resolve() != folder.resolve():
             raise SnapKVError(f"{self._file} was made with --model {noted_name}, not {name}")
 
-    def _require_plain_entries(self) -> None:
+    def _require_full_precision(self) -> None:
         """Check that the entries are neither compressed nor quantised, as --kv-bits requires. Raises: SnapKVError."""
         if is_compressed(self._caches):
             state = "compressed"
@@ -104,7 +105,7 @@ class SavedPrompt:
         """Reject settings and stores for entries that are already compressed. Raises: SnapKVError."""
         flags = []
         if policy:
-            flags.append(self._flag)
+            flags.append(self._policy_flag)
         if store:
             flags.append("--store")
         if flags:
@@ -113,18 +114,18 @@ class SavedPrompt:
             )
 
     @property
-    def _own_setting(self) -> Sparse | None:
+    def _saved_sparse(self) -> Sparse | None:
         """Return the sparse attention that a text was saved for, or None for other files."""
         if self._saved.policy == NO_POLICY or "messages" in self._saved.notes:
             return None
         setting = setting_named(self._saved.policy)
         return setting if isinstance(setting, Sparse) else None
 
-    def _require_own_setting(self, policy: Any, quantization: Quantization | None) -> None:
+    def _require_no_other_setting(self, policy: Any, quantization: Quantization | None) -> None:
         """Reject settings other than the file's own. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if policy is not None:
-            raise SnapKVError(f"{conflict}: drop {self._flag}")
+            raise SnapKVError(f"{conflict}: drop {self._policy_flag}")
         if quantization is not None:
             raise SnapKVError(
                 f"{conflict}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
@@ -156,13 +157,14 @@ class SavedPrompt:
                 f"{self._file} holds no text to ask about: to continue a saved chat, use /load in mlx-snapkv chat"
             )
         today = datetime.fromisoformat(notes["time"])
-        whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
-        if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
+        prompt = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
+        continues_saved = prompt[: self.n_tokens] == self._saved.tokens
+        if not continues_saved or len(prompt) == self.n_tokens:
             raise SnapKVError(
                 f"the prompt with this question does not begin with the tokens of {self._file}: "
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
-        return whole[self.n_tokens :]
+        return prompt[self.n_tokens :]
 
     @property
     def policy(self) -> str:
@@ -172,13 +174,13 @@ class SavedPrompt:
     @property
     def kept_text(self) -> str:
         """Describe the entries that the answer starts from, for the closing line."""
-        setting = "full cache" if self.policy == NO_POLICY else self.policy
+        setting_text = "full cache" if self.policy == NO_POLICY else self.policy
         was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
         if was_left_full:
-            setting += f": {self.report.reason}"
+            setting_text += f": {self.report.reason}"
         n_entries = max(cache.n_entries for cache in layer_caches(self._caches))
-        held = f"now {n_entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
-        return f"after {self.n_tokens} saved ones ({setting}), {held}"
+        cache_text = f"now {n_entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
+        return f"after {self.n_tokens} saved ones ({setting_text}), {cache_text}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `prompt_cache` entry of the JSON object for --json."""
@@ -194,8 +196,8 @@ class SavedPrompt:
         for policy in compress.policies:
             if policy.observes:
                 raise SnapKVError(
-                    f"{self._flag}: {policy.name} needs queries, and a saved full cache holds none: give --sparse, "
-                    "with which every token chooses among the saved entries"
+                    f"{self._policy_flag}: {policy.name} needs queries, and a saved full cache holds none: "
+                    "give --sparse, with which every token chooses among the saved entries"
                 )
         min_ctx = compress.policy.min_ctx
         if self.n_tokens < min_ctx:

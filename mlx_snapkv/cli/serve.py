@@ -203,7 +203,7 @@ def serve(
         prefix_cache=prefix_cache,
     )
     raise_on_interrupt()  # must run in the main thread, but another thread loads the model
-    start = partial(
+    start_engine = partial(
         Engine,
         load=loader.load,
         options=generation,
@@ -218,7 +218,7 @@ def serve(
         metrics=Metrics(),
         open_files=partial(prefixes.files, identity),
     )
-    _run(settings, loader, start)
+    _run(settings, loader, start_engine)
 
 
 @dataclass
@@ -270,28 +270,28 @@ def _require_packages() -> None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
 
 
-def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]) -> None:
+def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], Engine]) -> None:
     """Serve requests until the user stops the server.
 
     Args:
         settings: HTTP server settings on rank 0; None on other ranks, which follow rank 0.
         loader: the model's loader, which has finished once the engine has started.
-        start: starts the engine.
+        start_engine: creates and starts the engine.
     """
     from ..server.app import bind_socket, serve
     from ..server.log import show_log
 
-    if settings is None:
+    if settings is None:  # not rank 0
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all ranks
-        start().join()
+        engine = start_engine()
+        engine.join()
         os._exit(0)  # rank 0 is gone, so sys.exit would abort in MLX's threads
     show_log()
-    with bind_socket(settings) as place:
-        engine = start()
-        host, port, *_ = place.getsockname()
-        if ":" in host:  # an IPv6 address
-            host = f"[{host}]"
-        url = f"http://{host}:{port}"
+    with bind_socket(settings) as listening_socket:
+        engine = start_engine()
+        host, port, *_ = listening_socket.getsockname()
+        is_ipv6 = ":" in host
+        url = f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}"
 
         def print_address(_: Any) -> None:
             """Print the server's address and the size of its prefix cache once it accepts requests."""
@@ -299,4 +299,4 @@ def _run(settings: Settings | None, loader: _Loader, start: Callable[[], Engine]
             line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
             print(line, loader.room, sep="\n", flush=True)
 
-        serve(engine, settings, place, print_address)
+        serve(engine, settings, listening_socket, print_address)

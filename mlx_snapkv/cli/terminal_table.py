@@ -21,7 +21,7 @@ def print_table(table: Table) -> None:
     console = Console()
     console.width = max(console.width, MIN_WIDTH)
     style: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
-    drawn = RichTable(title=table.title, **style)
+    rich_table = RichTable(title=table.title, **style)
     for column in table.columns:
         column_style: Any = {"overflow": "fold"}
         if column not in TEXT_COLUMNS:
@@ -31,7 +31,7 @@ def print_table(table: Table) -> None:
                 "no_wrap": not is_folded,
                 "min_width": 8 if is_folded else 0,
             }
-        drawn.add_column(column, **column_style)
+        rich_table.add_column(column, **column_style)
     for row in table.rows:
-        drawn.add_row(*row)
-    console.print(drawn, table.remark, sep="\n", markup=False)
+        rich_table.add_row(*row)
+    console.print(rich_table, table.remark, sep="\n", markup=False)

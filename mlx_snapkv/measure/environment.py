@@ -26,7 +26,7 @@ from ..sparse.kernels.self_test import why_unused
 from .tables import Table
 
 
-def setting() -> dict[str, Any]:
+def versions_and_machine() -> dict[str, Any]:
     """Return versions, commit and machine, as stored with results."""
     return {
         "versions": {
@@ -65,7 +65,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
         model: a model; if given, the result says whether MLX has fused attention kernels for it.
         name: the model's name.
     """
-    about = setting()
+    about = versions_and_machine()
     hardware = about["machine"]
     versions = about["versions"]
     machine = this_machine()

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths, one_of
+from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths_parser, one_of
 from mlx_snapkv.cli.prompts import read_file
-from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_of
+from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_to_measure
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
 from mlx_snapkv.measure.tables import Page
@@ -70,7 +70,8 @@ class NeedleOptions(AskedOptions):
 
     setting: Annotated[str, Option(parser=one_of(*ANSWER_SETTINGS, "both"), help=WHETHER)] = "known"
     length: Annotated[
-        Any, Option(parser=lengths(256), help="Prompt lengths in tokens, separated by commas.")
+        Any,
+        Option(parser=lengths_parser(256), help="Prompt lengths in tokens, separated by commas."),
     ] = "2048,4096"
     depths: Annotated[
         int, Option(min=1, max=101, help="Number of depths, evenly spaced from start to end.")
@@ -94,7 +95,7 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
         raise SnapKVError("--length is empty: give at least one number of tokens")
     files = options.haystack or []
     text = "\n\n".join(read_file("--haystack", file) for file in files)
-    methods = methods_of(options.policy, options.sparse, lengths=options.length)
+    methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
     written = result.files()
     model, tokenizer = options.load()
     grid = Grid(options.length, options.depths, options.questions, options.seed)
@@ -112,7 +113,8 @@ class SuiteOptions(AskedOptions):
         Option(parser=one_of(*TASKS), help=f"One of {', '.join(TASKS)}; repeatable. Default: all."),
     ] = None
     length: Annotated[
-        Any, Option(parser=lengths(512), help="Prompt lengths in tokens, separated by commas.")
+        Any,
+        Option(parser=lengths_parser(512), help="Prompt lengths in tokens, separated by commas."),
     ] = "2048"
     documents: Annotated[int, Option(min=1, help="Documents per task and length.")] = 4
     questions: Annotated[int, Option(min=1, help="Maximum number of questions per document.")] = 5
@@ -124,7 +126,7 @@ def suite(*, options: SuiteOptions, result: ScoreOptions) -> None:
 
     python scripts/evaluate.py suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    methods = methods_of(options.policy, options.sparse, lengths=options.length)
+    methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
     files = result.files()
     model, tokenizer = options.load()
     named = list(dict.fromkeys(options.task or TASKS))
@@ -159,7 +161,7 @@ def data(*, options: DataOptions, result: ScoreOptions) -> None:
 
     python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
-    methods = methods_of(options.policy, options.sparse)
+    methods = methods_to_measure(options.policy, options.sparse)
     found, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)

@@ -7,7 +7,7 @@ import typer
 
 import mlx_snapkv
 from mlx_snapkv.cli.app import app as program
-from mlx_snapkv.cli.command import in_flags
+from mlx_snapkv.cli.command import message_with_flags
 from mlx_snapkv.cli.config import commands_of
 from mlx_snapkv.errors import Option, OptionError, SnapKVError
 
@@ -66,10 +66,14 @@ def test_errors_write_options_as_their_reader_types_them():
     options = Option("store", "memory"), Option("kv_bits")
     error = SnapKVError("{} needs {} and {}", "a/store=memory.txt", *options)
     assert str(error) == "a/store=memory.txt needs store=memory and kv_bits"
-    assert in_flags(error) == "a/store=memory.txt needs --store memory and --kv-bits"
-    assert in_flags(SnapKVError("FILE: {}", error)).endswith("needs --store memory and --kv-bits")
-    assert in_flags(OptionError("kv_bits", "2 or 4", 3)) == "--kv-bits must be 2 or 4, got 3"
-    assert in_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
+    assert message_with_flags(error) == "a/store=memory.txt needs --store memory and --kv-bits"
+    assert message_with_flags(SnapKVError("FILE: {}", error)).endswith(
+        "needs --store memory and --kv-bits"
+    )
+    assert (
+        message_with_flags(OptionError("kv_bits", "2 or 4", 3)) == "--kv-bits must be 2 or 4, got 3"
+    )
+    assert message_with_flags(SnapKVError("{kv_bits} is no JSON")) == "{kv_bits} is no JSON"
 
 
 def test_every_option_that_an_error_names_is_a_flag():

@@ -10,10 +10,10 @@ def test_progress_says_how_long_the_rest_will_take(capsys, monkeypatch):
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     with StepBars() as bars:
         bars.start("documents", 12)
-        bars.done(prints=False)
+        bars.count_step(prints=False)
         for seconds in (60, 20, 20):
             now += seconds
-            bars.done()
+            bars.count_step()
     assert capsys.readouterr().err.splitlines() == [
         "documents 2/12, 60 s, about 600 s left",
         "documents 4/12, 100 s, about 267 s left",

@@ -160,7 +160,7 @@ def test_a_rotating_cache_excludes_kv_bits_and_a_draft_model():
     for bits, draft, words in ((8, None, "with --kv-bits"), (None, "x", "with --draft-model")):
         options = MLXCacheOptions(kv_bits=bits, kv_group_size=32, max_kv_size=9)
         with pytest.raises(SnapKVError, match=words):
-            options.require(model, draft)
+            options.require_supported(model, draft)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0"])
