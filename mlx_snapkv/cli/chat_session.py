@@ -27,7 +27,9 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-MAX_SHORT_TURN = 2048  # in tokens; shorter turns don't announce how many bytes they write to files
+MAX_SHORT_TURN = (
+    2048  # tokens; turns up to this length don't announce how many bytes they write to files
+)
 
 
 class Lines:

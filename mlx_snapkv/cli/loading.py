@@ -242,9 +242,8 @@ def load_without_weights(name: str, for_mac: bool = False):
     from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
-        with contextlib.suppress(
-            Exception
-        ):  # if it is not in the local cache, the hub is asked below
+        # If it is not in the local cache, the hub is asked below.
+        with contextlib.suppress(Exception):
             folder = hf_repo_to_path(name)
     with _explaining_failures("--model", name, folder, "planned"):
         is_folder = os.path.exists(folder)

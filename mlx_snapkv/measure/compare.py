@@ -53,7 +53,7 @@ def decode(
     max_tokens: int,
     cache: list,
     report: CompressionReport | None = None,
-    begun: Sequence[int] = (),
+    first_tokens: Sequence[int] = (),
     on_text: Callable[[str], None] = lambda text: None,
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
@@ -64,16 +64,15 @@ def decode(
         model: an mlx-lm model.
         tokenizer: its tokenizer.
         prompt: token ids of the whole prompt.
-        max_tokens: maximum number of tokens in the answer, including `begun`.
+        max_tokens: maximum number of tokens in the answer, including `first_tokens`.
         cache: prompt cache to decode from.
         report: report on the cache's compression; None if `stream_generate` still has to read the remaining tokens and
             compress.
-        begun: first answer tokens, if they are already known.
+        first_tokens: first answer tokens, if they are already known.
         on_text: called with each new part of the answer's text; an end-of-sequence token has no text.
         on_report: called with the report if the prompt is compressed here.
         **options: keywords of `stream_generate`; ignored if `report` is given.
     """
-    stops = tokenizer.eos_token_ids
     times = [time.perf_counter()]
     n_times_before = 0
 
@@ -84,15 +83,17 @@ def decode(
         on_report(new_report)
 
     continuation: Iterator[int] = iter(())
-    if len(begun) < max_tokens and not (begun and begun[-1] in stops):
-        unread = [*prompt, *begun][n_tokens_read(model, cache) :]
+    n_left = max_tokens - len(first_tokens)
+    has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
+    if n_left > 0 and not has_ended:
+        unread = [*prompt, *first_tokens][n_tokens_read(model, cache) :]
         keywords = {"on_report": note_report, **options} if report is None else {}
-        n_left = max_tokens - len(begun)
         responses = stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
         )
         continuation = _timed_tokens(responses, times)
-    text, tokens = _detokenized(tokenizer, itertools.chain(begun, continuation), on_text)
+    answer_tokens = itertools.chain(first_tokens, continuation)
+    text, tokens = _text_and_tokens(tokenizer, answer_tokens, on_text)
     assert report is not None
     return Answer(
         text=text,
@@ -111,7 +112,7 @@ def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -
         yield response.token
 
 
-def _detokenized(
+def _text_and_tokens(
     tokenizer: Any, tokens: Iterable[int], on_text: Callable[[str], None]
 ) -> tuple[str, list[int]]:
     """Decode tokens to text. Return the text and the tokens, and call `on_text` with each new part of the text."""
@@ -240,7 +241,7 @@ class _Comparison:
         self._read_seconds = time.perf_counter() - started
         name = methods[0].name
         cache, report = self._reading.compress(None)
-        answer = self._decode(name, cache, report, begun=self._reading.answer(1))
+        answer = self._decode(name, cache, report, first_tokens=self._reading.answer(1))
         self.full = self._figures(name, answer, self._read_seconds)
         self._reference = Reference(self._reading, self.full.tokens)
 
@@ -256,10 +257,11 @@ class _Comparison:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
         if method.shares_reading:
-            return self._compare(method, self._answer_from_reading(method), self._read_seconds)
-        attempt = self._answer_by_itself(method)
-        seconds = attempt.answer.times[1] - attempt.answer.times[0]
-        return self._compare(method, attempt, seconds)
+            attempt = self._answer_from_shared_reading(method)
+            return self._compare(method, attempt, self._read_seconds)
+        attempt = self._answer_from_own_reading(method)
+        started, first_token_time, *_ = attempt.answer.times
+        return self._compare(method, attempt, first_token_time - started)
 
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
@@ -276,17 +278,18 @@ class _Comparison:
             **options,
         )
 
-    def _answer_from_reading(self, method: Method) -> _Attempt:
+    def _answer_from_shared_reading(self, method: Method) -> _Attempt:
         """Answer with a policy that compresses the shared reading."""
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed = copy.deepcopy(cache)  # for the predictions, because decoding changes the cache
         # The cache has read some answer tokens, and predicts the next one.
-        n_begun = n_tokens_read(self._model, cache) - len(self._tokens) + 1
-        answer = self._decode(method.name, cache, report, begun=self.full.tokens[:n_begun])
+        n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
+        first_tokens = self.full.tokens[:n_known]
+        answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
         kept = self._kept_share(compressed)
         return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
 
-    def _answer_by_itself(self, method: Method) -> _Attempt:
+    def _answer_from_own_reading(self, method: Method) -> _Attempt:
         """Answer with a method that needs its own pass over the prompt."""
         cache = make_prompt_cache(self._model)
         compressed: list | None = None
@@ -311,18 +314,22 @@ class _Comparison:
     def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
         """Return a method's figures, compared with the full cache's answer."""
         policy: Any = method.policy
-        full = self.full.tokens
-        n_before = len(full) - len(attempt.logprobs)
-        if not len(attempt.logprobs) and method.evicts:
+        full_tokens = self.full.tokens
+        n_predicted = len(attempt.logprobs)
+        n_before = len(full_tokens) - n_predicted
+        if n_predicted == 0 and method.evicts:
             n_before = n_decoded_before(self._model, policy, len(self._tokens))
-        kl = self._reference.figures(attempt.logprobs)["kl"]
+        kl = self._reference.kl_and_same(attempt.logprobs)["kl"]
+        uncompressed = None
+        if kl is None:
+            uncompressed = _why_uncompressed(policy, len(full_tokens), n_before)
         return replace(
             self._figures(method.name, attempt.answer, read_seconds),
             kl=None if kl is None else float(kl),
             n_before=n_before,
-            uncompressed=_why_uncompressed(policy, len(full), n_before) if kl is None else None,
+            uncompressed=uncompressed,
             kept=attempt.kept,
-            differs=_difference(self._tokenizer, full, attempt.answer.tokens),
+            differs=_difference(self._tokenizer, full_tokens, attempt.answer.tokens),
         )
 
     def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
@@ -330,7 +337,8 @@ class _Comparison:
         times = answer.times[answer.n_times_before :]
         tokens_per_second = None
         if len(times) > 2:
-            tokens_per_second = (len(times) - 1) / (times[-1] - times[0])
+            decode_seconds = times[-1] - times[0]
+            tokens_per_second = (len(times) - 1) / decode_seconds
         return Compared(
             name=name,
             text=answer.text,
@@ -368,14 +376,18 @@ def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
 
 
 def _difference(
-    tokenizer: Any, full: list[int], tokens: list[int]
+    tokenizer: Any, full_tokens: list[int], tokens: list[int]
 ) -> tuple[int, str, str, str] | None:
     """Find the first difference between two answers, as in `Compared.differs`."""
-    pairs = itertools.zip_longest(full, tokens)
-    first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
-    if first is None:
+    if tokens == full_tokens:
         return None
-    before = tokenizer.decode(full[max(0, first - N_CONTEXT_TOKENS) : first])
-    theirs = tokenizer.decode(full[first : first + 1])
-    ours = tokenizer.decode(tokens[first : first + 1])
-    return first, before, theirs, ours
+    n_same = 0
+    for full_token, token in zip(full_tokens, tokens):
+        if full_token != token:
+            break
+        n_same += 1
+    text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
+    # The text is empty if the answer has ended.
+    full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])
+    token_text = tokenizer.decode(tokens[n_same : n_same + 1])
+    return n_same, text_before, full_token_text, token_text

@@ -33,11 +33,14 @@ def page(
         table: figures of all answers.
     """
     text, spans = token_spans(tokenizer, list(tokens))
-    full, *others = answers
-    beside = [_beside(full, each, _kept_entries(text, spans, each.kept)) for each in others]
+    full_answer, *other_answers = answers
+    sections = [_table(table)]
+    for answer in other_answers:
+        kept_html = _kept_entries(text, spans, answer.kept)
+        sections.append(_side_by_side(full_answer, answer, kept_html))
     values = {
         "title": f"{escape(model)}: answers compared",
-        "parts": "".join([_table(table), *beside]),
+        "parts": "".join(sections),
     }
     html = Template(COMPARE_HTML.read_text(encoding="utf-8")).safe_substitute(values)
     return html.replace("$policy", content_policy(html), 1)
@@ -51,12 +54,12 @@ def _table(table: Table) -> str:
     return f"<p>{escape(table.remark)}</p><table><tr>{head}</tr>{body}</table>"
 
 
-def _beside(full: Compared, answer: Compared, kept: str) -> str:
-    """Render two answers side by side, with the prompt's HTML (`kept`) below them."""
-    full_html, answer_html = _marked(full.text, answer.text)
+def _side_by_side(full: Compared, answer: Compared, kept_html: str) -> str:
+    """Render two answers side by side, with the prompt's HTML (`kept_html`) below them."""
+    full_html, answer_html = _with_marked_words(full.text, answer.text)
     columns = _column(full.name, full_html) + _column(answer.name, answer_html)
-    about = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
-    return f'{about}<div class="beside">{columns}</div>{kept}'
+    heading = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
+    return f'{heading}<div class="beside">{columns}</div>{kept_html}'
 
 
 def _column(name: str, text_html: str) -> str:
@@ -64,23 +67,24 @@ def _column(name: str, text_html: str) -> str:
     return f'<div><h3>{escape(name)}</h3><div class="answer">{text_html}</div></div>'
 
 
-def _marked(full: str, text: str) -> tuple[str, str]:
+def _with_marked_words(full_text: str, text: str) -> tuple[str, str]:
     """Render both texts as HTML, with marks around words that occur in only one of them."""
-    full_words = re.findall(r"\s+|\S+", full)
-    text_words = re.findall(r"\s+|\S+", text)
-    matcher = difflib.SequenceMatcher(None, full_words, text_words, autojunk=False)
+    words_and_spaces = re.compile(r"\s+|\S+")
+    full_words = words_and_spaces.findall(full_text)
+    words = words_and_spaces.findall(text)
+    matcher = difflib.SequenceMatcher(None, full_words, words, autojunk=False)
     full_html = ""
-    text_html = ""
+    html = ""
     for tag, full_start, full_stop, start, stop in matcher.get_opcodes():
         full_part = escape("".join(full_words[full_start:full_stop]))
-        text_part = escape("".join(text_words[start:stop]))
+        part = escape("".join(words[start:stop]))
         if tag in ("delete", "replace"):
             full_part = f"<del>{full_part}</del>"
         if tag in ("insert", "replace"):
-            text_part = f"<ins>{text_part}</ins>"
+            part = f"<ins>{part}</ins>"
         full_html += full_part
-        text_html += text_part
-    return full_html, text_html
+        html += part
+    return full_html, html
 
 
 def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
@@ -96,11 +100,11 @@ def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray 
     if kept is None:
         return ""
     tints = np.ceil(kept * N_TINTS).astype(int)
-    pieces = []
-    start = 0  # first character that is not in `pieces` yet
-    for tint, run in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):
-        *_, last_token = run
-        stop = spans[last_token][1]
-        pieces.append(f'<span class="t{tint}">{escape(text[start:stop])}</span>')
+    html = ""
+    start = 0  # first character that is not in `html` yet
+    for tint, tokens in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):
+        *_, last_token = tokens
+        _, stop = spans[last_token]
+        html += f'<span class="t{tint}">{escape(text[start:stop])}</span>'
         start = stop
-    return f"<details><summary>Entries kept of the prompt</summary><pre>{''.join(pieces)}</pre></details>"
+    return f"<details><summary>Entries kept of the prompt</summary><pre>{html}</pre></details>"

@@ -58,15 +58,21 @@ class Contender:
             values: like `keys`.
             context: prompt length in tokens. If it exceeds `n`, the other entries count as evicted.
         """
-        entries = Entries(keys, values)
         if self.policy is None:
-            cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
-            cache.update_and_fetch(keys, values)
-            return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
+            return self._mlx_lm_cache(keys, values)
+        entries = Entries(keys, values)
         if isinstance(self.policy, Sparse):
             return _sparse_cache(self.policy, layer, entries, context)
         policy = self.policy.decode_policy
         return make_decode_cache(layer, entries, context, policy, policy.quota(context))
+
+    def _mlx_lm_cache(self, keys: mx.array, values: mx.array) -> Any:
+        """Return one of mlx-lm's own caches with these entries."""
+        cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
+        cache.update_and_fetch(keys, values)
+        if self.bits is None:
+            return cache
+        return cache.to_quantized(self.group_size, self.bits)
 
 
 def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
@@ -86,9 +92,10 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
 
 def _last_queries(keys: mx.array) -> Queries:
     """Return random queries for a prompt's last tokens, by which the residual is weighted."""
-    B, n_kv_heads, n, head_dim = keys.shape
+    B, n_kv_heads, n_tokens, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
-    return Queries(queries, range(n - WEIGHING_QUERIES, n), head_dim**-0.5)
+    last_positions = range(n_tokens - WEIGHING_QUERIES, n_tokens)
+    return Queries(queries, last_positions, scale=head_dim**-0.5)
 
 
 def make_random_model() -> llama.Model:
@@ -129,8 +136,14 @@ def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
             policy=setting,
         )
         for setting in policies
-        if _min_ctx(setting) <= context and not setting.fits(context)
+        if _compresses(setting, context)
     ]
+
+
+def _compresses(setting: Setting, n_prompt: int) -> bool:
+    """Return whether a setting would compress a prompt of `n_prompt` tokens."""
+    min_ctx = 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
+    return min_ctx <= n_prompt and not setting.fits(n_prompt)
 
 
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
@@ -142,26 +155,31 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
     return policy.quota(n_prompt)
 
 
-def _min_ctx(setting: Setting) -> int:
-    """Return the prompt length below which nothing is compressed."""
-    return 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
-
-
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
     """Return the contenders for a context of `context` tokens: the full cache, mlx-lm's options and policies."""
-    ours = policy_contenders(context, policies)
-    mlx_lm = [Contender("full cache", context)]
-    if ours:
-        fewest = min(contender.entries for contender in ours)
-        mlx_lm.append(Contender(f"--max-kv-size {fewest}", fewest, rotates=True))
-    sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
-    group_size = next((n for n in (64, 32) if all(size % n == 0 for size in sizes)), None)
+    our_contenders = policy_contenders(context, policies)
+    mlx_lm_contenders = [Contender("full cache", context)]
+    if our_contenders:
+        n_fewest = min(contender.entries for contender in our_contenders)
+        name = f"--max-kv-size {n_fewest}"
+        mlx_lm_contenders.append(Contender(name, n_fewest, rotates=True))
+    group_size = _group_size(model)
     # MLX has no batched matrix multiplication with quantised entries on CUDA.
     if group_size is not None and not mx.cuda.is_available():
         for bits in (8, 4):
             name = f"--kv-bits {bits}"
-            mlx_lm.append(Contender(name, context, bits=bits, group_size=group_size))
-    return mlx_lm + ours
+            quantized = Contender(name, context, bits=bits, group_size=group_size)
+            mlx_lm_contenders.append(quantized)
+    return mlx_lm_contenders + our_contenders
+
+
+def _group_size(model) -> int | None:
+    """Return the largest quantisation group size that divides all of a model's head sizes, or None."""
+    sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
+    for group_size in (64, 32):
+        if all(size % group_size == 0 for size in sizes):
+            return group_size
+    return None
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -172,12 +190,17 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
     evicts = contender.policy is not None and not contender.is_sparse
-    n = contender.entries if evicts else context
+    n_entries = contender.entries if evicts else context
     for layer in attention_layers(model, prompt_cache):
-        keys, values = (
-            mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype)
-            for x in layer.cache_in(prompt_cache).keys_and_values()
-        )
+        few_keys, few_values = layer.cache_in(prompt_cache).keys_and_values()
+        keys = _random_like(few_keys, n_entries)
+        values = _random_like(few_values, n_entries)
         layer.put(prompt_cache, contender.cache(layer, keys, values, context))
     mx.eval([cache.state for cache in prompt_cache])
     return prompt_cache
+
+
+def _random_like(array: mx.array, n_entries: int) -> mx.array:
+    """Return random keys or values for `n_entries` entries, with the heads and dtype of `array`."""
+    B, n_kv_heads, _, head_dim = array.shape
+    return mx.random.normal((B, n_kv_heads, n_entries, head_dim)).astype(array.dtype)

@@ -47,12 +47,12 @@ class Reference:
         logprobs = self.predictions(self._reading.full_cache())
         if not self._n_fed:
             # The prompt's last token has already been fed, so the first prediction comes from that pass.
-            logprobs = mx.concatenate([self._first, logprobs])
+            logprobs = mx.concatenate([self._first_logprobs, logprobs])
         mx.eval(logprobs)
         return logprobs
 
     @property
-    def _first(self) -> mx.array:
+    def _first_logprobs(self) -> mx.array:
         """Return the full cache's log-probabilities for the token after the prompt, `(1, vocab_size)`."""
         return log_softmax(self._reading.next_logprobs[None])
 
@@ -66,7 +66,7 @@ class Reference:
         # The last token does not need to be fed.
         unread = [*self.prompt, *self._tokens][n_tokens_read(model, cache) : -1]
         if not unread:
-            return self._first[:0]
+            return self._first_logprobs[:0]
         return log_softmax(logits_after(model, cache, unread)[-len(self) :])
 
     def generate(
@@ -84,8 +84,10 @@ class Reference:
             on_report: called with the report on the compression.
             **options: other keywords of `generate_step`.
         """
-        tokens = iter(self._tokens)
-        n_before = len(self)  # predicted before the compression; all if nothing is compressed
+        known_tokens = iter(self._tokens)
+        n_before = len(
+            self
+        )  # tokens predicted before the compression; all if nothing is compressed
         predictions: list[mx.array] = []
 
         def note_compression(report: CompressionReport) -> None:
@@ -100,14 +102,16 @@ class Reference:
             policy=policy,
             max_tokens=len(self),
             # Feed the known tokens, regardless of the predictions.
-            sampler=lambda logprobs: mx.array([next(tokens, 0)]),
+            sampler=lambda logprobs: mx.array([next(known_tokens, 0)]),
             on_report=note_compression,
             **options,
         )
         for _, logprobs in steps:
             predictions.append(logprobs)
-        after = predictions[n_before:]
-        return log_softmax(mx.stack(after)) if after else self._first[:0]
+        after_compression = predictions[n_before:]
+        if not after_compression:
+            return self._first_logprobs[:0]
+        return log_softmax(mx.stack(after_compression))
 
     def n_agreed(self, cache: list) -> int:
         """Return how many leading tokens a cache has already read or predicts correctly.
@@ -115,26 +119,27 @@ class Reference:
         Predictions are greedy, and all tokens are fed to the cache.
         """
         logprobs = self.predictions(cache)
-        n_fed = len(self) - len(logprobs)
-        if n_fed == len(self):
-            return n_fed
-        agrees = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
+        n_read = len(self) - len(logprobs)
+        if n_read == len(self):
+            return n_read
+        is_correct = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_read:]
         # The cumulative product is 0 from the first error on.
-        n_before_difference = int(np.cumprod(agrees).sum())
-        return n_fed + n_before_difference
+        n_before_error = int(np.cumprod(is_correct).sum())
+        return n_read + n_before_error
 
-    def figures(self, logprobs: mx.array) -> dict[str, Any]:
+    def kl_and_same(self, logprobs: mx.array) -> dict[str, Any]:
         """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
 
         Returns:
             `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens for which both
                 predict the same most likely token. Both are scalar arrays, or None if there are no tokens.
         """
-        if not len(logprobs):
+        n_predicted = len(logprobs)
+        if n_predicted == 0:
             return {"kl": None, "same": None}
-        full = self.logprobs[-len(logprobs) :]
-        same = mx.argmax(logprobs, axis=-1) == mx.argmax(full, axis=-1)
-        return {"kl": divergence(full, logprobs).mean(), "same": same.mean()}
+        full_logprobs = self.logprobs[-n_predicted:]
+        is_same = mx.argmax(logprobs, axis=-1) == mx.argmax(full_logprobs, axis=-1)
+        return {"kl": divergence(full_logprobs, logprobs).mean(), "same": is_same.mean()}
 
     def loss(self, logprobs: mx.array) -> mx.array:
         """Return the mean negative log-probability of all judged tokens, in nats."""
@@ -148,12 +153,12 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     tokens between two evictions. If tokens choose what they read, each call feeds one token.
     """
     layers = attention_layers(model, prompt_cache)
-    caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
-    n_per_call = 1 if any(cache.chooses for cache in caches) else len(tokens)
-    parts = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
+    tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)
+    n_per_call = 1 if tokens_choose else len(tokens)
+    chunks = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
     loop_model = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):
-        logits = [loop_model(mx.array(part)[None], cache=prompt_cache)[0] for part in parts]
+        logits = [loop_model(mx.array(chunk)[None], cache=prompt_cache)[0] for chunk in chunks]
         return mx.concatenate(logits)
 
 

@@ -65,41 +65,43 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
         model: a model; if given, the result says whether MLX has fused attention kernels for it.
         name: the model's name.
     """
-    about = versions_and_machine()
-    hardware = about["machine"]
-    versions = about["versions"]
+    setup = versions_and_machine()
+    hardware = setup["machine"]
+    versions = setup["versions"]
     machine = this_machine()
     folder = tempfile.gettempdir()
-    release = platform.mac_ver()[0]
-    system = f"macOS {release}, {platform.machine()}" if release else hardware["system"]
+    macos_release, *_ = platform.mac_ver()  # empty on other systems
+    system = hardware["system"]
+    if macos_release:
+        system = f"macOS {macos_release}, {platform.machine()}"
     report = {
         "machine": f"{hardware['processor']}, {hardware['cores']} cores, {system}",
         "memory": f"{format_bytes(machine.memory)}, {format_bytes(machine.usable)} of it for models",
         "wired limit": format_bytes(machine.usable) if METAL else "none, without Metal",
-        "MLX computes with": backend(hardware["blas"]),
-        "GPU kernels": sparse_kernels(),
-        "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {about['commit']}",
+        "MLX computes with": backend_name(hardware["blas"]),
+        "GPU kernels": sparse_kernels_text(),
+        "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {setup['commit']}",
         "mlx": versions["mlx"],
         "mlx-lm": versions["mlx-lm"],
         "Python": versions["python"],
         "free disk": f"{format_bytes(shutil.disk_usage(folder).free)} in {folder}, for entries in files",
-        "open files": open_files(),
+        "open files": open_files_text(),
     }
     if model is not None:
-        report[f"attention of {name}"] = kernels(model)
+        report[f"attention of {name}"] = fused_attention_text(model)
     return report
 
 
-def open_files() -> str:
+def open_files_text() -> str:
     """Describe how many files a process may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
         return "without limit"
-    maximum = "without limit" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    return f"{soft:,} at once, {maximum} if asked for"
+    maximum = "without limit" if hard_limit == resource.RLIM_INFINITY else f"{hard_limit:,}"
+    return f"{soft_limit:,} at once, {maximum} if asked for"
 
 
-def backend(blas: str) -> str:
+def backend_name(blas: str) -> str:
     """Return what MLX computes with: Metal, CUDA, or the CPU and its BLAS library."""
     if METAL:
         return "Metal"
@@ -108,13 +110,13 @@ def backend(blas: str) -> str:
     return f"the CPU, BLAS: {blas}"
 
 
-def sparse_kernels() -> str:
+def sparse_kernels_text() -> str:
     """Describe whether the sparse attention kernels pass their self-test on this machine, for a common shape."""
     reason = why_unused(head_dim=128, group=4, dtype=mx.float16)
     return "pass their self-test" if reason is None else f"not used: {reason}"
 
 
-def kernels(model: Any) -> str:
+def fused_attention_text(model: Any) -> str:
     """Describe whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
     Without this kernel, the attention scores of a whole chunk are in memory at the same time.
@@ -125,10 +127,10 @@ def kernels(model: Any) -> str:
     except SnapKVError as error:
         return str(error)
     heads = f"heads of {' and '.join(map(str, sizes))}"
-    unfused = [str(size) for size in sizes if not is_fused(size)]
-    if not unfused:
+    unfused_sizes = [str(size) for size in sizes if not is_fused(size)]
+    if not unfused_sizes:
         return f"{heads}, fused for a prompt's chunks"
-    return f"{heads}, not fused for a prompt's chunks with {' and '.join(unfused)}"
+    return f"{heads}, not fused for a prompt's chunks with {' and '.join(unfused_sizes)}"
 
 
 def as_table(report: dict[str, str]) -> Table:

@@ -71,7 +71,7 @@ def run(
     methods: Sequence[Method],
     settings: Sequence[str],
     questions: Sequence[str],
-    n: int,
+    max_tokens: int,
     results: Results,
     on_piece: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
@@ -86,18 +86,20 @@ def run(
         methods: the full cache, policies and sparse attention.
         settings: some of `FIDELITY_SETTINGS`.
         questions: questions about the pieces, used in turn.
-        n: maximum number of tokens in an answer.
+        max_tokens: maximum number of tokens in an answer.
         results: records of earlier runs, to which missing records are added.
         on_piece: called after each piece; the argument says whether anything was measured.
     """
     policies = {method.name: method.policy for method in methods}
     used_questions = [None] if set(settings) == {TEXT} else questions
-    frames = [(question, frame_of(tokenizer, question)) for question in used_questions]
+    questions_and_frames = [
+        (question, frame_of(tokenizer, question)) for question in used_questions
+    ]
 
-    measure = partial(_measure_piece, model, tokenizer, policies, n)
+    measure = partial(_measure_piece, model, tokenizer, policies, max_tokens)
     documents = (
         (_record_keys(piece, question, settings, policies), partial(measure, piece, frame))
-        for piece, (question, frame) in zip(pieces, itertools.cycle(frames))
+        for piece, (question, frame) in zip(pieces, itertools.cycle(questions_and_frames))
     )
     return results.complete(documents, on_piece)
 
@@ -122,7 +124,7 @@ def _measure_piece(
     model: Any,
     tokenizer: Any,
     policies: dict[str, Setting | None],
-    n: int,
+    max_tokens: int,
     piece: Piece,
     frame: Frame,
     missing: list[Record],
@@ -133,18 +135,26 @@ def _measure_piece(
         model: an mlx-lm model.
         tokenizer: its tokenizer.
         policies: setting of each method, by name; None for the full cache.
-        n: maximum number of tokens in an answer.
+        max_tokens: maximum number of tokens in an answer.
         piece: the piece.
         frame: tokens before and after the piece.
         missing: keys of the records to measure.
     """
     missing_policies = [policies[keys["method"]] for keys in missing]
     missing_settings = {keys["setting"] for keys in missing}
-    stops = tokenizer.eos_token_ids
-    by_setting = read_piece(model, piece, frame, missing_policies, missing_settings, n, stops)
+    reading_by_setting = read_piece(
+        model,
+        piece,
+        frame,
+        missing_policies,
+        missing_settings,
+        max_tokens,
+        stop_tokens=tokenizer.eos_token_ids,
+    )
     for keys, policy in zip(missing, missing_policies):
-        reading, reference = by_setting[keys["setting"]]
-        yield keys | judge(keys["setting"], reading, reference, policy)
+        setting = keys["setting"]
+        reading, reference = reading_by_setting[setting]
+        yield keys | judge(setting, reading, reference, policy)
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
@@ -152,7 +162,8 @@ def without_lookahead(setting: Setting | None) -> Setting | None:
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
-    if setting.decode_policy is setting.policy:  # the same policy for prompt and answer
+    is_single_policy = setting.decode_policy is setting.policy
+    if is_single_policy:
         return Compress(decode_policy)
     return Compress(setting.policy, decode_policy)
 
@@ -163,8 +174,8 @@ def read_piece(
     frame: Frame,
     policies: Sequence[Setting | None],
     settings: Collection[str],
-    n: int,
-    stops: Collection[int],
+    max_tokens: int,
+    stop_tokens: Collection[int],
 ) -> dict[str, tuple[Reading, Reference]]:
     """Read a piece once for all policies.
 
@@ -174,30 +185,32 @@ def read_piece(
         frame: tokens before and after the piece.
         policies: settings of all methods; None for the full cache.
         settings: some of `FIDELITY_SETTINGS`.
-        n: maximum number of tokens in an answer.
-        stops: tokens that end an answer.
+        max_tokens: maximum number of tokens in an answer.
+        stop_tokens: tokens that end an answer.
 
     Returns: The text to compress and the tokens to judge, by setting.
     """
-    by_setting: dict[str, tuple[Reading, Reference]] = {}
+    reading_by_setting: dict[str, tuple[Reading, Reference]] = {}
     text_policies = [without_lookahead(policy) for policy in policies]
-    text: Reading | None = None
-    if set(settings) != {TEXT}:
+    text_reading: Reading | None = None
+    has_question = set(settings) != {TEXT}
+    if has_question:
         tokens = [*frame.before, *piece.tokens]
         before_question = read_once(model, tokens, [*policies, *text_policies], [frame.after])
-        prompt = before_question.followed_by(frame.after)
-        answer = Reference(prompt, prompt.answer(n, stops))
-        by_setting[KNOWN] = prompt, answer
-        by_setting[LATER] = before_question, answer
+        whole_prompt = before_question.followed_by(frame.after)
+        answer = Reference(whole_prompt, whole_prompt.answer(max_tokens, stop_tokens))
+        reading_by_setting[KNOWN] = whole_prompt, answer
+        reading_by_setting[LATER] = before_question, answer
         if frame.start == frame.before:  # the same tokens are read for TEXT
-            text = before_question
+            text_reading = before_question
     if TEXT in settings:
-        if text is None:
-            text = read_once(model, [*frame.start, *piece.tokens], text_policies)
+        if text_reading is None:
+            text_reading = read_once(model, [*frame.start, *piece.tokens], text_policies)
         # The full cache predicts the first token after the piece, so that token is fed, and the following ones are
         # judged.
-        by_setting[TEXT] = text, Reference(text, piece.following, n_fed=1)
-    return by_setting
+        following_text = Reference(text_reading, piece.following, n_fed=1)
+        reading_by_setting[TEXT] = text_reading, following_text
+    return reading_by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
@@ -210,7 +223,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
         policy: the method's setting; None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
-        predictions, cache_figures = _generate(reading, reference, policy)
+        predictions, cache_figures = _predictions_of_own_reading(reading, reference, policy)
     else:
         cache, report = _compressed_cache(setting, reading, reference, policy)
         cache_figures = _cache_figures(reading, cache, report)
@@ -218,13 +231,15 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
     return {
         "tokens": len(reference),
         "judged": len(predictions),
-        **reference.figures(predictions),
+        **reference.kl_and_same(predictions),
         "loss": reference.loss(predictions) if setting == TEXT else None,
         **cache_figures,
     }
 
 
-def _generate(reading: Reading, reference: Reference, policy: Setting) -> tuple[mx.array, Record]:
+def _predictions_of_own_reading(
+    reading: Reading, reference: Reference, policy: Setting
+) -> tuple[mx.array, Record]:
     """Let `generate_step` read the prompt. Return its predictions and its cache's figures."""
     cache = make_prompt_cache(reading.model)
     cache_figures: list[Record] = []
@@ -244,8 +259,8 @@ def _compressed_cache(
     if isinstance(policy, Sparse):
         # The question is read as a later turn. Its last token is left out, because feeding it predicts the first judged
         # token.
-        later = reference.prompt[len(reading.tokens) : -1]
-        return read_sparsely(reading.model, policy, reading.tokens, later)
+        later_tokens = reference.prompt[len(reading.tokens) : -1]
+        return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:
         return reading.compress(policy, answering=True)
     return reading.compress(without_lookahead(policy))
@@ -253,7 +268,7 @@ def _compressed_cache(
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
     """Return a cache's mean entries per layer, its bytes, and the reason if it was not compressed."""
-    n_kept = [n for n in report.entries_kept if n is not None]
+    entries_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
     else:
@@ -261,7 +276,7 @@ def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> 
         entries = [layer.layer_cache_in(cache).held() for layer in layers]
         kv_bytes = sum(count_bytes((e.stored_keys, e.stored_values)) for e in entries)
     return {
-        "entries": round(fmean(n_kept)) if n_kept else report.prompt_tokens,
+        "entries": round(fmean(entries_by_layer)) if entries_by_layer else report.prompt_tokens,
         "kv_bytes": kv_bytes,
         "reason": None if report.policy == NO_POLICY else report.reason,
     }
@@ -271,56 +286,68 @@ def summarise(records: list[Record]) -> Summary:
     """Summarise the records by setting and method."""
     summaries = []
     for setting in FIDELITY_SETTINGS:
-        of_setting = [record for record in records if record["setting"] == setting]
-        if not of_setting:
+        setting_records = [record for record in records if record["setting"] == setting]
+        if not setting_records:
             continue
-        by_method = grouped(of_setting, "method")
-        full = by_method[FULL_CACHE,]
+        records_by_method = {
+            method: method_records
+            for (method,), method_records in grouped(setting_records, "method").items()
+        }
+        full_records = records_by_method[FULL_CACHE]
+        policy_names = [name for name in records_by_method if name != FULL_CACHE]
         # If no method has a policy, the full cache is compared with itself.
-        first = next((rows for (name,), rows in by_method.items() if name != FULL_CACHE), full)
-        summaries += [_summary(rows, full, first) for rows in by_method.values()]
+        first_records = records_by_method[policy_names[0]] if policy_names else full_records
+        for method_records in records_by_method.values():
+            summaries.append(_summary(method_records, full_records, first_records))
     return summaries
 
 
-def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
+def _summary(
+    records: list[Record], full_records: list[Record], first_records: list[Record]
+) -> Record:
     """Summarise one method's records.
 
     Pieces whose answers ended before the compression are left out. A mean over no pieces is None.
 
     Args:
-        own: the method's records, one per piece.
-        full: the full cache's records for the same pieces.
-        first: the first policy's records for the same pieces.
+        records: the method's records, one per piece.
+        full_records: the full cache's records for the same pieces.
+        first_records: the first policy's records for the same pieces.
     """
-    judged = [i for i, record in enumerate(own) if record["judged"]]
-    documents = [own[i]["document"] for i in judged]
+    judged_pieces = [i for i, record in enumerate(records) if record["judged"]]
+    documents = [records[i]["document"] for i in judged_pieces]
 
     def difference_to(others: list[Record], key: str) -> dict[str, float] | None:
-        if not judged:
+        if not judged_pieces:
             return None
-        scores = [own[i][key] for i in judged]
-        reference = [others[i][key] for i in judged]
+        scores = [records[i][key] for i in judged_pieces]
+        reference = [others[i][key] for i in judged_pieces]
         return difference(scores, reference, documents)
 
     # Differences are computed over the same judged tokens only, and these depend on the lookahead.
-    paired = all(r["judged"] == other["judged"] for r, other in zip(own, first))
-    has_loss = own[0]["setting"] == TEXT
+    judges_same_tokens = all(
+        record["judged"] == first_record["judged"]
+        for record, first_record in zip(records, first_records)
+    )
+    any_record = records[0]
+    has_loss = any_record["setting"] == TEXT
+    reasons = [record["reason"] for record in records if record["reason"]]
     return {
-        "method": own[0]["method"],
-        "setting": own[0]["setting"],
-        "pieces": len(own),
-        "texts": len({r["document"] for r in own}),
-        "tokens": sum(r["tokens"] for r in own),
-        "judged": sum(r["judged"] for r in own),
-        "unjudged": len(own) - len(judged),
-        "kl": difference_to(full, "kl"),
-        "kl_against_first": difference_to(first, "kl") if paired else None,
-        "same": fmean(own[i]["same"] for i in judged) if judged else None,
-        "loss": fmean(r["loss"] for r in own) if has_loss else None,
-        "loss_against_full": difference_to(full, "loss") if has_loss else None,
-        "entries": max(r["entries"] for r in own),
-        "kv_bytes": max(r["kv_bytes"] for r in own),
-        "reason": next((r["reason"] for r in own if r["reason"]), None),
+        "method": any_record["method"],
+        "setting": any_record["setting"],
+        "pieces": len(records),
+        "texts": len({record["document"] for record in records}),
+        "tokens": sum(record["tokens"] for record in records),
+        "judged": sum(record["judged"] for record in records),
+        "unjudged": len(records) - len(judged_pieces),
+        "kl": difference_to(full_records, "kl"),
+        "kl_against_first": difference_to(first_records, "kl") if judges_same_tokens else None,
+        "same": fmean(records[i]["same"] for i in judged_pieces) if judged_pieces else None,
+        "loss": fmean(record["loss"] for record in records) if has_loss else None,
+        "loss_against_full": difference_to(full_records, "loss") if has_loss else None,
+        "entries": max(record["entries"] for record in records),
+        "kv_bytes": max(record["kv_bytes"] for record in records),
+        "reason": reasons[0] if reasons else None,
     }
 
 
@@ -339,44 +366,51 @@ def _table(summary: Summary, setting: str) -> Table:
         f"Pieces: {any_method['pieces']}; texts: {n_texts}; {tokens}: {any_method['tokens']:,}."
     )
     remarks = [counts, about]
-    for s in summary:
-        if s["unjudged"]:
-            ended = f"they ended before {s['method']} had compressed their prompt."
-            remarks.append(f"{s['unjudged']} of {s['pieces']} answers are not scored: {ended}")
-    first = next((s for s in summary if s["method"] != FULL_CACHE), None)
+    for row in summary:
+        if row["unjudged"]:
+            why = f"they ended before {row['method']} had compressed their prompt."
+            remarks.append(f"{row['unjudged']} of {row['pieces']} answers are not scored: {why}")
+    policy_rows = [row for row in summary if not _is_full_cache(row)]
 
-    def with_interval(figure: dict[str, float], form: str) -> str:
-        return interval(figure, form) if n_texts > 1 else format(figure["mean"], form)
+    def with_interval(figure: dict[str, float], number_format: str) -> str:
+        if n_texts > 1:
+            return interval(figure, number_format)
+        return format(figure["mean"], number_format)
 
-    def kl(s: Record) -> str:
-        if s["method"] == FULL_CACHE:
+    def kl(row: Record) -> str:
+        if _is_full_cache(row):
             return "0"
-        return "not scored" if s["kl"] is None else with_interval(s["kl"], ".3f")
+        return "not scored" if row["kl"] is None else with_interval(row["kl"], ".3f")
 
-    def kl_against_first(s: Record) -> str:
-        if s["method"] == FULL_CACHE or s is first or s["kl"] is None:
+    def kl_against_first(row: Record) -> str:
+        if _is_full_cache(row) or row is policy_rows[0] or row["kl"] is None:
             return ""
-        figure = s["kl_against_first"]
+        figure = row["kl_against_first"]
         return "other tokens" if figure is None else with_interval(figure, "+.3f")
 
-    def loss(s: Record) -> str:
-        if s["method"] == FULL_CACHE:
-            return f"{s['loss']:.3f}"
-        return f"{s['loss_against_full']['mean']:+.3f}"
+    def loss(row: Record) -> str:
+        if _is_full_cache(row):
+            return f"{row['loss']:.3f}"
+        return f"{row['loss_against_full']['mean']:+.3f}"
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
         "KL": kl,
         "against the first": kl_against_first,
-        "same token": lambda s: "" if s["same"] is None else f"{s['same']:.1%}",
+        "same token": lambda row: "" if row["same"] is None else f"{row['same']:.1%}",
     }
     if setting == TEXT:
         columns["loss"] = loss
     if setting == KNOWN:
-        columns["tokens scored"] = lambda s: "" if s["method"] == FULL_CACHE else f"{s['judged']:,}"
+        columns["tokens scored"] = lambda row: "" if _is_full_cache(row) else f"{row['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
-    columns["KV memory"] = lambda s: format_bytes(s["kv_bytes"])
+    columns["KV memory"] = lambda row: format_bytes(row["kv_bytes"])
     return table_of(heading, " ".join(remarks), columns, summary)
+
+
+def _is_full_cache(row: Record) -> bool:
+    """Return whether a row of the summary is the full cache's."""
+    return row["method"] == FULL_CACHE
 
 
 FIDELITY_PAGE = Page("Fidelity to the full cache", FIDELITY_REMARK, summarise, tables)

@@ -91,22 +91,26 @@ class Inspection:
 
         A prompt with fewer tokens has one column per token.
         """
-        edges = np.linspace(0, self.n_tokens, min(n_columns, self.n_tokens) + 1).round().astype(int)
+        n_columns = min(n_columns, self.n_tokens)
+        edges = np.linspace(0, self.n_tokens, n_columns + 1).round().astype(int)
         n_kept = np.add.reduceat(self.kept.sum(axis=1), edges[:-1], axis=1)
         n_entries = np.diff(edges) * np.array(self.heads)[:, None]
         return n_kept / n_entries
 
     def to_dict(self) -> dict[str, Any]:
         """Return the inspection as a dict for JSON, with unpadded positions."""
-        by_layer = zip(self.layers, self.positions, self.heads, self.shares, strict=True)
-        layers = [
-            {
-                "layer": layer,
-                "attention_share": share,
-                "positions": [kept[kept >= 0].tolist() for kept in by_head[:n_heads]],
-            }
-            for layer, by_head, n_heads, share in by_layer
-        ]
+        layers = []
+        for layer, layer_positions, n_heads, share in zip(
+            self.layers, self.positions, self.heads, self.shares, strict=True
+        ):
+            unpadded = [positions[positions >= 0] for positions in layer_positions[:n_heads]]
+            layers.append(
+                {
+                    "layer": layer,
+                    "attention_share": share,
+                    "positions": [positions.tolist() for positions in unpadded],
+                }
+            )
         return {
             "policy": self.policy,
             "report": self.report.to_dict(),
@@ -122,22 +126,24 @@ class Inspection:
 
     def _attended_by_token(self) -> list[dict[str, Any]]:
         """Return what each answer token attended to, averaged over all layers, for JSON."""
-        # Layer -1 is the mean of all layers.
-        by_token = zip(
+        mean_of_layers = -1  # index in the arrays' layer axis
+        records = []
+        for text, positions, weights, answer_share in zip(
             self.answer_tokens,
-            self.attended.positions[:, -1],
-            self.attended.weights[:, -1],
-            self.attended.own[:, -1],
-        )
-        return [
-            {
-                "text": text,
-                "positions": positions[positions >= 0].tolist(),
-                "weights": weights[positions >= 0].astype(float).round(6).tolist(),
-                "own": round(float(own), 6),
-            }
-            for text, positions, weights, own in by_token
-        ]
+            self.attended.positions[:, mean_of_layers],
+            self.attended.weights[:, mean_of_layers],
+            self.attended.own[:, mean_of_layers],
+        ):
+            is_recorded = positions >= 0
+            records.append(
+                {
+                    "text": text,
+                    "positions": positions[is_recorded].tolist(),
+                    "weights": weights[is_recorded].astype(float).round(6).tolist(),
+                    "own": round(float(answer_share), 6),
+                }
+            )
+        return records
 
 
 def inspect_prompt(
@@ -265,7 +271,7 @@ def _make_inspection(
         text=prompt_text,
         spans=tuple(prompt_spans),
         layers=tuple(layers),
-        layers_without=tuple(number for number in range(n_layers) if number not in layers),
+        layers_without=tuple(layer for layer in range(n_layers) if layer not in layers),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,

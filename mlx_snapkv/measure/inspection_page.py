@@ -37,42 +37,50 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     if len({inspection.tokens for inspection in inspections}) != 1:
         raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
     first = inspections[0]
-    groups = _groups(first.spans)
-    n_tokens = [n for _, n in groups]
-    group_of = np.repeat(np.arange(len(groups)), n_tokens)
+    group_spans, group_sizes = _token_groups(first.spans)
+    group_of = np.repeat(np.arange(len(group_spans)), group_sizes)
     is_special = np.isin(first.tokens, list(special))
     data = {
         "model": model,
         "text": first.text,
-        # JavaScript counts UTF-16 code units.
-        "sizes": [
-            len(first.text[start:stop].encode("utf-16-le")) // 2 for (start, stop), _ in groups
-        ],
-        "several": {group: n for group, n in enumerate(n_tokens) if n > 1},
+        "sizes": [_utf16_length(first.text[start:stop]) for start, stop in group_spans],
+        "several": {group: n_tokens for group, n_tokens in enumerate(group_sizes) if n_tokens > 1},
         "special": np.unique(group_of[is_special]).tolist(),
-        "policies": [_policy(inspection, group_of) for inspection in inspections],
+        "policies": [_policy_data(inspection, group_of) for inspection in inspections],
     }
+    data_json = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # An unescaped "<" could end the script element, or begin a comment.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data_json = data_json.replace("<", "\\u003c")
     html = INSPECTION_HTML.read_text(encoding="utf-8")
     before, after = html.replace("POLICY", content_policy(html), 1).split("DATA")
-    return before + text + after
+    return before + data_json + after
 
 
-def _groups(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Group tokens that share a span. Return each group's span and number of tokens.
+def _utf16_length(text: str) -> int:
+    """Return the length of a text in UTF-16 code units, which JavaScript counts."""
+    return len(text.encode("utf-16-le")) // 2
+
+
+def _token_groups(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
+    """Group tokens that share a span. Return the groups' spans and numbers of tokens.
 
     Tokens without text are not grouped.
     """
-    groups: list[tuple[Span, int]] = []
+    group_spans: list[Span] = []
+    group_sizes: list[int] = []
     for span, tokens in groupby(spans):
         n_tokens = len(list(tokens))
-        is_empty = span[0] == span[1]
-        groups += [(span, 1)] * n_tokens if is_empty else [(span, n_tokens)]
-    return groups
+        start, stop = span
+        if start == stop:  # no text
+            group_spans += [span] * n_tokens
+            group_sizes += [1] * n_tokens
+        else:
+            group_spans.append(span)
+            group_sizes.append(n_tokens)
+    return group_spans, group_sizes
 
 
-def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
+def _policy_data(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
     """Return the page's data for one inspection, with groups in place of tokens.
 
     Args:
@@ -80,10 +88,13 @@ def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
         group_of: `(n_tokens,)`, index of each token's group.
     """
     attended = inspection.attended
-    groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
+    attended_groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
     # One row per KV head of each layer. Layers with fewer heads are not padded.
-    rows = np.concatenate(
-        [layer[:n] for layer, n in zip(inspection.kept, inspection.heads, strict=True)]
+    kept_by_head = np.concatenate(
+        [
+            layer_kept[:n_heads]
+            for layer_kept, n_heads in zip(inspection.kept, inspection.heads, strict=True)
+        ]
     )
     n_kept = (inspection.positions >= 0).sum(axis=2).max(axis=1).tolist()
     return {
@@ -93,18 +104,22 @@ def _policy(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
         "heads": list(inspection.heads),
         "layers": list(zip(inspection.layers, n_kept, inspection.shares, strict=True)),
         "without": list(inspection.layers_without),
-        "bits": _base64(np.packbits(rows, axis=1, bitorder="little")),
+        "bits": _base64(np.packbits(kept_by_head, axis=1, bitorder="little")),
         "sentences": [
-            asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
-            for s in inspection.sentences[:SHOWN_SENTENCES]
+            asdict(sentence)
+            | {
+                "start": int(group_of[sentence.start]),
+                "stop": int(group_of[sentence.stop - 1]) + 1,
+            }
+            for sentence in inspection.sentences[:SHOWN_SENTENCES]
         ],
         "answer": {
             "tokens": list(inspection.answer_tokens),
             "before": attended.n_before,
             "per_layer": attended.positions.shape[2],
-            "positions": _base64(groups.astype("<i4")),
+            "positions": _base64(attended_groups.astype("<i4")),
             "weights": _base64((attended.weights * 65535).round().astype("<u2")),
-            "own": [round(float(x), 4) for x in attended.own.ravel()],
+            "own": [round(float(share), 4) for share in attended.own.ravel()],
         },
     }
 
@@ -124,32 +139,40 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
         0.9 + 0.22 * min(len(inspection.layers), 3 * MAX_TICKS) for inspection in inspections
     ]
     figure = Figure(figsize=(8, sum(heights) + 0.4), layout="constrained")
-    rows = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
-    images = [_draw(axes, inspection) for axes, inspection in zip(rows, inspections, strict=True)]
-    rows[0].set_title(f"{model}, {rows[0].get_title(loc='left')}", fontsize=8, loc="left")
-    rows[-1].set_xlabel("position in the prompt (tokens)", fontsize=8)
-    bar = figure.colorbar(images[-1], ax=list(rows), format="{x:.0%}")
+    all_axes = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
+    images = [
+        _draw_map(axes, inspection) for axes, inspection in zip(all_axes, inspections, strict=True)
+    ]
+    top_axes, bottom_axes = all_axes[0], all_axes[-1]
+    top_axes.set_title(f"{model}, {top_axes.get_title(loc='left')}", fontsize=8, loc="left")
+    bottom_axes.set_xlabel("position in the prompt (tokens)", fontsize=8)
+    bar = figure.colorbar(images[-1], ax=list(all_axes), format="{x:.0%}")
     bar.set_label("heads that keep the entries", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     put_figure(path, figure, dpi=200)
 
 
-def _draw(axes: Any, inspection: Inspection) -> Any:
+def _draw_map(axes: Any, inspection: Inspection) -> Any:
     """Draw an inspection's map and return matplotlib's image object."""
     n_layers = len(inspection.layers)
-    shades: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    style: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)
-    image = axes.imshow(inspection.density(PICTURE_COLUMNS), aspect="auto", extent=extent, **shades)
-    shown = range(0, n_layers, math.ceil(n_layers / MAX_TICKS))
-    axes.set_yticks(shown, [f"layer {inspection.layers[i]}" for i in shown], fontsize=7)
+    densities = inspection.density(PICTURE_COLUMNS)
+    image = axes.imshow(densities, aspect="auto", extent=extent, **style)
+    labelled_rows = range(0, n_layers, math.ceil(n_layers / MAX_TICKS))
+    labels = [f"layer {inspection.layers[row]}" for row in labelled_rows]
+    axes.set_yticks(labelled_rows, labels, fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title(
         textwrap.fill(f"{inspection.policy}: {inspection.report}", 110), fontsize=8, loc="left"
     )
-    shares = ["" if share is None else f"{share:.0%}" for share in inspection.shares]
-    if any(shares):
-        right = axes.secondary_yaxis("right")
-        right.set_yticks(shown, [shares[i] for i in shown], fontsize=7)
-        right.set_ylabel("of the votes", fontsize=7)
-        right.tick_params(length=0)
+    share_texts = ["" if share is None else f"{share:.0%}" for share in inspection.shares]
+    has_shares = any(share_texts)
+    if has_shares:
+        right_axis = axes.secondary_yaxis("right")
+        right_axis.set_yticks(
+            labelled_rows, [share_texts[row] for row in labelled_rows], fontsize=7
+        )
+        right_axis.set_ylabel("of the votes", fontsize=7)
+        right_axis.tick_params(length=0)
     return image

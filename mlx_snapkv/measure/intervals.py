@@ -33,14 +33,16 @@ def difference(
     documents = np.array([repr(group) for group in groups])
     task_names = np.array([repr(task) for task in tasks or [None] * len(changes)])
     rng = np.random.default_rng(0)
-    means, resampled = [], []  # one array per task
+    task_means = []
+    resampled_task_means = []
     for name in dict.fromkeys(task_names):
         in_task = task_names == name
-        means.append(changes[in_task].mean())
-        resampled.append(_resampled_means(changes[in_task], documents[in_task], rng))
-    low, high = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
+        task_means.append(changes[in_task].mean())
+        resampled_means = _resampled_means(changes[in_task], documents[in_task], rng)
+        resampled_task_means.append(resampled_means)
+    low, high = np.percentile(np.mean(resampled_task_means, axis=0), [2.5, 97.5])
     return {
-        "mean": float(np.mean(means)),
+        "mean": float(np.mean(task_means)),
         "low": float(low),
         "high": float(high),
         "better": int((changes > 0).sum()),
@@ -53,15 +55,18 @@ def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np
 
     The result has the shape `(RESAMPLES,)`.
     """
-    _, numbers = np.unique(documents, return_inverse=True)
-    sums = np.bincount(numbers, changes)
-    counts = np.bincount(numbers)
-    n_documents = len(sums)
-    drawn = rng.integers(0, n_documents, (RESAMPLES, n_documents))
-    return sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    _, document_numbers = np.unique(documents, return_inverse=True)
+    change_by_document = np.bincount(document_numbers, changes)
+    n_questions_by_document = np.bincount(document_numbers)
+    n_documents = len(change_by_document)
+    resamples = rng.integers(0, n_documents, (RESAMPLES, n_documents))
+    sums = change_by_document[resamples].sum(axis=1)
+    return sums / n_questions_by_document[resamples].sum(axis=1)
 
 
-def interval(figures: dict[str, float], form: str, scale: float = 1) -> str:
+def interval(figures: dict[str, float], number_format: str, scale: float = 1) -> str:
     """Format the mean and interval of a `difference`, with a number format such as ".3f"."""
-    mean, low, high = (format(scale * figures[key], form) for key in ("mean", "low", "high"))
+    mean, low, high = (
+        format(scale * figures[key], number_format) for key in ("mean", "low", "high")
+    )
     return f"{mean} ({low} to {high})"

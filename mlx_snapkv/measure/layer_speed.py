@@ -62,58 +62,63 @@ def layer_speed(model: Any, sparse: Sparse) -> Speed:
     config = CompressionConfig(replace(sparse, read="dense"))  # no prompt is read
     config.require_supported(model)
     layers = sparse_layers(attention_layers(model, make_caches(model, Sparse())))
-    found: list[Measurement] = []
-    for n in LENGTHS:
-        times = _token_seconds(model, config, layers[0], n)
-        found += [Measurement(kind, n, len(layers) * seconds) for kind, seconds in times.items()]
-    return Speed().with_measurements(found)
+    measurements: list[Measurement] = []
+    for n_entries in LENGTHS:
+        seconds_by_kind = _layer_seconds(model, config, layers[0], n_entries)
+        for kind, layer_seconds in seconds_by_kind.items():
+            measurements.append(Measurement(kind, n_entries, len(layers) * layer_seconds))
+    return Speed().with_measurements(measurements)
 
 
-def _token_seconds(
-    model: Any, config: CompressionConfig, layer: AttentionLayer, n: int
+def _layer_seconds(
+    model: Any, config: CompressionConfig, layer: AttentionLayer, n_entries: int
 ) -> dict[str, float]:
-    """Time one token's attention to `n` random entries in one layer. Return the seconds by kind."""
-    plan = plan_request(model, config, n)
-    keys, values = layer.cache_in(token_caches(model)).keys_and_values()
+    """Time one token's attention to `n_entries` random entries in one layer. Return the seconds by kind."""
+    plan = plan_request(model, config, n_entries)
+    token_keys, token_values = layer.cache_in(token_caches(model)).keys_and_values()
+    _, n_kv_heads, _, head_dim = token_keys.shape
     n_heads = n_query_heads(layer.attention)
-    scale = keys.shape[3] ** -0.5
+    scale = head_dim**-0.5
 
-    def random(n_heads: int, n: int, like: mx.array) -> mx.array:
-        return mx.random.normal((1, n_heads, n, like.shape[3])).astype(like.dtype)
+    def random(n_heads: int, n_tokens: int, like: mx.array) -> mx.array:
+        return mx.random.normal((1, n_heads, n_tokens, like.shape[3])).astype(like.dtype)
 
-    entries = random(keys.shape[1], n, keys), random(values.shape[1], n, values)
-    new = [random(x.shape[1], 1, x) for x in (keys, values)]
-    query = random(n_heads, 1, keys)
-    full = KVCache()
-    full.update_and_fetch(*entries)
+    entries = [random(n_kv_heads, n_entries, array) for array in (token_keys, token_values)]
+    new_entry = [random(n_kv_heads, 1, array) for array in (token_keys, token_values)]
+    query = random(n_heads, 1, token_keys)
+    full_cache = KVCache()
+    full_cache.update_and_fetch(*entries)
 
-    def read_all() -> mx.array:
+    def read_full() -> mx.array:
         return mx.fast.scaled_dot_product_attention(
-            query, *full.update_and_fetch(*new), scale=scale
+            query, *full_cache.update_and_fetch(*new_entry), scale=scale
         )
 
     prompt_cache = make_caches(model, Sparse())
-    stored = layer.cache_in(prompt_cache)
-    stored.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
-    stored.update_and_fetch(*entries)
-    stored.record(CapturedQueries(random(n_heads, N_VOTERS, keys), scale))
+    prefill_cache = layer.cache_in(prompt_cache)
+    prefill_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
+    prefill_cache.update_and_fetch(*entries)
+    prefill_cache.record(CapturedQueries(random(n_heads, N_VOTERS, token_keys), scale))
     caches = list(prompt_cache)
-    report = CompressionReport(str(config.setting), n)
+    report = CompressionReport(str(config.setting), n_entries)
     SparseMode(model, plan, [layer], prompt_cache, None).compress(caches, report)  # type: ignore[arg-type]
-    few = layer.cache_in(caches)
+    sparse_cache = layer.cache_in(caches)
 
-    def read_few() -> mx.array:
-        return few.attend(query, *few.update_and_fetch(*new), scale, None)
+    def read_sparse() -> mx.array:
+        return sparse_cache.attend(query, *sparse_cache.update_and_fetch(*new_entry), scale, None)
 
-    return {DECODE_FULL: _seconds(read_all), DECODE_SPARSE: _seconds(read_few)}
+    return {
+        DECODE_FULL: _seconds_per_call(read_full),
+        DECODE_SPARSE: _seconds_per_call(read_sparse),
+    }
 
 
-def _seconds(attend: Callable[[], mx.array]) -> float:
+def _seconds_per_call(attend: Callable[[], mx.array]) -> float:
     """Return the seconds per call, from the faster of two runs after a warm-up run."""
-    fastest = 0.0
-    for run in range(3):
+    run_seconds = []
+    for _ in range(3):
         started = time.perf_counter()
         mx.eval([attend() for _ in range(TOGETHER)])
-        seconds = (time.perf_counter() - started) / TOGETHER
-        fastest = min(fastest, seconds) if run > 1 else seconds
-    return fastest
+        run_seconds.append(time.perf_counter() - started)
+    _, *seconds_after_warm_up = run_seconds
+    return min(seconds_after_warm_up) / TOGETHER

@@ -30,7 +30,7 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-# Recording caches of the full-attention layers, by policy.
+# Recording caches by policy, one per full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
 ANSWER_CAPACITY = 256  # answer tokens for which buffers are preallocated
 
@@ -86,7 +86,7 @@ class SharedKVCache(RecordingKVCache):
     @property  # type: ignore[misc]  # nothing sets the state while a request runs
     def state(self) -> tuple:
         """Return entries and recorded queries, which mlx-lm's prefill loop evaluates."""
-        return *super().state, [x.state for x in self.recorders]
+        return *super().state, [recorder.state for recorder in self.recorders]
 
 
 class Reading:
@@ -124,19 +124,22 @@ class Reading:
         self._recorders = recorders
         self._suffixes = suffixes
         self._layers = attention_layers(model, caches)
-        # Numbers of answer tokens that are fed before policies compress.
-        self._n_ahead = {n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders}
+        # Numbers of answer tokens after which a policy compresses, so that a copy of the caches is needed.
+        self._copy_points = {
+            n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders
+        }
         self._share_caches()
         # The chunk size must not depend on the policies, so that the entries are the same for any set of policies.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
-            self.next_logprobs = read(model, mx.array(list(unread)), caches, prefill_options)[0]
+            logprobs = read(model, mx.array(list(unread)), caches, prefill_options)
+        self.next_logprobs = logprobs[0]  # the only sequence of the batch
         for i, layer in enumerate(self._layers):
-            shared = layer.cache_in(caches)
-            shared.step = KVCache.step
+            shared_cache = layer.cache_in(caches)
+            shared_cache.step = KVCache.step
             # The suffixes' recorders need no queries from the answer.
-            shared.recorders = _layer_recorders(recorders, i)
-        # Copies of the caches (without full-attention layers), keyed by the number of tokens fed before.
+            shared_cache.recorders = _layer_recorders(recorders, i)
+        # Copies of the caches (without full-attention layers), keyed by the number of tokens read before.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
         # The answer tokens fed so far, followed by the next one.
         self._answer = [_most_likely(self.next_logprobs)]
@@ -145,15 +148,16 @@ class Reading:
     def _share_caches(self) -> None:
         """Replace the caches of full-attention layers with caches that all recorders share."""
         for i, layer in enumerate(self._layers):
-            recorders = _layer_recorders(self._recorders, i)
-            for of_suffix in self._suffixes.values():
-                recorders += _layer_recorders(of_suffix, i)
-            before = layer.cache_in(self._caches)
-            capacity = len(self.tokens) + ANSWER_CAPACITY - before.offset
-            shared = SharedKVCache(recorders, capacity, layer)
-            if not before.empty():
-                shared.share_entries_of(before, before.offset)
-            layer.put(self._caches, shared)
+            layer_recorders = _layer_recorders(self._recorders, i)
+            for suffix_recorders in self._suffixes.values():
+                layer_recorders += _layer_recorders(suffix_recorders, i)
+            cache = layer.cache_in(self._caches)
+            n_read = cache.offset
+            capacity = len(self.tokens) + ANSWER_CAPACITY - n_read
+            shared_cache = SharedKVCache(layer_recorders, capacity, layer)
+            if n_read > 0:
+                shared_cache.share_entries_of(cache, n_read)
+            layer.put(self._caches, shared_cache)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
         """Return a reading of the prompt with one of its `suffixes`. Only the suffix is read, on copied caches."""
@@ -168,10 +172,11 @@ class Reading:
 
     def full_cache(self) -> list:
         """Return a prompt cache with all prompt entries. Arrays are shared until they are written to."""
-        n = len(self.tokens)
-        caches = copies_sharing_entries(self._cache_copies[n], self._layers)
+        n_prompt = len(self.tokens)
+        caches = copies_sharing_entries(self._cache_copies[n_prompt], self._layers)
         for layer in self._layers:
-            layer.put(caches, full_cache(layer.cache_in(self._caches).held().between(0, n)))
+            entries = layer.cache_in(self._caches).held()  # the prompt and answer tokens
+            layer.put(caches, full_cache(entries.between(0, n_prompt)))
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
@@ -179,13 +184,16 @@ class Reading:
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
-    def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
-        """Return the full cache's greedy answer of at most `n` tokens, up to and including the first of `stops`."""
-        for i in range(n):
-            self._feed_answer(i)
-            if self._answer[i] in stops:
+    def answer(self, max_tokens: int, stop_tokens: Collection[int] = ()) -> list[int]:
+        """Return the full cache's greedy answer of at most `max_tokens` tokens.
+
+        The answer ends with the first of `stop_tokens`.
+        """
+        for i in range(max_tokens):
+            self._feed_answer(i)  # predicts answer token `i`
+            if self._answer[i] in stop_tokens:
                 return self._answer[: i + 1]
-        return self._answer[:n]
+        return self._answer[:max_tokens]
 
     def compress(
         self, policy: Setting | None, answering: bool = False
@@ -203,44 +211,50 @@ class Reading:
         """
         n_prompt = len(self.tokens)
         plan = _plan(self.model, policy, n_prompt)
-        if policy is None or plan.reason is not None:
+        is_left_full = plan.reason is not None
+        if policy is None or is_left_full:
             name = NO_POLICY if policy is None else str(policy)
             return self.full_cache(), CompressionReport(name, n_prompt, plan.reason)
-        if not shares_reading(policy) and not answering:
+        reads_by_itself = not shares_reading(policy)
+        if reads_by_itself and not answering:
             return prefill(self.model, self.tokens, policy)
-        request = self._request(policy, answering)
-        return request.prompt_cache, request.compress()
+        request = self._request_to_compress(policy, answering)
+        report = request.compress()
+        return request.prompt_cache, report
 
-    def _request(self, policy: Setting, answering: bool) -> Request:
+    def _request_to_compress(self, policy: Setting, answering: bool) -> Request:
         """Return a request whose prompt has been read but not compressed; see `compress`."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
         request = make_request(self.model, _plan(self.model, policy, n_prompt))
-        n_fed = n_prompt
+        n_read = n_prompt
         if answering:
-            n_fed += request.plan.n_fed_before_compression
+            n_read += request.plan.n_fed_before_compression
         # Voters after the prompt are answer tokens, which must be fed first.
-        self._feed_answer(max(n_fed, request.plan.end_of_voters) - n_prompt)
-        caches = copies_sharing_entries(self._cache_copies[n_fed], self._layers)
+        self._feed_answer(max(n_read, request.plan.end_of_voters) - n_prompt)
+        caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
-            layer.put(caches, recorder.with_entries_of(layer.cache_in(self._caches), n_fed))
+            shared_cache = layer.cache_in(self._caches)
+            layer.put(caches, recorder.with_entries_of(shared_cache, n_read))
         request.caches = caches
         return request
 
-    def _feed_answer(self, n: int) -> None:
-        """Feed answer tokens until `n` of them have been fed."""
-        while len(self._answer) <= n:  # the model has not been fed the last token
+    def _feed_answer(self, n_tokens: int) -> None:
+        """Feed answer tokens until `n_tokens` of them have been fed."""
+        while len(self._answer) <= n_tokens:  # the model has not been fed the last token
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
-            mx.eval(logits, [c.state for c in self._caches])
-            n_answer_fed = len(self._answer)
-            forced = self._forced[n_answer_fed:]
-            self._answer.append(forced[0] if forced else _most_likely(logits))
-            if n_answer_fed in self._n_ahead:
-                n_fed = len(self.tokens) + n_answer_fed
-                self._cache_copies[n_fed] = copies_sharing_entries(self._caches, self._layers)
+            mx.eval(logits, [cache.state for cache in self._caches])
+            n_fed = len(self._answer)
+            if n_fed < len(self._forced):
+                self._answer.append(self._forced[n_fed])
+            else:
+                self._answer.append(_most_likely(logits))
+            if n_fed in self._copy_points:
+                n_read = len(self.tokens) + n_fed
+                self._cache_copies[n_read] = copies_sharing_entries(self._caches, self._layers)
 
 
 def read_once(
@@ -263,17 +277,19 @@ def read_once(
     """
     unique_policies = dict.fromkeys(policies)
     # All other policies read the prompt themselves.
-    recorded_policies = [x for x in unique_policies if x is not None and shares_reading(x)]
+    recorded_policies = [
+        policy for policy in unique_policies if policy is not None and shares_reading(policy)
+    ]
     n_tokens = len(tokens)
     suffix_recorders = {
-        tuple(suffix): _recorders(model, n_tokens + len(suffix), recorded_policies)
+        tuple(suffix): _make_recorders(model, n_tokens + len(suffix), recorded_policies)
         for suffix in suffixes
     }
     return Reading(
         model,
         tokens=tokens,
         caches=make_prompt_cache(model),
-        recorders=_recorders(model, n_tokens, recorded_policies),
+        recorders=_make_recorders(model, n_tokens, recorded_policies),
         suffixes=suffix_recorders,
         unread=tokens,
         **options,
@@ -281,7 +297,7 @@ def read_once(
 
 
 def read_sparsely(
-    model: Any, sparse: Sparse, tokens: Sequence[int], later: Sequence[int] = ()
+    model: Any, sparse: Sparse, tokens: Sequence[int], later_tokens: Sequence[int] = ()
 ) -> tuple[list, CompressionReport]:
     """Read a prompt with sparse attention. Return the caches to decode an answer from, and the report.
 
@@ -289,14 +305,14 @@ def read_sparsely(
         model: an mlx-lm model.
         sparse: sparse attention options.
         tokens: token ids of the prompt.
-        later: tokens read after the prompt, like the next turn of a conversation. If given, the report is about this
-            turn.
+        later_tokens: tokens read after the prompt, like the next turn of a conversation. If given, the report is about
+            this turn.
     """
     earlier_cache: list | None = None
     unread = tokens
-    if later:
+    if later_tokens:
         earlier_cache, _ = prefill(model, tokens, sparse=sparse)
-        unread = later
+        unread = later_tokens
     plan = plan_request(model, CompressionConfig(sparse), len(unread), earlier_cache)
     options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
     if plan.reason is not None:
@@ -319,24 +335,29 @@ def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
     return plan_request(model, CompressionConfig(policy), n_prompt)
 
 
-def _recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
+def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recorders:
     """Return recording caches for each policy that would compress a prompt of `n_prompt` tokens.
 
     Policies that need the same queries share caches.
     """
     recorders: Recorders = {}
-    by_queries: dict[tuple, list[RecordingKVCache]] = {}  # positions of the queries -> caches
+    recorders_by_queries: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
         plan = _plan(model, policy, n_prompt)
-        if plan.reason is None:
+        would_compress = plan.reason is None
+        if would_compress:
             caches = make_request(model, plan).caches
-            new = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
-            queries = new[0].first, new[0].last, new[0].statistics_from
-            recorders[policy] = by_queries.setdefault(queries, new)
+            layer_caches = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
+            any_cache = layer_caches[0]  # all layers record the same queries
+            recorded_queries = any_cache.first, any_cache.last, any_cache.statistics_from
+            recorders[policy] = recorders_by_queries.setdefault(recorded_queries, layer_caches)
     return recorders
 
 
 def _layer_recorders(recorders: Recorders, i: int) -> list[RecordingKVCache]:
     """Return the distinct recorders of full-attention layer `i`."""
-    different = {id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}
-    return list(different.values())
+    recorder_by_id = {}
+    for policy_recorders in recorders.values():
+        recorder = policy_recorders[i]
+        recorder_by_id[id(recorder)] = recorder
+    return list(recorder_by_id.values())

@@ -55,8 +55,8 @@ class Recorder:
         self._n_recorded = min(MAX_RECORDED, n_prompt)
         # Query position -> layer number -> attention `(n_positions,)`.
         self._pending: dict[int, dict[int, mx.array]] = {}
-        # Query position -> positions, weights and own share, as in `Attended`.
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        # Query position -> `positions`, `weights` and `own` of `Attended`.
+        self._recorded: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._n_before: int | None = None
         self.kept: dict[int, np.ndarray] = {}
         self.votes: dict[int, np.ndarray] = {}
@@ -73,27 +73,33 @@ class Recorder:
         """Store the report. Later tokens are predicted from the kept entries."""
         self.report = report
         if report.compressed:
-            self._n_before = len({*self._rows, *self._pending})
+            self._n_before = len({*self._recorded, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
         """Compute the attention weights of a single query, if it is the prompt's last query or a later one.
 
         See `entries.queries.on_queries`.
         """
-        position = cache.offset - 1
-        if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._n_positions:
+        query_position = cache.offset - 1
+        is_single_query = queries.shape[2] == 1
+        predicts_answer = self._n_prompt - 1 <= query_position < self._n_positions
+        if not is_single_query or not predicts_answer:
             return
         entries = cache.held()
         n_kv_heads, n_entries = entries.keys.shape[1:3]
-        query = cache.make_voters(queries, range(position, position + 1), entries.keys.shape)
+        query_positions = range(query_position, query_position + 1)
+        query = cache.make_voters(queries, query_positions, entries.keys.shape)
         weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
         # Average over query heads in two steps, because KV heads may keep different positions.
-        weights = weights.mean(axis=2) / n_kv_heads
-        by_position = mx.zeros(self._n_positions)
-        by_position = by_position.at[entries.positions.reshape(-1)].add(weights.reshape(-1))
+        weights_by_kv_head = weights.mean(axis=2) / n_kv_heads
+        entry_positions = entries.positions.reshape(-1)
+        weights_by_position = mx.zeros(self._n_positions)
+        weights_by_position = weights_by_position.at[entry_positions].add(
+            weights_by_kv_head.reshape(-1)
+        )
         layer = cache.layer.number
         self.n_heads[layer] = n_kv_heads
-        self._pending.setdefault(position, {})[layer] = by_position
+        self._pending.setdefault(query_position, {})[layer] = weights_by_position
 
     def record(self) -> None:
         """Evaluate the attention weights of the latest calls and keep the largest ones for each token.
@@ -104,26 +110,28 @@ class Recorder:
         self._pending = {}
         mx.eval([list(by_layer.values()) for by_layer in pending.values()])
         for position, by_layer in pending.items():
-            if len(by_layer) == self._n_layers:
+            all_layers_called = len(by_layer) == self._n_layers
+            if all_layers_called:
                 weights = np.stack([np.array(by_layer[n]) for n in range(self._n_layers)])
                 with_mean = np.vstack([weights, weights.mean(axis=0)])
-                self._rows[position] = self._largest(with_mean)
+                self._recorded[position] = self._largest_weights(with_mean)
 
-    def _largest(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _largest_weights(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `positions`, `weights` and `own` of `Attended` for one answer token.
 
         Args:
             weights: `(n_layers + 1, n_positions)`, attention weights of prompt and answer tokens.
         """
-        n = self._n_recorded
+        n_largest = self._n_recorded
         prompt_weights = weights[:, : self._n_prompt]
-        unordered = np.argpartition(-prompt_weights, n - 1, axis=1)[:, :n]
-        unordered_weights = np.take_along_axis(prompt_weights, unordered, axis=1)
-        order = np.argsort(-unordered_weights, axis=1, kind="stable")
-        positions = np.take_along_axis(unordered, order, axis=1)
+        # Partition before sorting, because only few of the weights have to be sorted.
+        unsorted = np.argpartition(-prompt_weights, n_largest - 1, axis=1)[:, :n_largest]
+        unsorted_weights = np.take_along_axis(prompt_weights, unsorted, axis=1)
+        order = np.argsort(-unsorted_weights, axis=1, kind="stable")
+        positions = np.take_along_axis(unsorted, order, axis=1)
         largest = np.take_along_axis(prompt_weights, positions, axis=1)
-        own = weights[:, self._n_prompt :].sum(axis=1)
-        return np.where(largest > 0, positions, -1), largest, own
+        answer_share = weights[:, self._n_prompt :].sum(axis=1)
+        return np.where(largest > 0, positions, -1), largest, answer_share
 
     def attended(self, n_answer: int) -> Attended:
         """Return what the first `n_answer` answer tokens attended to.
@@ -137,8 +145,8 @@ class Recorder:
         for i in range(n_answer):
             # Answer token i is predicted from the token before it.
             query_position = self._n_prompt - 1 + i
-            if query_position in self._rows:
-                positions[i], weights[i], own[i] = self._rows[query_position]
+            if query_position in self._recorded:
+                positions[i], weights[i], own[i] = self._recorded[query_position]
         n_before = n_answer  # if nothing was compressed
         if self._n_before is not None:
             n_before = min(self._n_before, n_answer)
@@ -155,10 +163,13 @@ class Recorder:
             self.kept.get(i, np.tile(all_positions, (n_heads, 1)))
             for i, n_heads in enumerate(self.n_heads)
         ]
-        max_heads, max_kept = np.max([kept.shape for kept in by_layer], axis=0)
+        max_heads, max_kept = np.max(
+            [layer_positions.shape for layer_positions in by_layer], axis=0
+        )
         padded = np.full((len(by_layer), max_heads, max_kept), -1, np.int32)
-        for layer, kept in zip(padded, by_layer, strict=True):
-            layer[: kept.shape[0], : kept.shape[1]] = kept
+        for padded_layer, layer_positions in zip(padded, by_layer, strict=True):
+            n_heads, n_kept = layer_positions.shape
+            padded_layer[:n_heads, :n_kept] = layer_positions
         return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
@@ -166,19 +177,25 @@ class Recorder:
 
         A head always keeps the sink and the recent window, and chooses among the entries in between.
         """
-        n = self._n_prompt
+        n_tokens = self._n_prompt
         # 1 for tokens that a head can choose, 0 for tokens in the sink or the recent window.
-        is_choice = np.ones(n)
+        is_choice = np.ones(n_tokens)
         is_choice[: quota.n_sink] = 0
-        is_choice[max(0, n - quota.n_window) :] = 0
-        counts = np.zeros((5, n))
-        for number, n_heads in enumerate(self.n_heads):
-            positions = self.kept[number].ravel()
-            votes_kept = self.votes.get(number, np.zeros(positions.size)).ravel()
-            kept = np.bincount(positions, minlength=n)
-            votes = np.bincount(positions, votes_kept, minlength=n)
-            heads = np.full(n, n_heads)
+        is_choice[max(0, n_tokens - quota.n_window) :] = 0
+        counts = np.zeros((5, n_tokens))
+        for layer, n_heads in enumerate(self.n_heads):
+            positions = self.kept[layer].ravel()
+            votes = self.votes.get(layer, np.zeros(positions.size)).ravel()
+            heads_keeping = np.bincount(positions, minlength=n_tokens)
+            votes_by_token = np.bincount(positions, votes, minlength=n_tokens)
+            all_heads = np.full(n_tokens, n_heads)
             counts += np.stack(
-                [kept, heads, kept * is_choice, heads * is_choice, votes * is_choice]
+                [
+                    heads_keeping,
+                    all_heads,
+                    heads_keeping * is_choice,
+                    all_heads * is_choice,
+                    votes_by_token * is_choice,
+                ]
             )
         return counts

@@ -55,10 +55,13 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Add a record, converting scalar arrays to numbers."""
-        numbers = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
-        self._records[_key(numbers)] = numbers
+        json_record = {
+            name: value.item() if isinstance(value, mx.array) else value
+            for name, value in record.items()
+        }
+        self._records[_key(json_record)] = json_record
         if self._lines is not None:
-            self._lines.append(numbers)
+            self._lines.append(json_record)
 
     def complete(
         self,
@@ -87,7 +90,8 @@ class Results:
         if self._lines is None:
             return
         for number, line in self._lines.read():
-            if number == 1:
+            is_setting = number == 1
+            if is_setting:
                 self._require_setting(line, self._lines.path)
                 continue
             try:
@@ -100,15 +104,15 @@ class Results:
     def _require_setting(self, line: bytes, path: Path) -> None:
         """Check that the file's first line equals this setting. Raises: SnapKVError."""
         try:
-            earlier = dict(json.loads(line))
+            file_setting = dict(json.loads(line))
         except (ValueError, TypeError):
-            earlier = {}
-        for name in [*self._setting, *earlier]:
-            was = earlier.get(name)
-            now = self._setting.get(name)
-            if was != now:
+            file_setting = {}
+        for name in [*self._setting, *file_setting]:
+            file_value = file_setting.get(name)
+            value = self._setting.get(name)
+            if file_value != value:
                 raise SnapKVError(
-                    f"{path} belongs to another run, with {name} {was!r} instead of {now!r}: "
+                    f"{path} belongs to another run, with {name} {file_value!r} instead of {value!r}: "
                     "give another --output, or delete the file"
                 )
 

@@ -13,14 +13,34 @@ Span = tuple[int, int]  # the characters `text[start:stop]`
 INCOMPLETE = "\ufffd"  # text of an incomplete character
 MAX_CHARACTER_TOKENS = 8  # a character has at most four bytes in UTF-8
 
-# A sentence or paragraph, including the white space after it.
-_SENTENCE_END = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
+# A sentence or paragraph, including the white space after it, such as "(It ended.) ".
+_SENTENCE = re.compile(
+    r"""
+    .+?
+    (?:
+        [.!?…] ["'”’)\]]* \s+     # the end of a sentence, with closing quotes and brackets
+        | [。！？] \s*             # the end of a sentence in Chinese or Japanese
+        | \n \s* \n \s*          # an empty line
+        | \Z
+    )
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 
 # Maximum sentence length in characters. Longer matches are lists, tables or code, and are split into lines.
 MAX_SENTENCE = 200
 
-# The start of a list item, table row or heading.
-_MARKED_LINE = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
+# The start of a list item, table row or heading, such as "- item": a line that begins with a symbol.
+_MARKED_LINE = re.compile(
+    r"""
+    (?<= \n)
+    (?=
+        [^\S\n]*         # indentation
+        [^\w\s"'“‘(]     # a symbol that does not begin a sentence
+    )
+    """,
+    re.VERBOSE,
+)
 
 _ROLE = re.compile(r"\s*\w+\n")  # the role that chat templates write after a special token
 
@@ -33,47 +53,52 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     """
     pieces: list[str] = []
     spans: list[Span] = []
-    # tokens[:start] have spans. tokens[previous:start] are decoded again as context, and `known` is their text.
-    previous = start = 0
-    known = ""
-    incomplete = ""  # text from `previous` on, if it ends in the middle of a character
+    # tokens[:start] have spans. tokens[context_start:start] are decoded again as context.
+    context_start = start = 0
+    context_text = ""
+    incomplete_text = ""  # text from `context_start` on, if it ends in the middle of a character
 
-    def decoded(start: int, stop: int) -> str:
+    def decode(start: int, stop: int) -> str:
         ids = list(tokens[start:stop])
         return tokenizer.decode(ids, clean_up_tokenization_spaces=False) if ids else ""
 
-    def take(stop: int, text: str) -> None:
-        """Set the span of tokens[start:stop], given the text of tokens[previous:stop]."""
-        nonlocal previous, start, known, incomplete
-        piece = text[len(known) :]
+    def set_span(stop: int, text: str) -> None:
+        """Set the span of tokens[start:stop], given the text of tokens[context_start:stop]."""
+        nonlocal context_start, start, context_text, incomplete_text
+        piece = text[len(context_text) :]
         pieces.append(piece)
         piece_start = spans[-1][1] if spans else 0
-        spans.extend([(piece_start, piece_start + len(piece))] * (stop - start))
-        previous = start
+        span = piece_start, piece_start + len(piece)
+        spans.extend([span] * (stop - start))
+        context_start = start
         start = stop
-        known = decoded(previous, start)
-        incomplete = ""
+        context_text = decode(context_start, start)
+        incomplete_text = ""
 
     for stop in range(1, len(tokens) + 1):
-        text = decoded(previous, stop)
-        if incomplete and len(text) > len(incomplete) and text.startswith(incomplete):
+        text = decode(context_start, stop)
+        is_longer = len(text) > len(incomplete_text) and text.startswith(incomplete_text)
+        if incomplete_text and is_longer:
             # The new token did not complete the character, so the bytes before it are invalid.
-            take(stop - 1, incomplete)
-            text = decoded(previous, stop)
-        if text.endswith(INCOMPLETE) and stop - start < MAX_CHARACTER_TOKENS:
-            incomplete = text
+            set_span(stop - 1, incomplete_text)
+            text = decode(context_start, stop)
+        may_be_completed = stop - start < MAX_CHARACTER_TOKENS
+        if text.endswith(INCOMPLETE) and may_be_completed:
+            incomplete_text = text
         else:
-            take(stop, text)
-    if incomplete:
-        take(len(tokens), incomplete)
+            set_span(stop, text)
+    if incomplete_text:
+        set_span(len(tokens), incomplete_text)
     return "".join(pieces), spans
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
     """Return the ids of special tokens, such as beginning-of-text and the role markers of chat templates."""
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    marked = {number for number, token in added.items() if getattr(token, "special", False)}
-    return marked | set(getattr(tokenizer, "all_special_ids", None) or ())
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    special_ids = {
+        token_id for token_id, token in added_tokens.items() if getattr(token, "special", False)
+    }
+    return special_ids | set(getattr(tokenizer, "all_special_ids", None) or ())
 
 
 @dataclass(frozen=True)
@@ -97,7 +122,7 @@ class Sentence:
 
 def sentences_of(text: str) -> Iterator[str]:
     """Yield a text's sentences with trailing white space. List items, table rows and code lines are separate."""
-    for sentence in _SENTENCE_END.findall(text):
+    for sentence in _SENTENCE.findall(text):
         for piece in _MARKED_LINE.split(sentence):
             if len(piece) > MAX_SENTENCE:
                 yield from piece.splitlines(keepends=True)
@@ -106,23 +131,23 @@ def sentences_of(text: str) -> Iterator[str]:
 
 
 def rank_sentences(
-    text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
+    text: str, spans: Sequence[Span], is_special: np.ndarray, counts: np.ndarray, has_votes: bool
 ) -> tuple[Sentence, ...]:
     """Rank the sentences that have kept entries: by votes or, without votes, by their share of chosen entries.
 
     Args:
         text: the prompt's text.
         spans: span of each token in `text`.
-        special: bool `(n_tokens,)`, True for special tokens.
+        is_special: bool `(n_tokens,)`, True for special tokens.
         counts: `(5, n_tokens)`. The first four rows count KV heads for each token: heads that keep it, all heads, heads
             that chose it, and heads that could choose it. The last row is the votes of the heads that chose it.
-        voted: whether the policy has votes.
+        has_votes: whether the policy has votes.
     """
     # Column i is the sum over the tokens before token i.
     sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
     all_votes = sums[4, -1] or 1
     sentences = []
-    for start, stop in _tokens_of_sentences(text, spans, special):
+    for start, stop in _token_ranges_of_sentences(text, spans, is_special):
         sentence_counts = sums[:, stop] - sums[:, start]
         n_kept, n_heads, n_chosen, n_choosing, votes = sentence_counts.tolist()
         if n_kept:
@@ -132,36 +157,44 @@ def rank_sentences(
                 stop=stop,
                 kept=n_kept / n_heads,
                 chosen=n_chosen / n_choosing if n_choosing else None,
-                votes=votes / all_votes if voted else None,
+                votes=votes / all_votes if has_votes else None,
             )
             sentences.append(sentence)
-    return tuple(
-        sorted(sentences, key=lambda s: (-(s.votes or 0), -(s.chosen or 0), -s.kept, s.start))
-    )
+    sentences.sort(key=_rank)
+    return tuple(sentences)
 
 
-def _tokens_of_sentences(
-    text: str, spans: Sequence[Span], special: np.ndarray
+def _rank(sentence: Sentence) -> tuple[float, float, float, int]:
+    """Return the sort key of `rank_sentences`. Ties go to earlier sentences."""
+    return -(sentence.votes or 0), -(sentence.chosen or 0), -sentence.kept, sentence.start
+
+
+def _token_ranges_of_sentences(
+    text: str, spans: Sequence[Span], is_special: np.ndarray
 ) -> Iterator[tuple[int, int]]:
     """Yield the token range `[start, stop)` of every sentence with a letter or digit, except role names."""
-    for is_special, group in itertools.groupby(range(len(spans)), key=lambda i: bool(special[i])):
-        if is_special:
+    all_tokens = range(len(spans))
+    for are_special, group in itertools.groupby(all_tokens, key=lambda i: bool(is_special[i])):
+        if are_special:
             continue
-        run = list(group)
-        first, last = run[0], run[-1]
-        run_text = text[spans[first][0] : spans[last][1]]
-        role = _ROLE.match(run_text) if first and special[first - 1] else None
+        tokens = list(group)
+        first, last = tokens[0], tokens[-1]
+        text_start, text_end = spans[first][0], spans[last][1]
+        run_text = text[text_start:text_end]  # the text between two special tokens
+        follows_special = first > 0 and is_special[first - 1]
+        role = _ROLE.match(run_text) if follows_special else None
         role_name = "" if role is None else role.group()
-        start = first  # the next token
-        end = spans[first][0]  # end of the pieces so far, in characters
         pieces = list(sentences_of(run_text[len(role_name) :]))
         if role_name:
             pieces.insert(0, role_name)
+        start = first
+        piece_end = text_start
         for piece in pieces:
-            end += len(piece)
+            piece_end += len(piece)
             stop = start
-            while stop <= last and spans[stop][1] <= end:
+            while stop <= last and spans[stop][1] <= piece_end:
                 stop += 1
-            if piece != role_name and stop > start and any(map(str.isalnum, piece)):
+            has_words = any(map(str.isalnum, piece))
+            if piece != role_name and has_words and stop > start:
                 yield start, stop
             start = stop

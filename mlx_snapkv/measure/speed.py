@@ -30,6 +30,7 @@ N_WARM_UP = 3  # unmeasured steps at the start
 N_ANSWER = 8  # tokens decoded after each prompt
 
 Row = dict[str, Any]
+Measurement = tuple[Contender, dict[str, Any]]  # a contender and its figures
 
 
 @dataclass(frozen=True)
@@ -66,27 +67,27 @@ def measure_speed(
     """
     rows: dict[tuple[int, str], Row] = {}
 
-    def add(context: int, measured: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
-        for contender, figures in measured:
+    def add_rows(context: int, measurements: Iterable[Measurement]) -> None:
+        for contender, figures in measurements:
             row = {"context": context, "contender": contender.name, "entries": contender.entries}
             # The row for this length may already contain the decoding speed.
-            earlier = rows.get((context, contender.name), {})
-            rows[context, contender.name] = row | figures | earlier
+            earlier_row = rows.get((context, contender.name), {})
+            rows[context, contender.name] = row | figures | earlier_row
         on_rows(list(rows.values()))
 
     on_start("decoding", len(plan.contexts))
-    for n in plan.contexts:
-        add(n, measure_decoding(model, n, plan.policies, plan.steps))
+    for context in plan.contexts:
+        add_rows(context, measure_decoding(model, context, plan.policies, plan.steps))
     on_start("reading", len(plan.prompts))
-    for n in plan.prompts:
-        readers = [Contender("full cache", n), *policy_contenders(n, plan.policies)]
-        add(n, measure_prefill(model, random_prompt(n), readers, plan.trials))
+    for n_prompt in plan.prompts:
+        full_cache = Contender("full cache", n_prompt)
+        readers = [full_cache, *policy_contenders(n_prompt, plan.policies)]
+        prompt = random_prompt(n_prompt)
+        add_rows(n_prompt, measure_prefill(model, prompt, readers, plan.trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
-def measure_decoding(
-    model, context: int, policies: list[Setting], steps: int
-) -> list[tuple[Contender, dict[str, Any]]]:
+def measure_decoding(model, context: int, policies: list[Setting], steps: int) -> list[Measurement]:
     """Return the contenders that can decode after `context` tokens, with median step time and KV bytes."""
     decoders = []
     caches = []
@@ -95,15 +96,15 @@ def measure_decoding(
         if _can_decode(model, cache):
             decoders.append(contender)
             caches.append(cache)
-    seconds = step_in_turn(model, caches, steps)
-    measured = []
-    for contender, cache, times in zip(decoders, caches, seconds):
+    step_seconds = step_in_turn(model, caches, steps)
+    measurements = []
+    for contender, cache, seconds in zip(decoders, caches, step_seconds):
         figures = {
-            "step_seconds": statistics.median(times),
+            "step_seconds": statistics.median(seconds),
             "kv_bytes": entries_bytes(cache, contender.is_sparse),
         }
-        measured.append((contender, figures))
-    return measured
+        measurements.append((contender, figures))
+    return measurements
 
 
 def _can_decode(model, cache: list[Any]) -> bool:
@@ -115,7 +116,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
         with observing_queries(model, cache):
             for _ in range(N_WARM_UP):
                 mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
-                _trim(cache)
+                _trim_token(cache)
     except (ValueError, AttributeError):
         return False
     return True
@@ -127,24 +128,29 @@ def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]
     The caches take turns, and each round starts with a different cache.
     """
     token = mx.zeros((1, 1), mx.int32)
-    turns: deque[tuple[list[Any], list[float]]] = deque((cache, []) for cache in caches)
-    seconds = [times for _, times in turns]
+    step_seconds: list[list[float]] = [[] for _ in caches]
+    turns = deque(zip(caches, step_seconds))
     for _ in range(steps):
-        for cache, times in turns:
+        for cache, seconds in turns:
             with observing_queries(model, cache):
                 started = time.perf_counter()
                 mx.eval(model(token, cache=cache))
-                times.append(time.perf_counter() - started)
-            _trim(cache)
+                seconds.append(time.perf_counter() - started)
+            _trim_token(cache)
         turns.rotate(-1)
-    return seconds
+    return step_seconds
 
 
-def _trim(cache: list[Any]) -> None:
+def _trim_token(cache: list[Any]) -> None:
     """Trim the last token from mlx-lm's full caches, so that every step reads the same entries."""
-    for member in all_caches(cache):
-        if member.is_trimmable() and not hasattr(member, "max_size"):
-            member.trim(1)
+    for layer_cache in all_caches(cache):
+        if layer_cache.is_trimmable() and not _is_rotating(layer_cache):
+            layer_cache.trim(1)
+
+
+def _is_rotating(cache: Any) -> bool:
+    """Return whether a layer's cache is mlx-lm's rotating cache."""
+    return hasattr(cache, "max_size")
 
 
 def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
@@ -152,33 +158,40 @@ def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
 
     For sparse attention, this includes the entries that a token reads and all entries that it chooses from.
     """
-    caches = layer_caches(prompt_cache)
-    if is_sparse:
-        return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for c in caches)
-    rotating = (c.nbytes for c in all_caches(prompt_cache) if hasattr(c, "max_size"))
-    return sum(c.kv_nbytes for c in caches) + sum(rotating)
+    n_bytes = 0
+    for cache in layer_caches(prompt_cache):
+        n_bytes += cache.kv_nbytes
+        if is_sparse and cache.observes:
+            n_bytes += cache.full_nbytes
+    if not is_sparse:
+        rotating_caches = [cache for cache in all_caches(prompt_cache) if _is_rotating(cache)]
+        n_bytes += sum(cache.nbytes for cache in rotating_caches)
+    return n_bytes
 
 
 def measure_prefill(
     model, prompt: mx.array, readers: list[Contender], trials: int
-) -> list[tuple[Contender, dict[str, Any]]]:
+) -> list[Measurement]:
     """Return each contender with its median figures over `trials` requests.
 
     The contenders take turns. The order is reversed after every round.
     """
-    runs: list[list[dict[str, Any]]] = [[] for _ in readers]
+    figures_by_reader: list[list[dict[str, Any]]] = [[] for _ in readers]
     for trial in range(trials):
-        turns = list(zip(readers, runs))
+        turns = list(zip(readers, figures_by_reader))
         if trial % 2:
             turns.reverse()
-        for contender, own_runs in turns:
-            own_runs.append(_measure_request(model, prompt, contender))
-    return [(contender, _medians(own_runs)) for contender, own_runs in zip(readers, runs)]
+        for contender, reader_figures in turns:
+            reader_figures.append(_measure_request(model, prompt, contender))
+    return [
+        (contender, _medians(reader_figures))
+        for contender, reader_figures in zip(readers, figures_by_reader)
+    ]
 
 
-def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over several runs."""
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+def _medians(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure over several trials."""
+    return {name: statistics.median(figures[name] for figures in trials) for name in trials[0]}
 
 
 def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
@@ -189,10 +202,10 @@ def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str,
     mx.reset_peak_memory()
     lookahead = lookahead_of(policy)
     seconds, report = answer_prompt(model, prompt, cache, lookahead + N_ANSWER, policy=policy)
-    # A policy with lookahead selects after the first token.
-    seconds += report.selection_seconds if lookahead else 0.0
-    peak = mx.get_peak_memory()
-    return {"read_seconds": seconds, "peak_bytes": peak, "kv_bytes": kv_bytes(cache)}
+    if lookahead > 0:  # the policy selects after the first token
+        seconds += report.selection_seconds
+    peak_bytes = mx.get_peak_memory()
+    return {"read_seconds": seconds, "peak_bytes": peak_bytes, "kv_bytes": kv_bytes(cache)}
 
 
 def answer_prompt(
@@ -228,16 +241,17 @@ def speed_table(rows: list[Row]) -> Table:
         "during prefill.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
-    full = {row["context"]: row for row in rows if row["contender"] == "full cache"}
+    full_rows = {row["context"]: row for row in rows if row["contender"] == "full cache"}
     for row in rows:
-        base = full.get(row["context"], row)
+        full_row = full_rows.get(row["context"], row)
         decoding = reading = peak = ""  # a row has figures from one measurement or both
         if "step_seconds" in row:
-            step = row["step_seconds"]
-            decoding = f"{1 / step:.1f}, {base['step_seconds'] / step:.2f}x"
+            step_seconds = row["step_seconds"]
+            ratio = full_row["step_seconds"] / step_seconds
+            decoding = f"{1 / step_seconds:.1f}, {ratio:.2f}x"
         if "read_seconds" in row:
-            reading = f"{row['read_seconds']:.2f} s{_ratio(row, base, 'read_seconds')}"
-            peak = f"{format_bytes(row['peak_bytes'])}{_ratio(row, base, 'peak_bytes')}"
+            reading = f"{row['read_seconds']:.2f} s{_ratio(row, full_row, 'read_seconds')}"
+            peak = f"{format_bytes(row['peak_bytes'])}{_ratio(row, full_row, 'peak_bytes')}"
         table.add(
             f"{row['context']:,}",
             row["contender"],
@@ -250,8 +264,8 @@ def speed_table(rows: list[Row]) -> Table:
     return table
 
 
-def _ratio(row: Row, base: Row, figure: str) -> str:
+def _ratio(row: Row, full_row: Row, figure: str) -> str:
     """Return the ratio to the full cache's figure, such as ", 0.50x", or "" if the full cache lacks the figure."""
-    if base["contender"] != "full cache" or figure not in base:
+    if full_row["contender"] != "full cache" or figure not in full_row:
         return ""
-    return f", {row[figure] / base[figure]:.2f}x"
+    return f", {row[figure] / full_row[figure]:.2f}x"

@@ -50,9 +50,12 @@ def setting_text(result: dict[str, Any]) -> str:
 
 def as_markdown(table: Table) -> str:
     """Render a table as Markdown, with names aligned left and figures aligned right."""
-    is_name = [i == 0 or column == "cache" for i, column in enumerate(table.columns)]
-    rule = ["---" if left else "---:" for left in is_name]
-    lines = (table.columns, rule, *table.rows)
+    alignments = ["---:"] * len(table.columns)
+    for i, column in enumerate(table.columns):
+        is_name = i == 0 or column == "cache"
+        if is_name:
+            alignments[i] = "---"
+    lines = (table.columns, alignments, *table.rows)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -60,16 +63,17 @@ def grouped(rows: list[Record], *keys: str) -> dict[tuple, list[Record]]:
     """Group rows by their values of `keys`, in order of first occurrence."""
     groups: dict[tuple, list[Record]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+        key_values = tuple(row[key] for key in keys)
+        groups.setdefault(key_values, []).append(row)
     return groups
 
 
 def table_of(
-    title: str, remark: str, columns: dict[str, Callable[[Record], str]], rows: Summary
+    title: str, remark: str, columns: dict[str, Callable[[Record], str]], records: Summary
 ) -> Table:
     """Return a table with one row per record. `columns` maps column names to functions that format a cell."""
-    cells = [[cell(record) for cell in columns.values()] for record in rows]
-    return Table(title, remark, [*columns], cells)
+    rows = [[format_cell(record) for format_cell in columns.values()] for record in records]
+    return Table(title, remark, [*columns], rows)
 
 
 class Page(NamedTuple):

@@ -47,7 +47,7 @@ class Texts:
 
     def __init__(self, paths: Sequence[str]):
         """Read all files. Folders are searched recursively."""
-        self._where = f"{OPTION} {' '.join(paths)}"
+        self._option_text = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
         self.n_unread = 0
         for name in dict.fromkeys(paths):  # drops duplicates, keeps the order
@@ -57,13 +57,13 @@ class Texts:
             else:
                 self._add_file(name, path)
         if not self._texts:
-            raise SnapKVError(f"{self._where}: there is no UTF-8 text")
+            raise SnapKVError(f"{self._option_text}: there is no UTF-8 text")
         names_and_texts = (f"{name}\0{text}" for name, text in self._texts.items())
         self.digest = digest_of("\0".join(names_and_texts))
 
     def _add_file(self, name: str, path: Path) -> None:
         """Add the text of a file. Raises: SnapKVError: the file is not UTF-8 text, or can't be read."""
-        text = _read(path)
+        text = _read_utf8(path)
         if text is None:
             raise SnapKVError(f"{OPTION} {name} is not UTF-8 text: convert it first")
         if text:
@@ -76,7 +76,7 @@ class Texts:
             is_hidden = any(part.startswith(".") for part in name.parts)
             if is_hidden or not file.is_file():
                 continue
-            text = _read(file)
+            text = _read_utf8(file)
             if text is None:
                 self.n_unread += 1
             elif text:
@@ -93,18 +93,21 @@ class Texts:
 
         Raises: SnapKVError: no text is long enough.
         """
-        size = length + n_following
-        by_text = [_cut(name, text, tokenizer, length, size) for name, text in self._texts.items()]
+        n_needed = length + n_following
+        pieces_by_text = [
+            _cut_pieces(name, text, tokenizer, length, n_needed)
+            for name, text in self._texts.items()
+        ]
         # Each round has the next piece of every text; None for a text without further pieces.
-        rounds = itertools.zip_longest(*by_text)
-        in_turn = (piece for pieces in rounds for piece in pieces if piece is not None)
-        pieces = list(itertools.islice(in_turn, n_pieces))
-        if not pieces:
+        rounds = itertools.zip_longest(*pieces_by_text)
+        all_pieces = (piece for pieces in rounds for piece in pieces if piece is not None)
+        first_pieces = list(itertools.islice(all_pieces, n_pieces))
+        if not first_pieces:
             raise SnapKVError(
-                f"{self._where}: no text has the {size:,} tokens of a piece and the tokens scored after it: give "
-                "longer texts, or a lower --length"
+                f"{self._option_text}: no text has the {n_needed:,} tokens of a piece and the tokens scored after it: "
+                "give longer texts, or a lower --length"
             )
-        return pieces
+        return first_pieces
 
 
 def digest_of(text: str) -> str:
@@ -112,7 +115,7 @@ def digest_of(text: str) -> str:
     return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _read(path: Path) -> str | None:
+def _read_utf8(path: Path) -> str | None:
     """Read a file's text, without surrounding white space. Return None if the file is not UTF-8 text.
 
     Raises: SnapKVError: the file can't be read.
@@ -126,7 +129,9 @@ def _read(path: Path) -> str | None:
     return None if "\0" in text else text.strip()
 
 
-def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
+def _cut_pieces(
+    name: str, text: str, tokenizer: Any, length: int, n_needed: int
+) -> Iterator[Piece]:
     """Yield successive pieces of a text, which is tokenised when the first piece is needed.
 
     Args:
@@ -134,12 +139,14 @@ def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterat
         text: the text.
         tokenizer: the model's tokenizer.
         length: number of tokens in a piece.
-        size: number of tokens in a piece and after it, all of which must exist.
+        n_needed: number of tokens in a piece and after it, all of which must exist.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    starts = range(0, len(token_ids) - n_needed + 1, n_needed)
+    for number, start in enumerate(starts, start=1):
         end = start + length
-        yield Piece(name, number, ids[start:end], ids[end : start + size])
+        following = token_ids[end : start + n_needed]
+        yield Piece(name, number, token_ids[start:end], following)
 
 
 class Frame(NamedTuple):
@@ -169,7 +176,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
         after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
         return Frame(start=start, before=start, after=after)
     # The template writes the special tokens itself.
-    text_before, text_after = around(tokenizer, ending=f"\n\n{question}")
+    text_before, text_after = template_around(tokenizer, ending=f"\n\n{question}")
     return Frame(
         start=start,
         before=tokenizer.encode(text_before, add_special_tokens=False),
@@ -177,7 +184,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
     )
 
 
-def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
+def template_around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
     """Return the chat template's text before a user message, and the message's `ending` with the text after it.
 
     Raises: SnapKVError: the template fails, or changes the message.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_snapkv.measure.records import Record
-from mlx_snapkv.measure.texts import around, digest_of
+from mlx_snapkv.measure.texts import digest_of, template_around
 
 from .datasets import Dataset, Document, Question
 from .haystack import Haystack
@@ -120,7 +120,7 @@ def associations(
         n_documents: number of texts per variant, for each length.
         seed: seed for all random choices.
     """
-    before, after = around(tokenizer)
+    before, after = template_around(tokenizer)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     forced = encode(begun())
 

@@ -19,7 +19,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveIn
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.records import Record
-from mlx_snapkv.measure.texts import around, digest_of
+from mlx_snapkv.measure.texts import digest_of, template_around
 from mlx_snapkv.models.trained_length import trained_length
 from mlx_snapkv.paths import path_of, reason
 
@@ -160,7 +160,7 @@ def columns(
     """
     before, after = "", "\n"
     if templated := template and tokenizer.has_chat_template:
-        before, after = around(tokenizer)
+        before, after = template_around(tokenizer)
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
     places = [
         {"task": row.task, "length": row.length, "document": next(numbers[row.task, row.length])}

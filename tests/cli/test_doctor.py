@@ -48,4 +48,4 @@ def test_the_table_gets_a_row_for_a_models_attention(call, refused):
 )
 def test_head_sizes_without_a_fused_metal_kernel_are_named(monkeypatch, size, words):
     monkeypatch.setattr(scores, "on_gpu", lambda: True)
-    assert words in environment.kernels(make_llama(head_dim=size))
+    assert words in environment.fused_attention_text(make_llama(head_dim=size))

@@ -98,5 +98,5 @@ def test_sparse_attentions_kl_is_measured_on_tokens_that_choose(demo_llama):
     sparse = Sparse(budget=8, n_sink=2, n_window=2, residual=None, when="always")
     full, *found = compare(model, tokenizer, prompt, [Method(), Method(sparse)], 40)
     reference = Reference(read_once(model, prompt), full.tokens)
-    kl = float(reference.figures(reference.generate(sparse))["kl"])
+    kl = float(reference.kl_and_same(reference.generate(sparse))["kl"])
     assert kl > 1e-5 and [answer.kl for answer in found] == [pytest.approx(kl, rel=1e-3)]

@@ -22,7 +22,9 @@ def short(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gpt_oss", "gemma3n"])
 def test_every_layer_counts(name, monkeypatch):
-    monkeypatch.setattr(module, "_seconds", lambda attend: 1.0 if attend().ndim == 4 else 0.0)
+    monkeypatch.setattr(
+        module, "_seconds_per_call", lambda attend: 1.0 if attend().ndim == 4 else 0.0
+    )
     model = make_model(name)
     found = layer_speed(model, Sparse())
     n = len(sparse_layers(attention_layers(model, make_caches(model, Sparse()))))
