@@ -12,7 +12,7 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 from ..compress.options import Compress
 from ..compress.policies import SnapKV
 from ..compress.policy import Policy
-from ..engine.generate import figures
+from ..engine.generate import speed_text
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import require_known, token_ids
 from ..entries.quantization import split_off_quantization
@@ -118,7 +118,7 @@ def batch_generate(
         if answer.report is not None:
             report_to(answer.report)
     if verbose:
-        print(f"{len(token_lists)} of {len(token_lists)} prompts answered{figures(stats)}")
+        print(f"{len(token_lists)} of {len(token_lists)} prompts answered{speed_text(stats)}")
     return _response(
         tokenizer, answers, stats, return_prompt_caches, return_token_ids, return_logprobs
     )

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import all_caches, copies_sharing_entries
-from ..engine.loop_model import observing_queries, one_by_one
+from ..engine.loop_model import observing_queries, split_at_evictions
 from ..engine.report import CompressionReport
 from ..engine.request import Request, make_request
 from ..planning.request_plan import Plan
@@ -72,7 +72,7 @@ class Job:
         """Return the model for mlx-lm's loop."""
         if self.request is not None:
             return self.request.model
-        return one_by_one(self.model, self.caches)
+        return split_at_evictions(self.model, self.caches)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the attention classes within the `with` block if queries have to be recorded."""
@@ -118,7 +118,7 @@ class Job:
 
     def copy_caches(self) -> list:
         """Return copies of the caches with the tokens read so far, from which other requests can continue."""
-        read_caches = self.caches if self.request is None else self.request.read_caches
+        read_caches = self.caches if self.request is None else self.request.caches_so_far
         caches = caches_to_save(self.model, copy.deepcopy(read_caches))
         for cache in all_caches(caches):
             if isinstance(cache, KVCache) and cache.offset:

@@ -78,15 +78,15 @@ def compress_prompt_cache(
         raise SnapKVError(
             f"all layers must hold equally many tokens, got {sorted(lengths)} entries"
         )
-    n = lengths.pop()
-    report = CompressionReport(str(compress), n)
+    (n_prompt,) = lengths
+    report = CompressionReport(str(compress), n_prompt)
     config = CompressionConfig(compress, quantization=quantization)
     config.require_supported(model)
-    plan = plan_compression(config, n)
+    plan = plan_compression(config, n_prompt)
     if plan.is_left_to_mlx_lm:
         report.reason = plan.reason
         return report
-    with measuring(plan, layers, prompt_cache, prompt_cache, report):
+    with measuring_compression(plan, layers, prompt_cache, prompt_cache, report):
         choices = [choose_entries(layer, prompt_cache, plan, queries) for layer in layers]
         note_choices(choices, layers, prompt_cache, report)
         for layer, choice in zip(layers, choices):
@@ -98,7 +98,7 @@ def compress_prompt_cache(
 
 
 @contextlib.contextmanager
-def measuring(
+def measuring_compression(
     plan: Plan,
     layers: list[AttentionLayer],
     prompt_cache: list,
@@ -118,11 +118,11 @@ def measuring(
     report.kv_bytes_before = sum(layer.layer_cache_in(caches).full_nbytes for layer in layers)
     yield
     mx.clear_cache()
-    note_memory(plan, layers, prompt_cache, caches, report)
+    _note_memory(plan, layers, prompt_cache, caches, report)
     report.selection_seconds += time.perf_counter() - started
 
 
-def note_memory(
+def _note_memory(
     plan: Plan,
     layers: list[AttentionLayer],
     prompt_cache: list,
@@ -131,10 +131,10 @@ def note_memory(
 ) -> None:
     """Record how many KV bytes an answer token reads, and how many stay unread."""
     if plan.sparse is not None:
-        kept = [layer.cache_in(prompt_cache) for layer in layers]
-        report.kv_bytes_staying = sum(cache.kv_nbytes for cache in kept)
+        stored_caches = [layer.cache_in(prompt_cache) for layer in layers]
+        report.kv_bytes_staying = sum(cache.kv_nbytes for cache in stored_caches)
         # Every token reads the index, so it does not count as unread.
-        report.kv_bytes_staying -= sum(cache.index_nbytes for cache in kept)
+        report.kv_bytes_staying -= sum(cache.index_nbytes for cache in stored_caches)
         report.file_bytes = file_bytes(prompt_cache)
     elif plan.decode_policy.schedule == "block":
         report.block = plan.decode_policy.block
@@ -151,14 +151,14 @@ def note_choices(
 
     Raises: SnapKVError: scores are NaN.
     """
-    shares: Any = mx.stack([choice.share for choice in choices]).tolist()
+    shares: Any = mx.stack([choice.vote_share for choice in choices]).tolist()
     if any(map(math.isnan, shares)):
         raise nan_scores_error()
     report.entries_kept = [None] * len(caches)
     report.attention_share = [None] * len(caches)
     for layer, choice, share in zip(layers, choices, shares):
-        report.entries_kept[layer.index] = choice.kept.shape[-1]
-        report.attention_share[layer.index] = None if choice.votes is None else share
+        report.entries_kept[layer.index] = choice.kept_indices.shape[-1]
+        report.attention_share[layer.index] = None if choice.kept_votes is None else share
 
 
 def choose_entries(
@@ -175,11 +175,11 @@ def choose_entries(
         plan: the request's plan.
         queries: see `compress_prompt_cache`.
     """
-    entries, _ = split_entries(layer, caches, plan, queries)
-    return choose(entries, plan.decode_policy, plan.decode_quota)
+    prompt_entries, _ = _split_entries(layer, caches, plan, queries)
+    return _score_and_select(prompt_entries, plan.decode_policy, plan.decode_quota)
 
 
-def split_entries(
+def _split_entries(
     layer: AttentionLayer,
     caches: list,
     plan: Plan,
@@ -193,30 +193,41 @@ def split_entries(
     layer_queries = None if queries is None else queries[layer.index]
     if layer_queries is not None:
         entries.voting_queries = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
-    n = len(entries) - (cache.offset - plan.n_prompt)
-    return entries.between(0, n), entries.between(n, len(entries))
+    n_of_answer = cache.offset - plan.n_prompt
+    n_of_prompt = len(entries) - n_of_answer
+    return entries.between(0, n_of_prompt), entries.between(n_of_prompt, len(entries))
 
 
 def _as_voters(
     layer: AttentionLayer, queries: mx.array, entries: Entries, stop: int, obs_window: int
 ) -> Queries:
     """Wrap the last `obs_window` queries as voters. `stop` is the position after the last query."""
-    B, H, T, D = entries.keys.shape
-    q = queries.shape
-    n_heads = H * len(layer.readers)
-    if len(q) != 4 or q[0] != B or q[1] % n_heads or q[3] != D or not 1 <= q[2] <= T:
+    B, n_kv_heads, T, head_dim = entries.keys.shape
+    n_heads = n_kv_heads * len(layer.readers)
+    if not _are_queries(queries.shape, B, n_heads, T, head_dim):
         raise SnapKVError(
-            f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
+            f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={head_dim}), got "
+            f"{queries.shape}"
         )
-    n = min(q[2], obs_window or q[2])
+    n_queries = queries.shape[2]
+    n_voters = min(n_queries, obs_window or n_queries)
     return Queries(
-        layer.group_heads(queries[:, :, -n:], H),
-        range(len(entries) - n, len(entries)),
-        layer.family.scale_of(layer.attention, D),
+        layer.group_heads(queries[:, :, -n_voters:], n_kv_heads),
+        range(len(entries) - n_voters, len(entries)),
+        layer.family.scale_of(layer.attention, head_dim),
         layer.family.sinks_of(layer.attention),
-        start=stop - n,
+        start=stop - n_voters,
         logit_cap=layer.logit_cap,
     )
+
+
+def _are_queries(
+    shape: tuple[int, ...], B: int, n_heads: int, max_queries: int, head_dim: int
+) -> bool:
+    """Return whether a shape is `(B, a multiple of n_heads, 1 to max_queries, head_dim)`."""
+    if len(shape) != 4 or (shape[0], shape[3]) != (B, head_dim):
+        return False
+    return shape[1] % n_heads == 0 and 1 <= shape[2] <= max_queries
 
 
 def put_compressed_cache(
@@ -235,33 +246,44 @@ def put_compressed_cache(
 
 def _compressed_cache(
     layer: AttentionLayer,
-    full: list,
+    caches: list,
     plan: Plan,
     choice: Choice,
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
     """Build a cache with the chosen prompt entries and all entries of answer tokens."""
-    before = layer.cache_in(full)
+    prefill_cache = layer.cache_in(caches)
     policy = plan.decode_policy
-    entries, later = split_entries(layer, full, plan)
-    kept, later = (
-        x.with_quantization(plan.config.quantization or x.quantization)
-        for x in (entries.take(choice.kept), later)
+    prompt_entries, answer_entries = _split_entries(layer, caches, plan)
+    kept_entries = _quantized(prompt_entries.take(choice.kept_indices), plan)
+    answer_entries = _quantized(answer_entries, plan)
+    mx.async_eval(
+        kept_entries.stored_keys,
+        kept_entries.positions,
+        kept_entries.received_attention,
+        answer_entries.stored_keys,
     )
-    mx.async_eval(kept.stored_keys, kept.positions, kept.received_attention, later.stored_keys)
-    mx.async_eval(kept.stored_values, later.stored_values)  # after the keys, to lower peak memory
-    entries.release()
+    # After the keys, to lower peak memory.
+    mx.async_eval(kept_entries.stored_values, answer_entries.stored_values)
+    prompt_entries.release()
     if on_kept is not None:
-        on_kept(layer, kept.positions, choice.votes)
-    small = make_decode_cache(layer, kept, plan.n_prompt, policy, plan.decode_quota)
-    del entries, kept
-    voters = before if policy.observes_answer else None
-    small.inherit_queries(voters)
-    for i in range(0 if plan.config.is_text else len(later)):
-        small.append(*slice_rows((later.stored_keys, later.stored_values), i, i + 1))
-        small.inherit_queries(voters)
-    mx.async_eval(small.state)
-    return small
+        on_kept(layer, kept_entries.positions, choice.kept_votes)
+    compressed = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, plan.decode_quota)
+    del prompt_entries, kept_entries
+    query_source = prefill_cache if policy.observes_answer else None
+    compressed.inherit_queries(query_source)
+    n_to_append = 0 if plan.config.is_text else len(answer_entries)
+    stored_answer = answer_entries.stored_keys, answer_entries.stored_values
+    for i in range(n_to_append):
+        compressed.append(*slice_rows(stored_answer, i, i + 1))
+        compressed.inherit_queries(query_source)
+    mx.async_eval(compressed.state)
+    return compressed
+
+
+def _quantized(entries: Entries, plan: Plan) -> Entries:
+    """Quantise entries as the request asks. By default, their quantisation is left unchanged."""
+    return entries.with_quantization(plan.config.quantization or entries.quantization)
 
 
 @dataclass
@@ -269,18 +291,18 @@ class Choice:
     """The entries that a policy keeps in one layer.
 
     Attributes:
-        kept: indices of the kept entries, `(B, n_kv_heads, n)`.
-        votes: votes for the kept entries, `(B, n_kv_heads, n)`, or None if nothing voted.
-        share: fraction of all votes that went to the kept entries, a float32 scalar. It is 1 if nothing voted, and NaN
-            if any score is NaN.
+        kept_indices: indices of the kept entries, `(B, n_kv_heads, n)`.
+        kept_votes: votes for the kept entries, `(B, n_kv_heads, n)`, or None if nothing voted.
+        vote_share: fraction of all votes that went to the kept entries, a float32 scalar. It is 1 if nothing voted, and
+            NaN if any score is NaN.
     """
 
-    kept: mx.array
-    votes: mx.array | None
-    share: mx.array
+    kept_indices: mx.array
+    kept_votes: mx.array | None
+    vote_share: mx.array
 
 
-def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
+def _score_and_select(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     """Score a layer's entries, choose as many as `quota` allows, and release `entries`.
 
     The result is evaluated asynchronously.
@@ -293,12 +315,12 @@ def choose(entries: Entries, policy: Policy, quota: Quota) -> Choice:
     if policy.accumulates_attention:
         votes = entries.received_attention
     entries.release()
-    kept = select(scores, quota)
-    share = mx.array(1.0)
+    kept_indices = select(scores, quota)
     kept_votes = None
+    vote_share = mx.array(1.0)
     if votes is not None:
-        kept_votes = mx.take_along_axis(votes, kept, axis=-1)
-        share = kept_votes.sum() / votes.sum()
-    share = mx.where(mx.any(mx.isnan(scores)), math.nan, share)
-    mx.async_eval(kept, kept_votes, share)
-    return Choice(kept, kept_votes, share)
+        kept_votes = mx.take_along_axis(votes, kept_indices, axis=-1)
+        vote_share = kept_votes.sum() / votes.sum()
+    vote_share = mx.where(mx.any(mx.isnan(scores)), math.nan, vote_share)
+    mx.async_eval(kept_indices, kept_votes, vote_share)
+    return Choice(kept_indices, kept_votes, vote_share)

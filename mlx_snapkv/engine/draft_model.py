@@ -55,21 +55,22 @@ class DraftedAnswer:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
             )
-        self._one_text = OneText(self.tokenizer)
-        self._main, self._draft = make_prompt_cache(self.model), make_prompt_cache(self.draft_model)
-        self._callers_cache = self.options.get("prompt_cache")
-        if self._callers_cache is not None:
-            n = len(self.model.layers)
-            n_draft = len(self._draft)
-            if len(self._callers_cache) != n + n_draft:
+        self._continued_tokenizer = ContinuedTokenizer(self.tokenizer)
+        self._main_caches = make_prompt_cache(self.model)
+        self._draft_caches = make_prompt_cache(self.draft_model)
+        self._callers_caches = self.options.get("prompt_cache")
+        if self._callers_caches is not None:
+            n_main = len(self.model.layers)
+            n_draft = len(self._draft_caches)
+            if len(self._callers_caches) != n_main + n_draft:
                 raise SnapKVError(
-                    f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._callers_cache)}"
+                    f"prompt_cache must hold the caches of both models, {n_main} + {n_draft}, got "
+                    f"{len(self._callers_caches)}"
                 )
-            self._main = self._callers_cache[:n]
-            self._draft = copy.deepcopy(self._callers_cache[n:])
-        both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
-        for role, model, caches in both:
-            _refuse(role, model, [c for c in all_caches(caches) if type(c) is not KVCache])
+            self._main_caches = self._callers_caches[:n_main]
+            self._draft_caches = copy.deepcopy(self._callers_caches[n_main:])
+        _require_none("main", self.model, _untrimmable(self._main_caches))
+        _require_none("draft", self.draft_model, _untrimmable(self._draft_caches))
 
     def responses(
         self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
@@ -81,35 +82,35 @@ class DraftedAnswer:
 
         def hand_back_caches(report: CompressionReport) -> None:
             # Compression has replaced the elements of `_main`.
-            if self._callers_cache is not None:
-                self._callers_cache[:] = self._main + self._draft
+            if self._callers_caches is not None:
+                self._callers_caches[:] = self._main_caches + self._draft_caches
             if on_report is not None:
                 on_report(report)
 
-        options = self.options | {"prompt_cache": self._main}
+        options = self.options | {"prompt_cache": self._main_caches}
         options.pop("num_draft_tokens", None)
-        alone = start_answer(self._one_text, options, hand_back_caches)
-        return self._alone_then_drafted(alone)
+        main_responses = start_answer(self._continued_tokenizer, options, hand_back_caches)
+        return self._main_then_drafted(main_responses)
 
-    def _alone_then_drafted(
-        self, alone: Iterator[GenerationResponse]
+    def _main_then_drafted(
+        self, main_responses: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield responses from `alone` until the main cache is compressed, then from the speculative loop."""
+        """Yield the main model's responses until its cache is compressed, then those of the speculative loop."""
         started = time.perf_counter()
-        self._draft_reads(self.prompt)
+        self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
-        n_alone = self.plan.n_fed_before_compression + 1
+        n_from_main = self.plan.n_fed_before_compression + 1
         responses: list[GenerationResponse] = []
-        with contextlib.closing(alone):  # type: ignore[type-var]
-            for response in itertools.islice(alone, n_alone):
-                seconds = draft_seconds + response.prompt_tokens / response.prompt_tps
-                prompt_tps = response.prompt_tokens / seconds
+        with contextlib.closing(main_responses):  # type: ignore[type-var]
+            for response in itertools.islice(main_responses, n_from_main):
+                main_seconds = response.prompt_tokens / response.prompt_tps
+                prompt_tps = response.prompt_tokens / (draft_seconds + main_seconds)
                 responses.append(dataclasses.replace(response, prompt_tps=prompt_tps))
                 yield responses[-1]
         if responses[-1].finish_reason is None:
-            yield from self._drafted(responses)
+            yield from self._drafted_responses(responses)
 
-    def _drafted(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
+    def _drafted_responses(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
         Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`. Both models
@@ -118,55 +119,66 @@ class DraftedAnswer:
         Args:
             earlier: the responses so far, decoded by the main model alone.
         """
-        tokens = [response.token for response in earlier]
+        earlier_tokens = [response.token for response in earlier]
+        *fed_tokens, last_token = earlier_tokens
         latest = earlier[-1]
-        for cache in layer_caches(self._main):
+        for cache in layer_caches(self._main_caches):
             cache.trim(1)  # mlx-lm's loop has already fed one token more
         started = time.perf_counter()
-        if len(tokens) > 1:
-            self._draft_reads(mx.array(tokens[:-1]))
+        if fed_tokens:
+            self._feed_draft_model(mx.array(fed_tokens))
         earlier_seconds = latest.generation_tokens / latest.generation_tps
         options = self.options | {
-            "prompt_cache": self._main + self._draft,
-            "logits_processors": self._processors(tokens[:-1]),
+            "prompt_cache": self._main_caches + self._draft_caches,
+            "logits_processors": self._processors_after(fed_tokens),
         }
-        last_token = mx.array(tokens[-1:])
-        n_more = self.max_tokens - len(tokens)
-        with trimming_drafts(self._main):
+        n_more = self.max_tokens - len(earlier)
+        with trimming_drafts(self._main_caches):
             for response in mlx_generate.stream_generate(
-                self.model, self._one_text, last_token, n_more, self.draft_model, **options
+                self.model,
+                self._continued_tokenizer,
+                mx.array([last_token]),
+                n_more,
+                self.draft_model,
+                **options,
             ):
-                n = len(tokens) + response.generation_tokens
+                n_generated = len(earlier) + response.generation_tokens
+                seconds = earlier_seconds + time.perf_counter() - started
                 yield dataclasses.replace(
                     response,
                     prompt_tokens=latest.prompt_tokens,
                     prompt_tps=latest.prompt_tps,
-                    generation_tokens=n,
-                    generation_tps=n / (earlier_seconds + time.perf_counter() - started),
+                    generation_tokens=n_generated,
+                    generation_tps=n_generated / seconds,
                 )
 
-    def _draft_reads(self, tokens: mx.array) -> None:
+    def _feed_draft_model(self, tokens: mx.array) -> None:
         """Feed tokens to the draft model."""
-        step = self.options.get("prefill_step_size") or PREFILL_STEP_SIZE
-        read(self.draft_model, tokens, self._draft, {"prefill_step_size": step})
+        step_size = self.options.get("prefill_step_size") or PREFILL_STEP_SIZE
+        read(self.draft_model, tokens, self._draft_caches, {"prefill_step_size": step_size})
 
-    def _processors(self, answer: list[int]) -> list[Callable] | None:
+    def _processors_after(self, answer_tokens: list[int]) -> list[Callable] | None:
         """Wrap the logits processors so that they also see the prompt and the first tokens of the answer."""
-        earlier = mx.concatenate([self.prompt, mx.array(answer, self.prompt.dtype)])
+        earlier = mx.concatenate([self.prompt, mx.array(answer_tokens, self.prompt.dtype)])
 
         def with_earlier(processor: Callable) -> Callable:
             return lambda tokens, logits: processor(mx.concatenate([earlier, tokens]), logits)
 
-        return [with_earlier(p) for p in self.options.get("logits_processors") or []] or None
+        processors = self.options.get("logits_processors") or []
+        return [with_earlier(processor) for processor in processors] or None
 
 
-def require_growing(model, prompt_cache: list | None) -> None:
+def require_trimmable(model, prompt_cache: list | None) -> None:
     """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    caches = caches[: len(model.layers)]
-    pairs = list(zip(all_caches(caches), layer_caches(caches)))
-    _refuse("main", model, [c for c, ours in pairs if not (ours.grows or ours.is_compressed)])
-    if not all(ours.grows for _, ours in pairs):
+    main_caches = caches[: len(model.layers)]
+    untrimmable = [
+        cache
+        for cache, adapted in zip(all_caches(main_caches), layer_caches(main_caches))
+        if not (adapted.grows or adapted.is_compressed)
+    ]
+    _require_none("main", model, untrimmable)
+    if not all(adapted.grows for adapted in layer_caches(main_caches)):
         raise SnapKVError(
             "a draft model can't continue from a prompt cache that evicts during decoding: drop {}, or compress the "
             "prompt with snapkv",
@@ -174,21 +186,26 @@ def require_growing(model, prompt_cache: list | None) -> None:
         )
 
 
-def _refuse(role: str, model, caches: list) -> None:
-    """Raise SnapKVError if `caches`, a model's untrimmable caches, is not empty."""
-    if caches:
-        kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
+def _untrimmable(caches: list) -> list:
+    """Return the caches from which mlx-lm's speculative loop can't trim rejected tokens."""
+    return [cache for cache in all_caches(caches) if type(cache) is not KVCache]
+
+
+def _require_none(role: str, model, untrimmable: list) -> None:
+    """Check that a model has no untrimmable caches. Raises: SnapKVError."""
+    if untrimmable:
+        class_names = " and ".join(sorted({type(cache).__name__ for cache in untrimmable}))
         raise SnapKVError(
             "a draft model needs layers that can roll rejected tokens back, and the {} model ({}) has layers with {}, "
             "which can't: drop {} or use another model",
             role,
             type_of(model),
-            kinds,
+            class_names,
             Option("draft_model"),
         )
 
 
-class OneText(TokenizerWrapper):
+class ContinuedTokenizer(TokenizerWrapper):
     """A tokenizer with a single detokenizer, whose text continues across several calls to mlx-lm.
 
     Args:

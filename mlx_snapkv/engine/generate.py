@@ -19,7 +19,7 @@ from ..planning.config import CompressionConfig
 from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.request_plan import Plan, plan_request
 from ..sparse.options import Sparse
-from .draft_model import DraftedAnswer, require_growing
+from .draft_model import DraftedAnswer, require_trimmable
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import ReportCallback, serve
@@ -66,12 +66,12 @@ def generate_step(
     prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
     require_known(prompt, model)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    n = len(prompt)
+    n_prompt = len(prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     config, on_report, options = _resolve_keywords(
-        model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
+        model, n_prompt, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
-    return serve(start, model, n, max_tokens, config, on_report, options)
+    return serve(start, model, n_prompt, max_tokens, config, on_report, options)
 
 
 def stream_generate(
@@ -99,11 +99,11 @@ def stream_generate(
         excludes the time spent on compression.
     """
     tokens = encode_prompt(tokenizer, prompt)
-    n = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
+    n_prompt = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
     require_known(tokens, model)
     kwargs |= {"draft_model": draft_model}
     config, on_report, options = _resolve_keywords(
-        model, n, max_tokens, snapkv, policy, sparse, on_report, kwargs
+        model, n_prompt, max_tokens, snapkv, policy, sparse, on_report, kwargs
     )
     options.pop("draft_model")
 
@@ -111,33 +111,33 @@ def stream_generate(
         start = functools.partial(
             mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
         )
-        return serve(start, model, n, max_tokens, config, on_report, options)
+        return serve(start, model, n_prompt, max_tokens, config, on_report, options)
 
     if draft_model is None:
         return start_answer(tokenizer, options, on_report)
-    plan = _plan_beside_draft(model, n, max_tokens, config, options)
-    if plan.reason is None:
-        answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
-        return answer.responses(start_answer, on_report)
-    return start_answer(tokenizer, {"draft_model": draft_model, **options}, on_report)
+    plan = _plan_main_model(model, n_prompt, max_tokens, config, options)
+    if plan.is_left_to_mlx_lm:
+        return start_answer(tokenizer, {"draft_model": draft_model, **options}, on_report)
+    answer = DraftedAnswer(model, draft_model, tokenizer, tokens, max_tokens, plan, options)
+    return answer.responses(start_answer, on_report)
 
 
-def _plan_beside_draft(
-    model, n: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
+def _plan_main_model(
+    model, n_prompt: int, max_tokens: int, config: CompressionConfig, options: dict[str, Any]
 ) -> Plan:
-    """Plan a prompt of `n` tokens for the main model.
+    """Plan a prompt of `n_prompt` tokens for the main model.
 
     If `options` has a `prompt_cache`, it contains the draft model's caches as well.
 
     Raises: SnapKVError: rejected drafts can't be trimmed from one of the main model's caches.
     """
-    cache = options.get("prompt_cache")
-    require_growing(model, cache)
+    prompt_cache = options.get("prompt_cache")
+    require_trimmable(model, prompt_cache)
     return plan_request(
         model,
         config,
-        n,
-        cache,
+        n_prompt,
+        prompt_cache,
         max_tokens=max_tokens,
         is_embedded=options.get("input_embeddings") is not None,
         layers=attention_layers(model, make_prompt_cache(model)),
@@ -156,21 +156,21 @@ def generate(
         verbose: print the text as it is generated, followed by speeds and peak memory.
         **kwargs: keyword arguments for `stream_generate`.
     """
-    callback = kwargs.pop("on_report", None) or (lambda report: None)
+    callers_callback = kwargs.pop("on_report", None) or (lambda report: None)
     reports: list[CompressionReport] = []
 
-    def on_report(report: CompressionReport) -> None:
+    def add_report(report: CompressionReport) -> None:
         reports.append(report)
-        callback(report)
+        callers_callback(report)
 
     text = ""
     response = None
-    for response in stream_generate(model, tokenizer, prompt, on_report=on_report, **kwargs):
+    for response in stream_generate(model, tokenizer, prompt, on_report=add_report, **kwargs):
         text += response.text
         if verbose:
             print(response.text, end="", flush=True)
     if verbose and response is not None:
-        print(f"{figures(response)}\nCompression: {reports[0]}")
+        print(f"{speed_text(response)}\nCompression: {reports[0]}")
     return text
 
 
@@ -188,7 +188,7 @@ def _resolve_keywords(
 
     With "auto" or `snapkv=True`, the callback also adds the selected setting to the report.
     """
-    config, options, choice = resolve(
+    config, mlx_options, recommendation = resolve(
         model,
         n_prompt,
         QUESTION,
@@ -198,10 +198,10 @@ def _resolve_keywords(
         sparse=sparse,
         max_tokens=max_tokens,
     )
-    return config, explaining(choice, on_report), options
+    return config, explaining(recommendation, on_report), mlx_options
 
 
-def figures(response: Any) -> str:
+def speed_text(response: Any) -> str:
     """Format the speeds and peak memory of a response or a batch as mlx-lm prints them."""
     return (
         f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
@@ -223,6 +223,5 @@ def text_tokens(tokenizer, text: str) -> list[int]:
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     ignore_length_limit(tokenizer)
-    bos = tokenizer.bos_token
-    special = bos is None or not text.startswith(bos)
-    return tokenizer.encode(text, add_special_tokens=special)
+    begins_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return tokenizer.encode(text, add_special_tokens=not begins_with_bos)

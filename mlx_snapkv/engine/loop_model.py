@@ -18,8 +18,8 @@ from ..models.patch import recording
 
 LONG_CALL = 32  # calls with at least this many tokens may take a while
 # Target duration of one evaluation in seconds. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
-FAST = 0.1
-SLOW = 0.5
+MIN_SECONDS = 0.1
+MAX_SECONDS = 0.5
 PROGRESS_INTERVAL = 1.0  # seconds between progress callbacks within a chunk
 
 
@@ -54,18 +54,20 @@ class RequestModel(WrappedModel):
         return self._request.call(inputs, cache)
 
 
-class SplitCalls(WrappedModel):
+class SplittingModel(WrappedModel):
     """A model that splits calls at evictions, so that the result is the same as feeding one token at a time."""
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Call the model once for each span between evictions, and return all logits `(1, L, vocab_size)`."""
         model = self["wrapped"]
+        if kwargs:  # calls with embeddings are not split
+            return model(inputs, cache=cache, **kwargs)
         caches = layer_caches(cache)
         logits = []
-        while not kwargs and inputs.shape[1] > (n := min(map(_n_until_eviction, caches))):
-            logits.append(model(inputs[:, : int(n)], cache=cache))
-            inputs = inputs[:, int(n) :]
-        logits.append(model(inputs, cache=cache, **kwargs))
+        while (span := min(map(_n_until_eviction, caches))) < inputs.shape[1]:
+            logits.append(model(inputs[:, : int(span)], cache=cache))
+            inputs = inputs[:, int(span) :]
+        logits.append(model(inputs, cache=cache))
         return mx.concatenate(logits, axis=1) if len(logits) > 1 else logits[0]
 
 
@@ -79,9 +81,9 @@ def evicts(prompt_cache: list) -> bool:
     return any(cache.room < math.inf for cache in layer_caches(prompt_cache))
 
 
-def one_by_one(model, prompt_cache: list):
-    """Wrap the model in `SplitCalls` if the prompt cache evicts."""
-    return SplitCalls(model) if evicts(prompt_cache) else model
+def split_at_evictions(model, prompt_cache: list):
+    """Wrap the model in `SplittingModel` if the prompt cache evicts."""
+    return SplittingModel(model) if evicts(prompt_cache) else model
 
 
 @contextlib.contextmanager
@@ -98,7 +100,7 @@ def trimming_drafts(prompt_cache: list) -> Iterator[None]:
 
 
 class Evaluation:
-    """Evaluates caches in groups of layers, sized so that each group takes between `FAST` and `SLOW` seconds.
+    """Evaluates caches in groups of layers, sized so that each group takes between `MIN_SECONDS` and `MAX_SECONDS`.
 
     Python can handle Ctrl-C between groups.
     """
@@ -109,18 +111,19 @@ class Evaluation:
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
         """Evaluate all caches. Call `on_layers` with the number of layers done after each group but the last."""
-        n = 0
-        while n < len(cache):
+        n_done = 0
+        while n_done < len(cache):
             started = time.perf_counter()
-            mx.eval([c.state for c in cache[n : n + self._n_layers]])
-            n += self._n_layers
+            group = cache[n_done : n_done + self._n_layers]
+            mx.eval([layer_cache.state for layer_cache in group])
+            n_done += self._n_layers
             seconds = time.perf_counter() - started
-            if seconds < FAST:
+            if seconds < MIN_SECONDS:
                 self._n_layers *= 2
-            elif seconds > SLOW:
+            elif seconds > MAX_SECONDS:
                 self._n_layers = max(1, self._n_layers // 2)
-            if n < len(cache):
-                on_layers(n)
+            if n_done < len(cache):
+                on_layers(n_done)
 
 
 class PacedModel(WrappedModel):
@@ -138,30 +141,31 @@ class PacedModel(WrappedModel):
         super().__init__(model)
         self._progress = progress
         self._evaluate = Evaluation()
-        self._done = 0
-        self._total = 0
+        self._n_done = 0
+        self._n_total = 0
         self._reported_at = time.perf_counter()
 
     def report(self, done: int, total: int) -> None:
         """Report that `done` of `total` prompt tokens have been read."""
-        self._done = done
-        self._total = total
+        self._n_done = done
+        self._n_total = total
         self._reported_at = time.perf_counter()
         self._progress(done, total)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Call the wrapped model, and evaluate the caches if the chunk is long."""
         logits = self["wrapped"](inputs, cache=cache, **kwargs)
-        if inputs.shape[1] >= LONG_CALL:
-            self._evaluate(cache, lambda n: self._report_part(n / len(cache), inputs.shape[1]))
+        n_tokens = inputs.shape[1]
+        if n_tokens >= LONG_CALL:
+            self._evaluate(cache, lambda n: self._report_part(n / len(cache), n_tokens))
         return logits
 
-    def _report_part(self, part: float, n_tokens: int) -> None:
-        """Report that the fraction `part` of the chunk has been read, at most once a second."""
+    def _report_part(self, fraction: float, n_tokens: int) -> None:
+        """Report that a fraction of a chunk has been read, at most once a second."""
         now = time.perf_counter()
         if now - self._reported_at > PROGRESS_INTERVAL:
             self._reported_at = now
-            self._progress(self._done + int(n_tokens * part), self._total)
+            self._progress(self._n_done + int(n_tokens * fraction), self._n_total)
 
 
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -182,5 +186,5 @@ def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextMa
     set_missing_layers(
         prompt_cache, model
     )  # caches loaded by mlx-lm have no reference to their layers
-    observed = any(cache.observes for cache in layer_caches(prompt_cache))
-    return recording(attention_classes(model) if observed else [])
+    needs_queries = any(cache.observes for cache in layer_caches(prompt_cache))
+    return recording(attention_classes(model) if needs_queries else [])

@@ -17,7 +17,7 @@ from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
-from .loop_model import observing_queries, one_by_one, with_pacing
+from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
@@ -67,21 +67,19 @@ def prefill(
     require_step_size(prefill_step_size)
     warn_beyond_trained_length(model, tokens.size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
-    cache = prompt_cache
-    if cache is None:
-        cache = make_caches(model, config.sparse)
+    caches = make_caches(model, config.sparse) if prompt_cache is None else prompt_cache
     loop_options: dict[str, Any] = {
         "prefill_step_size": plan.chunk_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
     }
     if plan.is_left_to_mlx_lm:
         # Nothing is compressed, so mlx-lm quantises the entries itself.
-        with observing_queries(model, cache):
-            read(one_by_one(model, cache), tokens, cache, loop_options | kv_options)
-        caches_after = caches_to_save(model, cache) if prompt_cache is None else cache
+        with observing_queries(model, caches):
+            read(split_at_evictions(model, caches), tokens, caches, loop_options | kv_options)
+        caches_after = caches_to_save(model, caches) if prompt_cache is None else caches
         report = CompressionReport.of_full_cache(plan)
     else:
-        request = make_request(model, plan, cache, owned=prompt_cache is None)
+        request = make_request(model, plan, caches, owned=prompt_cache is None)
         with request.recording():
             caches_after = _read_request(request, tokens, loop_options)
             report = request.report
@@ -97,9 +95,10 @@ def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[st
     Raises: SnapKVError: an option is unknown, or neither a policy nor sparse attention is set.
     """
     config, kv_options = CompressionConfig.from_keywords(options, is_text=True)
-    known = {"kv_bits", "kv_group_size"}
-    for name in kv_options.keys() - known:
-        raise UnknownOptionError(f"unknown option {name!r} of prefill{suggestion(name, known)}")
+    known_names = {"kv_bits", "kv_group_size"}
+    for name in kv_options.keys() - known_names:
+        advice = suggestion(name, known_names)
+        raise UnknownOptionError(f"unknown option {name!r} of prefill{advice}")
     if config.setting is None:
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096), or sparse=True")
     return config, kv_options
@@ -111,12 +110,13 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
     model = request.model["wrapped"]
     next_logprobs = read(request.model, tokens, request.caches, loop_options)
     if plan.sparse is not None:
-        request.end()
+        request.finish()
         if plan.adapts:
-            request.remember()
+            request.record_speed()
         return caches_to_continue(model, request.prompt_cache, plan.config.store)
-    request.prompt_is_read()
-    _look_ahead(model, request.caches, next_logprobs, plan.end_of_voters - tokens.size)
+    request.record_prefill_time()
+    n_voting_answer_tokens = plan.end_of_voters - tokens.size
+    _decode_voters(model, request.caches, next_logprobs, n_voting_answer_tokens)
     request.compress()
     return request.prompt_cache
 
@@ -136,16 +136,24 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
     return next_logprobs[-1]
 
 
-def _look_ahead(model, prompt_cache: list, next_logprobs: mx.array, n: int) -> None:
-    """Decode `n` voting tokens greedily, starting from `next_logprobs`, then restore the full caches.
+def _decode_voters(model, prompt_cache: list, next_logprobs: mx.array, n_tokens: int) -> None:
+    """Decode `n_tokens` voting tokens greedily, starting from `next_logprobs`, then restore the full caches.
 
     Caches that evict are not restored: they keep the tokens' entries until compression drops them.
     """
-    if n <= 0:
+    if n_tokens <= 0:
         return
-    pairs = zip(all_caches(prompt_cache), layer_caches(prompt_cache))
-    before = CacheCopy([cache for cache, ours in pairs if not ours.is_compressed])
-    token = mx.argmax(next_logprobs, axis=-1)
+    full_caches = [
+        cache
+        for cache, adapted in zip(all_caches(prompt_cache), layer_caches(prompt_cache))
+        if not adapted.is_compressed
+    ]
+    caches_before = CacheCopy(full_caches)
+    first_token = mx.argmax(next_logprobs, axis=-1)
     # mlx-lm's loop also feeds the last token it yields, so ask for one less.
-    list(mlx_generate.generate_step(token, model, max_tokens=n - 1, prompt_cache=prompt_cache))
-    before.restore()
+    n_to_yield = n_tokens - 1
+    for _ in mlx_generate.generate_step(
+        first_token, model, max_tokens=n_to_yield, prompt_cache=prompt_cache
+    ):
+        pass
+    caches_before.restore()

@@ -57,14 +57,13 @@ def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: li
 def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Create the prefill caches for a request that uses a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
-    earlier = [layer.layer_cache_in(prompt_cache) for layer in layers]
-    are_full = not any(cache.is_compressed or cache.quantization for cache in earlier)
+    earlier_caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
+    are_full = not any(cache.is_compressed or cache.quantization for cache in earlier_caches)
     n_new = plan.n_prompt + plan.n_fed_before_compression + 1 - plan.n_earlier
-    accumulates = plan.accumulates_attention
-    once = not plan.config.evicts_in_blocks
+    only_records = not plan.config.evicts_in_blocks and not plan.accumulates_attention
     for layer in layers:
         cache: LayerCache
-        if once and not accumulates and are_full:
+        if only_records and are_full:
             cache = RecordingKVCache(plan.first_voter, plan.end_of_voters, n_new, layer)
             cache.statistics_from = plan.statistics_from
             if plan.n_earlier:
@@ -84,30 +83,32 @@ def _block_cache(
     """Create a cache for `n_new` tokens that evicts, accumulates attention, or continues a compressed turn."""
     policy = plan.prefill_policy
     quota = plan.prefill_quota
-    once = not plan.config.evicts_in_blocks
-    before = layer.cache_in(prompt_cache)
-    entries = layer.layer_cache_in(prompt_cache).held() if plan.n_earlier else None
-    expected = n_new
-    if entries is not None:
-        expected += len(entries)
-        quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
-    plain = entries is None or entries.quantization is None
-    block = BlockKVCache(
+    evicts_once = not plan.config.evicts_in_blocks
+    earlier_entries = layer.layer_cache_in(prompt_cache).held() if plan.n_earlier else None
+    n_expected = n_new
+    are_quantised = False
+    if earlier_entries is not None:
+        n_expected += len(earlier_entries)
+        are_quantised = earlier_entries.quantization is not None
+        if evicts_once:
+            quota = Quota(n_expected, quota.n_sink, quota.n_window)
+    # Entries that are not quantised yet are quantised only once, at compression.
+    is_quantised_later = evicts_once and not are_quantised
+    block_cache = BlockKVCache(
         policy,
         quota,
         policy.block,
         layer=layer,
         last=plan.end_of_voters,
         newest=max(policy.obs_window, plan.n_voters),
-        # Plain entries are quantised only once, at compression.
-        quantization=None if once and plain else plan.config.quantization,
+        quantization=None if is_quantised_later else plan.config.quantization,
         counting=AttentionCount() if plan.accumulates_attention else None,
     )
-    block.expected_size = expected
-    block.steady = range(plan.n_prompt, plan.n_prompt + plan.n_fed_before_compression)
-    block.statistics_from = plan.statistics_from
-    if entries is not None:
-        block.offset = plan.n_earlier
-        block.replace_entries(entries)
-        block.inherit_queries(before)
-    return block
+    block_cache.expected_size = n_expected
+    block_cache.steady = range(plan.n_prompt, plan.n_prompt + plan.n_fed_before_compression)
+    block_cache.statistics_from = plan.statistics_from
+    if earlier_entries is not None:
+        block_cache.offset = plan.n_earlier
+        block_cache.replace_entries(earlier_entries)
+        block_cache.inherit_queries(layer.cache_in(prompt_cache))
+    return block_cache

@@ -10,7 +10,7 @@ from ..planning.units import format_bytes
 if TYPE_CHECKING:  # commands import this file before they need MLX
     from ..planning.request_plan import Plan
 
-SLOWER = 0.9  # warn below this speed, relative to the full cache
+MIN_SPEED_RATIO = 0.9  # warn below this speed, relative to the full cache
 NO_POLICY = "none"
 STAYING = "kv_bytes_staying", "file_bytes"  # report fields that are shown only if they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
@@ -100,41 +100,53 @@ class CompressionReport:
     @property
     def warnings(self) -> list[str]:
         """Return a warning if compression made the answer slower, and one if it increased memory."""
-        found = []
-        if self.full_token_seconds and self.token_seconds:
-            times = self.full_token_seconds / self.token_seconds
-            if self.read_all:
-                if self.read_all[-1][1] is None:
-                    found.append(
-                        f"sparse attention was {times:.2f} times as fast as the full cache here, "
-                        "so the answer went on with all entries"
-                    )
-            elif times < SLOWER:
-                found.append(f"{times:.2f} times as fast as the full cache at this length")
+        warnings = []
+        speed_warning = self._speed_warning()
+        if speed_warning is not None:
+            warnings.append(speed_warning)
         if self.compressed and self.kv_bytes_read > self.kv_bytes_before:
-            found.append("the entries kept take more memory than the full cache would")
-        return found
+            warnings.append("the entries kept take more memory than the full cache would")
+        return warnings
+
+    def _speed_warning(self) -> str | None:
+        """Return a warning if tokens were slower after compression, or None."""
+        if not self.full_token_seconds or not self.token_seconds:
+            return None
+        speed_ratio = self.full_token_seconds / self.token_seconds
+        if not self.read_all:
+            is_slower = speed_ratio < MIN_SPEED_RATIO
+            warning = f"{speed_ratio:.2f} times as fast as the full cache at this length"
+            return warning if is_slower else None
+        _, last_token = self.read_all[-1]
+        if last_token is not None:  # the answer ended with sparse attention
+            return None
+        return (
+            f"sparse attention was {speed_ratio:.2f} times as fast as the full cache here, "
+            "so the answer went on with all entries"
+        )
 
     @property
     def entries_text(self) -> str:
         """Describe how many entries were kept, or how many each token reads."""
-        chunk = "" if self.read_per_chunk is None else f", at most {self.read_per_chunk} by a chunk"
+        by_chunk = ""
+        if self.read_per_chunk is not None:
+            by_chunk = f", at most {self.read_per_chunk} by a chunk"
         if self.read_per_token is not None:
             means = ""
             if self.means:
                 means = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
-            every = f"{self.read_per_token} entries{means} read by every token"
-            return f"{every}{self._exceptions}{chunk}"
+            by_token = f"{self.read_per_token} entries{means} read by every token"
+            return f"{by_token}{self._tokens_that_read_all}{by_chunk}"
         if self.read_all:
-            return f"all entries read by every token{chunk}"
-        kept = [n for n in self.entries_kept if n is not None] or [0]
-        least, most = min(kept), max(kept)
-        return (
-            f"{most} entries kept" if least == most else f"{least} to {most} entries kept by layer"
-        )
+            return f"all entries read by every token{by_chunk}"
+        counts = [n for n in self.entries_kept if n is not None] or [0]
+        fewest, most = min(counts), max(counts)
+        if fewest == most:
+            return f"{most} entries kept"
+        return f"{fewest} to {most} entries kept by layer"
 
     @property
-    def _exceptions(self) -> str:
+    def _tokens_that_read_all(self) -> str:
         """Describe which tokens read all entries while the others choose."""
         if not self.read_all:
             return ""
@@ -149,18 +161,29 @@ class CompressionReport:
 
         Buffers may be larger than the kept entries need, which the text points out.
         """
-        kept = [n for n in self.entries_kept if n is not None]
-        share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
-        spare = self.kv_bytes_read > 1.05 * share * self.kv_bytes_before and not self.read_per_token
-        room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
+        room = ""
+        if self._has_room_for_more:
+            room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
-        how = f"({self.kv_dtype}{room if spare else ''})"
+        dtype_and_room = f"({self.kv_dtype}{room})"
         if not self.kv_bytes_staying and not self.file_bytes:
-            return f"KV memory {before} → {after} {how}"
-        in_files = f"{format_bytes(self.file_bytes)} of files"
-        where = in_files if self.file_bytes else format_bytes(self.kv_bytes_staying)
-        stay = f", all {self.prompt_tokens} entries stay in {where}"
-        return f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {how}{stay}"
+            return f"KV memory {before} → {after} {dtype_and_room}"
+        where = format_bytes(self.kv_bytes_staying)
+        if self.file_bytes:
+            where = f"{format_bytes(self.file_bytes)} of files"
+        return (
+            f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {dtype_and_room}, "
+            f"all {self.prompt_tokens} entries stay in {where}"
+        )
+
+    @property
+    def _has_room_for_more(self) -> bool:
+        """Return whether the buffers are larger than the kept entries need."""
+        if self.read_per_token:
+            return False
+        counts = [n for n in self.entries_kept if n is not None]
+        kept_share = sum(counts) / max(1, len(counts) * self.prompt_tokens)
+        return self.kv_bytes_read > 1.05 * kept_share * self.kv_bytes_before
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a JSON-serialisable dict."""
@@ -170,10 +193,13 @@ class CompressionReport:
         """Summarise the report in one line for users."""
         if not self.compressed:
             return f"not compressed: {self.reason}"
-        shares = [s for s in self.attention_share if s is not None]
-        share = ""
+        shares = [share for share in self.attention_share if share is not None]
+        attention = ""
         if shares:
-            share = f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
-        took = f", selection {self.selection_seconds:.2f} s"
-        kept = f"{self.entries_text}{share}, {self.memory_text}"
-        return f"{self.prompt_tokens} prompt tokens, {kept}{took}"
+            attention = (
+                f" ({100 * min(shares):.0f} to {max(shares):.0%} of the attention, by layer)"
+            )
+        return (
+            f"{self.prompt_tokens} prompt tokens, {self.entries_text}{attention}, {self.memory_text}, "
+            f"selection {self.selection_seconds:.2f} s"
+        )

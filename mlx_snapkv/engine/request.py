@@ -14,7 +14,7 @@ from ..models.patch import recording
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, record_measurements, speed_of
 from ..sparse.prompt_caches import copy_to_store
-from .compress import KeptCallback, measuring
+from .compress import KeptCallback, measuring_compression
 from .compress_mode import PolicyMode
 from .loop_model import RequestModel
 from .pieces import Pieces
@@ -68,7 +68,7 @@ class Request:
         self.report = CompressionReport(str(plan.config.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model = model
-        self._observed = attention_classes(model)
+        self._attention_classes = attention_classes(model)
         pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
         self._sparse_mode: SparseMode | None = None
         if plan.sparse is not None:
@@ -83,7 +83,7 @@ class Request:
         self._prefill_seconds: float | None = None
 
     @property
-    def read_caches(self) -> list:
+    def caches_so_far(self) -> list:
         """Return the caches with the tokens read so far, from which another request can continue."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
@@ -93,8 +93,8 @@ class Request:
         if self._started is None:
             require_unchanged(self.plan, self.layers, self.prompt_cache)
             self._started = time.perf_counter()
-        observes = self.plan.observes_answer if self.is_compressed else self.plan.observes
-        with recording(self._observed if observes else []):
+        needs_queries = self.plan.observes_answer if self.is_compressed else self.plan.observes
+        with recording(self._attention_classes if needs_queries else []):
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
@@ -103,27 +103,29 @@ class Request:
             return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
 
-    def prompt_is_read(self) -> None:
+    def record_prefill_time(self) -> None:
         """Record the prefill time. Only the first call has an effect."""
         if self._prefill_seconds is None and self._started is not None:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress `caches` after prefill, or again after `read_all`, and return the report.
+        """Compress `caches` after prefill, or again after `use_full_attention`, and return the report.
 
         Raises: SnapKVError: scores are NaN, or the store has no space for the entries.
         """
-        self.prompt_is_read()
+        self.record_prefill_time()
         self.report.prefill_seconds = self._prefill_seconds or 0.0
-        with measuring(self.plan, self.layers, self.prompt_cache, self.caches, self.report):
+        with measuring_compression(
+            self.plan, self.layers, self.prompt_cache, self.caches, self.report
+        ):
             self._mode.compress(self.caches, self.report)
         self.is_compressed = True
         return self.report
 
-    def read_all(self) -> None:
+    def use_full_attention(self) -> None:
         """Make the next tokens of a sparse answer read all entries, until `compress` is called again."""
         assert self._sparse_mode is not None
-        self._sparse_mode.read_all(self.caches)
+        self._sparse_mode.use_full_attention(self.caches)
 
     def tokens_to_repay_setup(self) -> float:
         """Estimate from this machine's speed record how many answer tokens make up for building the index.
@@ -135,20 +137,20 @@ class Request:
             return 0
         return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 
-    def remember(self, answer: Sequence[Measurement] = ()) -> None:
+    def record_speed(self, answer: Sequence[Measurement] = ()) -> None:
         """Add the measured times of prompt chunks and of the answer to this machine's speed record."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
         chunks = [] if pace is None else pace.measurements
         record_measurements(self._model, self.plan.sparse, [*chunks, *answer])
 
-    def end(self) -> CompressionReport:
+    def finish(self) -> CompressionReport:
         """Finish a request whose answer never used sparse attention.
 
         Move its entries to the store, and return the report.
         """
         assert self._sparse_mode is not None
-        self._sparse_mode.end(self.caches, self.report)
+        self._sparse_mode.finish(self.caches, self.report)
         return self.report
 
 

@@ -12,29 +12,34 @@ class CacheCopy:
 
     def __init__(self, prompt_cache: list):
         """Take the snapshot."""
-        self._list = prompt_cache
-        self._caches = list(prompt_cache)
+        self._prompt_cache = prompt_cache
+        self._caches_before = list(prompt_cache)
         caches = layer_caches(prompt_cache)
         self._restorers = [cache.restorer() for cache in caches]
         # (cache, number of tokens, bytes of its entries) for each copied cache
-        self._copied = [(c, c.offset, c.kv_nbytes) for c in caches if not c.grows]
+        self._copied = [
+            (cache, cache.offset, cache.kv_nbytes) for cache in caches if not cache.grows
+        ]
 
     def restore(self) -> None:
         """Restore the list and every cache in it."""
-        self._list[:] = self._caches
+        self._prompt_cache[:] = self._caches_before
         for restore in self._restorers:
             restore()
 
     @property
     def kv_nbytes(self) -> int:
         """Return the KV bytes that only this snapshot keeps in memory, because caches were replaced or changed."""
-        now = {id(cache) for cache in all_caches(self._list)}
-        replaced = kv_bytes([cache for cache in all_caches(self._caches) if id(cache) not in now])
-        return replaced + sum(
-            nbytes
-            for cache, offset, nbytes in self._copied
-            if id(cache) in now and cache.offset > offset
+        current_ids = {id(cache) for cache in all_caches(self._prompt_cache)}
+        replaced_caches = [
+            cache for cache in all_caches(self._caches_before) if id(cache) not in current_ids
+        ]
+        changed_bytes = sum(
+            bytes_before
+            for cache, offset_before, bytes_before in self._copied
+            if id(cache) in current_ids and cache.offset > offset_before
         )
+        return kv_bytes(replaced_caches) + changed_bytes
 
 
 def trim_to(n_tokens: int, prompt_cache: list) -> bool:

@@ -19,7 +19,7 @@ from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
 from ..sparse.prompt_caches import caches_to_continue, make_caches
 from .compress import KeptCallback
-from .loop_model import evicts, observing_queries, one_by_one, trimming_drafts, with_pacing
+from .loop_model import evicts, observing_queries, split_at_evictions, trimming_drafts, with_pacing
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
 from .request import Request, make_request
@@ -27,7 +27,7 @@ from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
-ENOUGH = 8  # minimum number of tokens for a mean time to be reported
+MIN_TIMED = 8  # minimum number of tokens for a mean time to be reported
 
 
 def serve(
@@ -60,10 +60,10 @@ def serve(
         on_kept: called for each layer with the entries that a policy keeps.
     """
     start = with_pacing(start)
-    report_to = on_report or (lambda report: None)
+    callback = on_report or (lambda report: None)
     config = config.with_mlx_options(options)
     prompt_cache = options.get("prompt_cache")
-    turns = config.turns
+    will_use_cache = prompt_cache is not None
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
     # Leave out kv_bits, or mlx-lm would quantise the entries before the policy has scored them.
@@ -73,25 +73,25 @@ def serve(
         model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
     )
     if plan.is_left_to_mlx_lm:
-        report_to(CompressionReport.of_full_cache(plan))
+        callback(CompressionReport.of_full_cache(plan))
         return _left_to_mlx_lm(start, model, options)
-    request = make_request(model, plan, prompt_cache, owned=turns, on_kept=on_kept)
+    request = make_request(model, plan, prompt_cache, owned=config.turns, on_kept=on_kept)
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
-    if turns or config.sparse is None:
-        return _answer(items, request, report_to, keep=prompt_cache is not None)
-    caches = request.prompt_cache
+    if config.turns or config.sparse is None:
+        return _answer(items, request, callback, will_use_cache)
+    stored_caches = request.prompt_cache
 
     def hand_back_and_report(report: CompressionReport) -> None:
         if prompt_cache is not None:
-            prompt_cache[:] = caches_to_continue(model, caches, config.store)
-        report_to(report)
+            prompt_cache[:] = caches_to_continue(model, stored_caches, config.store)
+        callback(report)
 
-    answer = _answer(items, request, hand_back_and_report, keep=prompt_cache is not None)
-    return _all_or_nothing(answer, caches)
+    answer = _answer(items, request, hand_back_and_report, will_use_cache)
+    return _all_or_nothing(answer, stored_caches)
 
 
 def require_servable(model, config: CompressionConfig) -> None:
@@ -112,30 +112,30 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
 
     Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """
-    cache = options.get("prompt_cache") or []
-    if options.get("input_embeddings") is not None and evicts(cache):
+    prompt_cache = options.get("prompt_cache") or []
+    if options.get("input_embeddings") is not None and evicts(prompt_cache):
         raise SnapKVError(
             "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
             "the prompt with snapkv"
         )
-    drafts: contextlib.AbstractContextManager = contextlib.nullcontext()
+    context: contextlib.AbstractContextManager = contextlib.nullcontext()
     if options.get("draft_model") is not None:
-        drafts = trimming_drafts(cache)
+        context = trimming_drafts(prompt_cache)
 
     def items() -> Iterator[Any]:
-        with observing_queries(model, cache), drafts:
-            yield from start(one_by_one(model, cache), **options)
+        with observing_queries(model, prompt_cache), context:
+            yield from start(split_at_evictions(model, prompt_cache), **options)
 
     return items()
 
 
 def _answer(
-    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
+    items: Iterator[Any], request: Request, on_report: ReportCallback, will_use_cache: bool
 ) -> Iterator[Any]:
     """Yield the items of an answer. See `_compressed_answer` for the arguments."""
     if request.plan.adapts:
         return _adaptive_answer(items, request, on_report)
-    return _compressed_answer(items, request, on_report, keep)
+    return _compressed_answer(items, request, on_report, will_use_cache)
 
 
 def _adaptive_answer(
@@ -146,50 +146,52 @@ def _adaptive_answer(
     The index is built when sparse attention is first tried, so short answers never need one.
     """
     pace = Pace(request.plan.n_prompt, request.tokens_to_repay_setup())
+    builds_index = request.plan.n_earlier == 0  # later turns only extend it
     report = request.report
-    timed = _Timed(items)
     report.read_all = [[1, None]]
-    seconds = 0.0
+    timed_items = _TimedItems(items)
+    pause_seconds = 0.0
     setup: list[Measurement] = []
     try:
         with request.recording():
-            for n, item in enumerate(timed, 1):
-                request.prompt_is_read()
-                if pace.switches_after(timed.latest):
-                    switch_seconds = _switch(request, pace.reads_all, n, on_report)
-                    seconds += switch_seconds
-                    if (
-                        not setup and not request.plan.n_earlier
-                    ):  # later turns only extend the index
+            for n_tokens, item in enumerate(timed_items, 1):
+                request.record_prefill_time()
+                if pace.switches_after(timed_items.latest_seconds):
+                    switch_seconds = _switch_attention(request, pace.reads_all, n_tokens, on_report)
+                    pause_seconds += switch_seconds
+                    if builds_index and not setup:
                         setup.append(Measurement(SETUP, request.plan.n_prompt, switch_seconds))
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
-                yield _without(item, seconds)
+                yield _without_pause(item, pause_seconds)
     except GeneratorExit:
         _end_adaptive(request, [*pace.measurements, *setup], on_report)
         raise
     _end_adaptive(request, [*pace.measurements, *setup], on_report)
 
 
-def _switch(request: Request, reads_all: bool, n: int, on_report: ReportCallback) -> float:
+def _switch_attention(
+    request: Request, reads_all: bool, n_tokens: int, on_report: ReportCallback
+) -> float:
     """Switch between full and sparse attention, and return how many seconds it took.
 
     Args:
         request: the request. The switch is added to its report.
         reads_all: whether the next tokens read all entries.
-        n: number of answer tokens so far.
+        n_tokens: number of answer tokens so far.
         on_report: called at the first switch to sparse attention.
     """
     started = time.perf_counter()
     report = request.report
+    last_token = n_tokens + 1  # before the switch; mlx-lm has already started on it
     if reads_all:
-        request.read_all()
-        report.read_all.append([n + 2, None])
+        request.use_full_attention()
+        report.read_all.append([last_token + 1, None])
     else:
-        is_first = not request.is_compressed
+        is_first_switch = not request.is_compressed
         request.compress()
-        report.read_all[-1][1] = n + 1  # mlx-lm has already started on the next token
-        if is_first:
+        report.read_all[-1][1] = last_token
+        if is_first_switch:
             on_report(report)
     return time.perf_counter() - started
 
@@ -198,25 +200,26 @@ def _end_adaptive(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
     """Add a sparse answer to the speed record. If it never switched to sparse attention, report on it now."""
-    request.remember(measurements)
+    request.record_speed(measurements)
     if request.is_compressed:
         return
-    report = request.end()
+    report = request.finish()
     if report.read_per_chunk is None:
         report.reason = ENDED_IN_FULL
     on_report(report)
 
 
-def _without(item: Any, seconds: float) -> Any:
-    """Exclude `seconds` from the generation speed of a `GenerationResponse`. Return other items unchanged."""
-    if not seconds or not isinstance(item, GenerationResponse):
+def _without_pause(item: Any, pause_seconds: float) -> Any:
+    """Exclude a pause from the generation speed of a `GenerationResponse`. Return other items unchanged."""
+    if pause_seconds == 0 or not isinstance(item, GenerationResponse):
         return item
-    n = item.generation_tokens
-    return dataclasses.replace(item, generation_tps=n / (n / item.generation_tps - seconds))
+    n_tokens = item.generation_tokens
+    seconds = n_tokens / item.generation_tps - pause_seconds
+    return dataclasses.replace(item, generation_tps=n_tokens / seconds)
 
 
 def _compressed_answer(
-    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
+    items: Iterator[Any], request: Request, on_report: ReportCallback, will_use_cache: bool
 ) -> Iterator[Any]:
     """Yield the items of an answer, and compress just before yielding the last token that votes.
 
@@ -226,21 +229,22 @@ def _compressed_answer(
         items: mlx-lm's iterator on the request's model and caches.
         request: the request. Its prompt has not been read yet.
         on_report: called with the report.
-        keep: whether the caller will use the cache again. If so, it is compressed even if the answer ends or is
-            abandoned before the last voting token.
+        will_use_cache: whether the caller will use the cache again. If so, it is compressed even if the answer ends or
+            is abandoned before the last voting token.
     """
-    before = _Timed(items)
+    full_items = _TimedItems(items)
+    n_before_last_voter = request.plan.n_fed_before_compression - 1
     try:
         with request.recording():
-            for item in itertools.islice(before, request.plan.n_fed_before_compression - 1):
-                request.prompt_is_read()
+            for item in itertools.islice(full_items, n_before_last_voter):
+                request.record_prefill_time()
                 yield item
-            item = next(before, None)
+            item = next(full_items, None)
     except GeneratorExit:
-        if keep:
+        if will_use_cache:
             on_report(request.compress())
         raise
-    if item is None and not keep:
+    if item is None and not will_use_cache:
         request.report.reason = (
             ENDED_IN_BLOCKS if request.plan.config.evicts_in_blocks else ENDED_EARLY
         )
@@ -248,55 +252,58 @@ def _compressed_answer(
         return
     started = time.perf_counter()
     report = request.compress()
-    seconds = time.perf_counter() - started
-    report.full_token_seconds = before.mean
+    pause_seconds = time.perf_counter() - started
+    report.full_token_seconds = full_items.mean_seconds
     on_report(report)
     if item is None:
         return
-    timed = _Timed(items)
+    compressed_items = _TimedItems(items)
     with request.recording():
         yield item
-        for item in timed:
-            report.token_seconds = timed.mean
-            yield _without(item, seconds)
+        for item in compressed_items:
+            report.token_seconds = compressed_items.mean_seconds
+            yield _without_pause(item, pause_seconds)
 
 
-class _Timed(Iterator[Any]):
+class _TimedItems(Iterator[Any]):
     """An iterator that times each item.
 
     Attributes:
-        latest: seconds that the latest item took.
+        latest_seconds: seconds that the latest item took.
     """
 
     def __init__(self, items: Iterator[Any]):
         self._items = items
-        self._n = -1
-        self._seconds = 0.0
-        self.latest = 0.0
+        self._is_first = True
+        self._n_timed = 0
+        self._total_seconds = 0.0
+        self.latest_seconds = 0.0
 
     def __next__(self) -> Any:
         started = time.perf_counter()
         item = next(self._items)
-        self.latest = time.perf_counter() - started
-        self._n += 1
-        self._seconds += self.latest if self._n else 0.0
+        self.latest_seconds = time.perf_counter() - started
+        if not self._is_first:
+            self._n_timed += 1
+            self._total_seconds += self.latest_seconds
+        self._is_first = False
         return item
 
     @property
-    def mean(self) -> float | None:
-        """Return the mean seconds per item, without the first one. Return None until there are `ENOUGH` items."""
-        return self._seconds / self._n if self._n >= ENOUGH else None
+    def mean_seconds(self) -> float | None:
+        """Return the mean seconds per item, without the first one. Return None for fewer than `MIN_TIMED` items."""
+        return self._total_seconds / self._n_timed if self._n_timed >= MIN_TIMED else None
 
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
     """Yield the items of a request. Restore the prompt cache if the request fails before the first item."""
-    before = CacheCopy(prompt_cache)
+    caches_before = CacheCopy(prompt_cache)
     try:
-        first = next(items, None)
+        first_item = next(items, None)
     except BaseException:
-        before.restore()
+        caches_before.restore()
         raise
-    del before  # free the copies now instead of at the end of the answer
-    if first is not None:
-        yield first
+    del caches_before  # free the copies now instead of at the end of the answer
+    if first_item is not None:
+        yield first_item
         yield from items

@@ -59,12 +59,13 @@ class SparseMode:
         self._sparse = plan.sparse
         self._prompt_cache = prompt_cache
         self._pieces = pieces
-        self._choosing = sparse_layers(layers)
+        self._choosing_layers = sparse_layers(layers)
         self._evaluate = Evaluation()
         self.pace: ReadingPace | None = None
         if plan.sparse_reading is not None:
-            is_turn = plan.adapts and plan.n_earlier > 0
-            self.pace = ReadingPace(plan, speed_of(model, plan.sparse) if is_turn else Speed())
+            is_later_turn = plan.adapts and plan.n_earlier > 0
+            speed = speed_of(model, plan.sparse) if is_later_turn else Speed()
+            self.pace = ReadingPace(plan, speed)
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
@@ -74,31 +75,32 @@ class SparseMode:
         """
         if self.pace is None:
             return self._pieces(inputs, cache)
-        first = self._choosing[0].cache_in(cache)
+        first_cache = self._choosing_layers[0].cache_in(cache)
         while True:
             self.pace.end()
-            n = inputs.shape[1]
-            if first.reads_some:
-                n = self._piece_size(first.offset, n)
-            self.pace.begin(first.offset, n, first.reads_some)
-            logits = self._pieces(inputs[:, :n], cache)
-            if n == inputs.shape[1]:
+            n_left = inputs.shape[1]
+            n_tokens = n_left
+            if first_cache.reads_some:
+                n_tokens = self._part_size(first_cache.offset, n_left)
+            self.pace.begin(first_cache.offset, n_tokens, first_cache.reads_some)
+            logits = self._pieces(inputs[:, :n_tokens], cache)
+            if n_tokens == n_left:
                 return logits
             self._evaluate(cache)
-            inputs = inputs[:, n:]
+            inputs = inputs[:, n_tokens:]
 
-    def _piece_size(self, start: int, n: int) -> int:
-        """Return how many of the `n` tokens from position `start` on choose entries together.
+    def _part_size(self, start: int, n_left: int) -> int:
+        """Return how many of the `n_left` tokens from position `start` on choose entries together.
 
         The prompt's last tokens all choose together.
         """
         assert self.plan.sparse_reading is not None
         n_before_last = self.plan.sparse_reading.last_from - start
-        return min(n, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n
+        return min(n_left, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n_left
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` with caches whose tokens choose among all entries. Nothing is evicted."""
-        self._require_numbers()
+        self._require_no_nan()
         if report.read_per_token is None:
             self._note_chunks(caches, report)
         caches[:] = copies_sharing_entries(caches, self.layers)
@@ -110,61 +112,64 @@ class SparseMode:
             if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().with_quantization(None)))
-        for layer in self._choosing:
+        for layer in self._choosing_layers:
             cache = SparseKVCache(self._make_ranking(layer))
             layer.put(caches, cache)
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
-        first = self._choosing[0]
-        stored = first.cache_in(self._prompt_cache)
+        first_layer = self._choosing_layers[0]
+        stored = first_layer.cache_in(self._prompt_cache)
         if stored.n_queries:
-            report.plain_path = why_plain(first.cache_in(caches).ranking, stored.queries[:, :, :1])
+            ranking = first_layer.cache_in(caches).ranking
+            report.plain_path = why_plain(ranking, stored.queries[:, :, :1])
 
-    def read_all(self, caches: list) -> None:
+    def use_full_attention(self, caches: list) -> None:
         """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
 
         The next tokens read all entries, until `compress` is called again.
         """
         # Evaluate pending reads first. Otherwise the next write would have to copy the array.
-        mx.eval([c.state for c in caches])
+        mx.eval([cache.state for cache in caches])
         for layer in self.layers:
-            answer = layer.cache_in(caches)
+            answer_cache = layer.cache_in(caches)
             stored = layer.cache_in(self._prompt_cache)
-            first = stored.offset
-            if layer.borrowers:
-                stored.extend(*slice_rows((answer.keys, answer.values), first, answer.offset))
+            if layer.borrowers:  # read in full, so the cache has all entries
+                all_entries = answer_cache.keys, answer_cache.values
+                stored.extend(*slice_rows(all_entries, stored.offset, answer_cache.offset))
             else:
-                stored.extend(*answer.answer)
+                stored.extend(*answer_cache.answer)
             layer.put(caches, stored)
         self._prompt_cache[:] = caches
 
-    def end(self, read_caches: list, report: CompressionReport) -> None:
+    def finish(self, prefill_caches: list, report: CompressionReport) -> None:
         """Move all entries to the store, and fill in the report of an answer that read all entries.
 
         Args:
-            read_caches: the prefill caches.
+            prefill_caches: the caches on which the prompt was read.
             report: the report to fill in.
         """
-        caches = self._prompt_cache
-        offload(self.layers, caches)
-        self._note_chunks(read_caches, report)
-        report.entries_kept = [None] * len(caches)
+        stored_caches = self._prompt_cache
+        offload(self.layers, stored_caches)
+        self._note_chunks(prefill_caches, report)
+        report.entries_kept = [None] * len(stored_caches)
         for layer in self.layers:
-            report.entries_kept[layer.index] = layer.cache_in(caches).n_entries
-            report.kv_bytes_before += layer.cache_in(caches).full_nbytes
-        report.kv_dtype = kv_dtype(self.layers[0].cache_in(caches))
-        report.kv_bytes_after = kv_bytes(caches)
-        report.file_bytes = file_bytes(caches)
+            stored = layer.cache_in(stored_caches)
+            report.entries_kept[layer.index] = stored.n_entries
+            report.kv_bytes_before += stored.full_nbytes
+        report.kv_dtype = kv_dtype(self.layers[0].cache_in(stored_caches))
+        report.kv_bytes_after = kv_bytes(stored_caches)
+        report.file_bytes = file_bytes(stored_caches)
 
-    def _require_numbers(self) -> None:
+    def _require_no_nan(self) -> None:
         """Check queries and keys for NaN, which can't be ranked. Raises: SnapKVError."""
-        last = self.layers[-1].cache_in(self._prompt_cache)
-        if not last.n_queries:
+        last_cache = self.layers[-1].cache_in(self._prompt_cache)
+        if not last_cache.n_queries:
             return
-        view = last.views()[-1]
+        view = last_cache.views()[-1]
         newest_key = view.read(KEYS, view.n_entries - 1, view.n_entries)
-        if (mx.isnan(last.queries).any() | mx.isnan(newest_key).any()).item():
+        has_nan = mx.isnan(last_cache.queries).any() | mx.isnan(newest_key).any()
+        if has_nan.item():
             raise nan_scores_error()
 
     def full_view(self, layer: AttentionLayer) -> FullView:
@@ -199,10 +204,10 @@ class SparseMode:
         cache = layer.cache_in(self._prompt_cache)
         return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
-    def _note_chunks(self, read_caches: list, report: CompressionReport) -> None:
+    def _note_chunks(self, prefill_caches: list, report: CompressionReport) -> None:
         """Record how many earlier entries a chunk read, if chunks chose."""
         if self.plan.sparse_reading is not None:
-            report.read_per_chunk = self._choosing[0].cache_in(read_caches).n_read
+            report.read_per_chunk = self._choosing_layers[0].cache_in(prefill_caches).n_read
 
 
 def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:

@@ -14,19 +14,19 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
     if isinstance(prompt, str):
         raise SnapKVError("the prompt must be token ids, got a text: encode it with the tokenizer")
     try:
-        found = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
+        tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
     except (TypeError, ValueError) as error:
         kind = type(prompt).__name__
         raise SnapKVError(f"the prompt must be one sequence of token ids, got {kind}") from error
-    if found.ndim != 1:
-        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {found.shape}")
-    if not found.size and not may_be_empty:
+    if tokens.ndim != 1:
+        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
+    if not tokens.size and not may_be_empty:
         raise SnapKVError("the prompt is empty: give at least one token")
-    if found.size and not mx.issubdtype(found.dtype, mx.integer):
+    if tokens.size and not mx.issubdtype(tokens.dtype, mx.integer):
         raise SnapKVError(
-            f"the prompt must be token ids, which are whole numbers, got {found.dtype}"
+            f"the prompt must be token ids, which are whole numbers, got {tokens.dtype}"
         )
-    return found
+    return tokens
 
 
 def require_known(tokens: mx.array, model: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..caches.layers import attention_layers, n_tokens_read
 from ..engine.generate import generate_step
-from ..engine.loop_model import one_by_one
+from ..engine.loop_model import split_at_evictions
 from ..engine.report import CompressionReport
 from ..models import attention_classes
 from ..models.patch import recording
@@ -156,7 +156,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)
     n_per_call = 1 if tokens_choose else len(tokens)
     chunks = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
-    loop_model = one_by_one(model, prompt_cache)
+    loop_model = split_at_evictions(model, prompt_cache)
     with recording(attention_classes(model)):
         logits = [loop_model(mx.array(chunk)[None], cache=prompt_cache)[0] for chunk in chunks]
         return mx.concatenate(logits)

@@ -62,7 +62,7 @@ def test_requests_with_and_without_compression_run_in_one_batch(tiny_model):
 
 def test_a_slow_chunk_calls_on_pause(monkeypatch):
     """Ctrl-C must take effect within a second."""
-    monkeypatch.setattr(loop_model, "FAST", 0)
+    monkeypatch.setattr(loop_model, "MIN_SECONDS", 0)
     monkeypatch.setattr(loop_model, "PROGRESS_INTERVAL", 0)
     paused = []
     run = Run(make_llama(), SMALL, on_pause=lambda *at: paused.append(at))

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cach
 
 from mlx_snapkv.caches.adapter import full_cache, has_all_entries, layer_cache
 from mlx_snapkv.caches.matching import mismatch
-from mlx_snapkv.engine.loop_model import one_by_one
+from mlx_snapkv.engine.loop_model import split_at_evictions
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import flat_arrays
 
@@ -27,7 +27,7 @@ def feed_split(cache, n):
         feed(cache[0], inputs.shape[1])
         return inputs
 
-    one_by_one(model, [cache])(mx.zeros((1, n)), cache=[cache])
+    split_at_evictions(model, [cache])(mx.zeros((1, n)), cache=[cache])
     return pieces
 
 

@@ -127,8 +127,10 @@ def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch
     monkeypatch.setattr(time, "perf_counter", clock)
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 400, seed=3)
-    choose = compress.choose
-    monkeypatch.setattr(compress, "choose", lambda *a: (clock(1), choose(*a))[1])
+    score_and_select = compress._score_and_select
+    monkeypatch.setattr(
+        compress, "_score_and_select", lambda *a: (clock(1), score_and_select(*a))[1]
+    )
     responses = []
     for response in stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}):
         responses.append(response)

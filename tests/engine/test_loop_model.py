@@ -79,7 +79,7 @@ def test_progress_callbacks_do_not_change_results(tokens, policy):
 
 def test_a_slow_chunk_reports_its_progress(tokens, monkeypatch):
     monkeypatch.setattr(loop_model, "PROGRESS_INTERVAL", 0)
-    monkeypatch.setattr(loop_model, "FAST", 0)
+    monkeypatch.setattr(loop_model, "MIN_SECONDS", 0)
     told = []
     model = make_llama(num_hidden_layers=4)
     answered(model, tokens, prompt_progress_callback=lambda done, total: told.append(done))

@@ -107,14 +107,14 @@ def clock(monkeypatch):
     def make(seconds):
         paces = []
         monkeypatch.setattr(serving, "Pace", lambda *args: paces.append(Pace(*args)) or paces[-1])
-        timed = serving._Timed.__next__
+        timed = serving._TimedItems.__next__
 
         def told(self):
             item = timed(self)
-            self.latest = seconds(paces[-1].reads_all)
+            self.latest_seconds = seconds(paces[-1].reads_all)
             return item
 
-        monkeypatch.setattr(serving._Timed, "__next__", told)
+        monkeypatch.setattr(serving._TimedItems, "__next__", told)
 
     return make
 
