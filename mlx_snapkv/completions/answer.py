@@ -127,7 +127,8 @@ class StopMatcher:
         self._state, segments = TextStateMachine.split(self._state, text)
         _, text_before_stop = segments[0]
         state, *_, text_after_stop = self._state
-        if state is None:  # a stop string is complete
+        is_complete = state is None
+        if is_complete:
             stop_start = len(text_before_stop)
             stop_end = len(unmatched) - len(text_after_stop)
             self.matched = unmatched[stop_start:stop_end]

@@ -90,7 +90,8 @@ class AnswerParser:
         parts: list[Reply] = []
         for state, text in segments:
             self.state = state
-            if state == "tool" or (self._answer_is_call and state == "normal"):
+            is_call_text = state == "tool" or (state == "normal" and self._answer_is_call)
+            if is_call_text:
                 self._call_text += text
                 continue
             parts += self._end_call()

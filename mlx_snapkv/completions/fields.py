@@ -46,22 +46,31 @@ Probability = Annotated[Number, Field(ge=0, le=1)]
 Temperature = Annotated[Number, Field(ge=0, le=100)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
 RepetitionPenalty = Annotated[
-    Number, must(lambda v: v == 0 or 0.01 <= v <= 100, "should be 0, or from 0.01 to 100")
+    Number,
+    must(lambda value: value == 0 or 0.01 <= value <= 100, "should be 0, or from 0.01 to 100"),
 ]
 Bias = Annotated[Number, AfterValidator(lambda value: max(-MAX_BIAS, min(value, MAX_BIAS)))]
 
 Integer = Annotated[int, WholeFloat]
-Seed = Annotated[int | None, BeforeValidator(lambda v: None if v == NO_SEED else v), WholeFloat]
+Seed = Annotated[
+    int | None, BeforeValidator(lambda value: None if value == NO_SEED else value), WholeFloat
+]
 ContextSize = Annotated[
     int, Field(ge=1), WholeFloat, AfterValidator(lambda value: min(value, 2**31 - 1))
 ]
 MaxTokens = Annotated[
-    int, must(lambda v: v == NO_LIMIT or v >= 1, "should be greater than or equal to 1"), WholeFloat
+    int,
+    must(lambda value: value == NO_LIMIT or value >= 1, "should be greater than or equal to 1"),
+    WholeFloat,
 ]
-TopK = Annotated[int, Field(ge=0), BeforeValidator(lambda v: 0 if v == NO_LIMIT else v), WholeFloat]
+TopK = Annotated[
+    int, Field(ge=0), BeforeValidator(lambda value: 0 if value == NO_LIMIT else value), WholeFloat
+]
 TopLogprobs = Annotated[int, Field(ge=0, le=20), WholeFloat]
 
 Name = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # a key of `logit_bias`
-Stops = Annotated[list[str], BeforeValidator(lambda v: [s for s in as_list(v) if s is not None])]
+Stops = Annotated[
+    list[str], BeforeValidator(lambda value: [text for text in as_list(value) if text is not None])
+]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]

@@ -259,15 +259,17 @@ def _simplify(schema: Any) -> Any:
         return int(schema)
     if not isinstance(schema, dict):
         return schema
-    simpler = {}
+    simplified: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
-            simpler[keyword] = {name: _simplify(part) for name, part in value.items()}
-        elif keyword == "const" or (keyword == "enum" and value is not None):
-            simpler[keyword] = value
+        maps_names_to_schemas = keyword in SCHEMAS_BY_NAME and isinstance(value, dict)
+        is_literal = keyword == "const" or (keyword == "enum" and value is not None)
+        if maps_names_to_schemas:
+            simplified[keyword] = {name: _simplify(part) for name, part in value.items()}
+        elif is_literal:
+            simplified[keyword] = value
         elif not _is_unrestrictive(keyword, value):
-            simpler[keyword] = _simplify(value)
-    return simpler
+            simplified[keyword] = _simplify(value)
+    return simplified
 
 
 def _is_unrestrictive(keyword: str, value: Any) -> bool:

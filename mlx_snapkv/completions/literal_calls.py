@@ -173,7 +173,7 @@ class LiteralReader:
         self._skip_blanks()
         if self.opening_quote():
             return self.read_string()
-        has_double_braces = self._skip(r"\{(?=\{)")
+        has_double_braces = self._skip(r"\{(?=\{)")  # {{...}}
         if has_double_braces:
             value = self._read_object("}")
             self._skip(r"\s*\}")
@@ -235,10 +235,11 @@ class LiteralReader:
         while not self._read_closer(closer):
             yield
             has_comma = self._skip(r"\s*,")
-            if not has_comma:
-                if not self._read_closer(closer):
-                    raise ValueError(f"{closer} is missing")
-                return
+            if has_comma:
+                continue
+            if not self._read_closer(closer):
+                raise ValueError(f"{closer} is missing")
+            return
 
     def _read_unquoted(self, in_list: bool) -> Any:
         """Read an unquoted value: a constant, a number, or text if the notation allows it."""

@@ -265,12 +265,15 @@ def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
         text = "".join(part.text for part in text_parts(item.get("content")))
         return [Message("assistant", reasoning=text)] if text else []  # OpenAI encrypts reasoning
     if kind.endswith("_output"):
-        return [_result_message(item, item.get("call_id"), item.get("output", item.get("tools")))]
-    if kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
+        result = item.get("output", item.get("tools"))
+        return [_result_message(item, item.get("call_id"), result)]
+    is_call = kind.endswith("_call")
+    is_call_of_client = kind == "function_call" or (is_call and item.get("call_id"))
+    if is_call_of_client:
         return [Message("assistant", calls=(_openai_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
     has_output = "output" in item or output
-    if kind.endswith("_call") and has_output:
+    if is_call and has_output:
         # Items of built-in tools contain both the call and its result.
         call_message = Message("assistant", calls=(_openai_call(item),))
         return [call_message, _result_message(item, item.get("id"), output)]

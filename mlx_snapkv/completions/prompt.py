@@ -41,7 +41,7 @@ class ToolOffer(NamedTuple):
     """A body's tools and tool choice, without built-in services.
 
     Attributes:
-        tools: the tools for the chat template, or None if there are none.
+        tools: the tools for the chat template. None if no tool may be called.
         choice: the body's tool choice, or None if it has none or it was dropped.
         notes: sentences about ignored tools and choices.
     """

@@ -73,8 +73,8 @@ def _search_end(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
-    numbers = itertools.count()
-    paths = [_Path(0, next(numbers), matcher.deep_copy(), [])]  # a heap, shortest first
+    path_numbers = itertools.count()
+    paths = [_Path(0, next(path_numbers), matcher.deep_copy(), [])]  # a heap, shortest first
     n_steps = 0
     # Limit the number of paths. If each position has one choice, there is one path, as long as the end.
     max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
@@ -91,9 +91,12 @@ def _search_end(
             continue
         if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, path)
-        has_many_choices = len(next_tokens) > MAX_CHOICES
-        for token in next_tokens[: 1 if has_many_choices else max_choices]:
-            branch = _Path(path.length, next(numbers), path.matcher.deep_copy(), [*path.tokens])
+        has_too_many = len(next_tokens) > MAX_CHOICES
+        choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
+        for token in choices:
+            branch = _Path(
+                path.length, next(path_numbers), path.matcher.deep_copy(), [*path.tokens]
+            )
             if branch.append([token]):
                 heapq.heappush(paths, branch)
     return None
@@ -107,24 +110,40 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
     Raises: FreeText: the path is inside reasoning.
     """
     while not path.matcher.is_accepting():
-        tokens = path.matcher.compute_ff_tokens()  # tokens that the grammar forces
+        forced_tokens = path.matcher.compute_ff_tokens()
+        tokens = forced_tokens or _closing_token(path, tokenizer)
         if not tokens:
-            bits = path.matcher.compute_bitmask()
-            in_string = is_in_string(bits, tokenizer)
-            if in_string and path.was_in_string:
-                raise FreeText  # the last quote did not end the string
-            path.was_in_string = in_string
-            closers = QUOTE if in_string else CLOSERS
-            tokens = _allowed_character_tokens(bits, closers, tokenizer)[:1]
-        if not tokens:
-            next_tokens = _allowed_character_tokens(bits, CONTINUATIONS, tokenizer)
-            # Otherwise use any allowed token, such as the rest of a character.
-            any_token = int(allowed_tokens(path.matcher, tokenizer.vocab_size).argmax())
-            return next_tokens or [any_token]
+            return _continuations(path.matcher, tokenizer)
         is_too_long = path.length + len(tokens) > max_length
         if is_too_long or not path.append(tokens):
             return None
     return []
+
+
+def _closing_token(path: _Path, tokenizer: LLTokenizer) -> list[int]:
+    """Return the first closer that the grammar allows, or within a string a quote, as a list of at most one token.
+
+    Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
+    """
+    bits = path.matcher.compute_bitmask()
+    in_string = is_in_string(bits, tokenizer)
+    if in_string and path.was_in_string:
+        raise FreeText
+    path.was_in_string = in_string
+    closers = QUOTE if in_string else CLOSERS
+    return _allowed_character_tokens(bits, closers, tokenizer)[:1]
+
+
+def _continuations(matcher: LLMatcher, tokenizer: LLTokenizer) -> list[int]:
+    """Return allowed tokens that may continue a value or a name, or else any allowed token.
+
+    In the middle of a character, only tokens with the rest of the character are allowed.
+    """
+    tokens = _allowed_character_tokens(matcher.compute_bitmask(), CONTINUATIONS, tokenizer)
+    if tokens:
+        return tokens
+    first_allowed = int(allowed_tokens(matcher, tokenizer.vocab_size).argmax())
+    return [first_allowed]
 
 
 def _allowed_character_tokens(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
