@@ -21,12 +21,17 @@ from .formatter import ResponseFormatter
 from .log import log
 from .metrics import Metrics
 
-# Response headers with the request id, for OpenAI's and Anthropic's clients.
-REQUEST_ID_HEADERS = "x-request-id", "request-id"
+# Response headers with the request id.
+OPENAI_ID_HEADER = "x-request-id"
+ANTHROPIC_ID_HEADER = "request-id"
 LOCAL = ("localhost", "127.0.0.1", "::1")
 UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
 # Paths that need no key, because watchdogs and browsers send none.
 PUBLIC = ("/health", "/")
+ORIGIN = re.compile("[^/A-Z]+://[^/A-Z]+|null")  # pages opened from files have the origin "null"
+HOST = re.compile(
+    r"[^\s/:]+|\[[^\s/]+\]"
+)  # a name, an IPv4 address, or an IPv6 address in brackets
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,13 @@ class Settings:
                 "127.0.0.1"
             )
         for origin in self.origins:
-            # Pages opened from files have the origin "null".
-            if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):
+            if not ORIGIN.fullmatch(origin):
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
                     f"http://localhost:3000, got {origin!r}"
                 )
-
         for host in self.hosts:
-            if not re.fullmatch(r"[^\s/:]+|\[[^\s/]+\]", host):
+            if not HOST.fullmatch(host):
                 raise SnapKVError(
                     f"--allow-host must be a name without scheme and port, such as host.docker.internal, got {host!r}"
                 )
@@ -85,12 +88,16 @@ class Settings:
         Such lines change with every request, so the prefix cache would never match the text after them. Case is
         ignored.
         """
-        names = "|".join(map(re.escape, self.volatile_headers))
-        if names and isinstance(body, ChatBody) and body.messages[0].role == "system":
-            system = body.messages[0]
-            first_lines = rf"\A(\s*({names})[^\S\n]*:.*\n*)+"
-            text = re.sub(first_lines, "", system.text, flags=re.IGNORECASE)
-            body.messages[0] = replace(system, text=text)
+        any_name = "|".join(map(re.escape, self.volatile_headers))
+        if not any_name or not isinstance(body, ChatBody):
+            return
+        first_message = body.messages[0]
+        if first_message.role != "system":
+            return
+        volatile_line = rf"\s*(?:{any_name})[^\S\n]*:.*\n*"
+        first_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
+        text = first_lines.sub("", first_message.text)
+        body.messages[0] = replace(first_message, text=text)
 
 
 class AllowedOrigins(CORSMiddleware):
@@ -116,8 +123,8 @@ class Gate:
         self._app = app
         self._settings = settings
         self._metrics = metrics
-        own_hosts = (settings.host, *settings.hosts)
-        self._hosts = {*LOCAL, *(_host_name(host) for host in own_hosts)}
+        hosts_of_settings = (settings.host, *settings.hosts)
+        self._server_names = {*LOCAL, *map(_host_name, hosts_of_settings)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check an HTTP request, pass it to the application, and count the response."""
@@ -125,42 +132,53 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope = _normalize(scope)
-        status = 0  # 0 until the response starts
-        since = time.monotonic()
         request_id = f"req_{secrets.token_hex(12)}"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        arrival = time.monotonic()
+        status = 0  # 0 until the response starts
 
-        async def send_and_note_status(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = REQUEST_ID_HEADERS[_is_anthropic(scope)]
-                MutableHeaders(scope=message)[name] = request_id
+                header = ANTHROPIC_ID_HEADER if _is_anthropic(scope) else OPENAI_ID_HEADER
+                MutableHeaders(scope=message)[header] = request_id
             await send(message)
 
         try:
             headers = MutableHeaders(scope=scope)
-            if self._settings.api_key is None:
-                self._require_own_host(headers)
-            elif scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
-                _require_key(headers, self._settings.api_key)
+            self._require_access(scope, headers)
             headers["content-type"] = "application/json"  # curl -d declares the body to be a form
             encoding = headers.get("content-encoding", "")
-            await self._app(
-                scope,
-                limit_body(receive, self._settings.body_bytes, encoding),
-                send_and_note_status,
-            )
+            receive_limited = limit_body(receive, self._settings.body_bytes, encoding)
+            await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
-            if status:  # too late for an error response; the connection is closed
+            has_started = status != 0
+            if has_started:  # too late for an error response; the connection is closed
                 raise
-            await error_response(scope, error)(scope, receive, send_and_note_status)
+            await error_response(scope, error)(scope, receive, send_with_id)
+        self._count_and_log(scope, status, seconds=time.monotonic() - arrival)
+
+    def _require_access(self, scope: Scope, headers: Headers) -> None:
+        """Check the key if the server has one, and otherwise the host and the origin.
+
+        Raises: ApiError: the request is not allowed.
+        """
+        key = self._settings.api_key
+        needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"
+        if key is None:
+            self._require_own_host(headers)
+        elif needs_key:
+            _require_key(headers, key)
+
+    def _count_and_log(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a response in the metrics, and log it if the request used an API."""
         # Label by route, not by path: labels are never freed, and clients can invent any number of paths.
-        path = getattr(scope.get("route"), "path", "other")
-        self._metrics.responses.labels(path, str(status)).inc()
-        if path.startswith("/v1/"):
-            seconds = time.monotonic() - since
-            log.info("%s %s %d %.1f s %s", scope["method"], path, status, seconds, request_id)
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.responses.labels(route, str(status)).inc()
+        if route.startswith("/v1/"):
+            request_id = scope["state"]["request_id"]
+            log.info("%s %s %d %.1f s %s", scope["method"], route, status, seconds, request_id)
 
     def _require_own_host(self, headers: Headers) -> None:
         """Check that a request does not come from another website's page.
@@ -171,7 +189,7 @@ class Gate:
         """
         host = headers.get("host", "")
         origin = headers.get("origin")
-        if _host_name(host) not in self._hosts:
+        if _host_name(host) not in self._server_names:
             raise ApiError(
                 403,
                 f"the Host header names {host[:80]!r}, which is not this server: if it is, start it with "
@@ -180,7 +198,7 @@ class Gate:
         if origin is None or origin in self._settings.origins:
             return
         _, _, origin_host = origin.partition("://")
-        if _host_name(origin_host) not in self._hosts:
+        if _host_name(origin_host) not in self._server_names:
             advice = "start the server with --allow-origin"
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
@@ -194,8 +212,8 @@ def _normalize(scope: Scope) -> Scope:
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
     path = re.sub("^(/v1)+(?=/v1/)", "", path)
-    first_name, _, _ = path.removeprefix("/").partition("/")
-    if first_name in UNDER_V1:
+    first_folder, _, _ = path.removeprefix("/").partition("/")
+    if first_folder in UNDER_V1:
         path = f"/v1{path}"
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "path": path, "method": method}
@@ -221,13 +239,15 @@ def _require_key(headers: Headers, key: str) -> None:
     Raises: ApiError: the key is missing or wrong.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    sent = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    if not secrets.compare_digest(sent.encode(), key.encode()):
+    is_bearer = scheme.lower() == "bearer"
+    client_key = token.strip() if is_bearer else headers.get("x-api-key", "")
+    if not secrets.compare_digest(client_key.encode(), key.encode()):
         why = "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'"
         raise ApiError(401, why, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _is_local(host: str) -> bool:
+    """Return whether a host is this machine's name for itself, or a loopback address."""
     try:
         return host in LOCAL or ip_address(host).is_loopback
     except ValueError:
@@ -237,7 +257,8 @@ def _is_local(host: str) -> bool:
 def _host_name(host: str) -> str:
     """Return a host in lower case, without its port and without the brackets of IPv6 addresses."""
     host = host.lower()
-    if host.startswith("["):
+    is_ipv6 = host.startswith("[")
+    if is_ipv6:
         return host[1 : host.find("]")]
     name, _, _ = host.partition(":")
     return name

@@ -53,15 +53,17 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        first, *_ = error.errors()
-        location_in_body = first["loc"][1:]  # FastAPI's location starts with "body"
-        return ApiError(400, describe_error(first | {"loc": location_in_body}, error.body))
+        first_error, *_ = error.errors()
+        _, *location_in_body = first_error["loc"]  # FastAPI's location starts with "body"
+        sentence = describe_error(first_error | {"loc": location_in_body}, error.body)
+        return ApiError(400, sentence)
     if isinstance(error, HTTPException):
         cause = error.__cause__
         if cause is None:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         # FastAPI could not read the body.
-        if type(cause) is ValueError:  # Python limits the number of digits in an integer
+        has_long_integer = type(cause) is ValueError  # Python limits the number of digits
+        if has_long_integer:
             return ApiError(400, "the body has a number of too many digits")
         return as_api_error(cause, request_id)
     if isinstance(error, ClientDisconnect):

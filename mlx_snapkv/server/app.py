@@ -17,7 +17,7 @@ from .._version import __version__
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from ..paths import reason
-from .access import REQUEST_ID_HEADERS, AllowedOrigins, Gate, Settings
+from .access import ANTHROPIC_ID_HEADER, OPENAI_ID_HEADER, AllowedOrigins, Gate, Settings
 from .anthropic.messages import router as anthropic
 from .changing_lines import ChangingLines
 from .engine import Engine
@@ -40,10 +40,10 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.changing_lines = ChangingLines()
     app.state.created = int(time.time())  # when the server started, in Unix seconds
-    for each in (openai, responses, anthropic, models, router):
-        app.include_router(each)
-    app.add_exception_handler(HTTPException, _raise)
-    app.add_exception_handler(RequestValidationError, _raise)
+    for api_router in (openai, responses, anthropic, models, router):
+        app.include_router(api_router)
+    app.add_exception_handler(HTTPException, _reraise)
+    app.add_exception_handler(RequestValidationError, _reraise)
     app.add_middleware(Gate, settings=settings, metrics=engine.metrics)
     if settings.origins:
         app.add_middleware(
@@ -52,7 +52,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,  # even for pages from the public internet
-            expose_headers=REQUEST_ID_HEADERS,
+            expose_headers=(OPENAI_ID_HEADER, ANTHROPIC_ID_HEADER),
         )
     return app
 
@@ -85,7 +85,7 @@ async def page() -> Response:
     return Response(html, media_type="text/html", headers=headers)
 
 
-async def _raise(request: Request, error: Exception) -> Response:
+async def _reraise(request: Request, error: Exception) -> Response:
     """Re-raise an error, so that `Gate` formats it instead of FastAPI's handler."""
     raise error
 
@@ -129,13 +129,13 @@ def bind_socket(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: OnStart) -> None:
+def serve(engine: Engine, settings: Settings, listener: socket.socket, on_start: OnStart) -> None:
     """Serve until a signal arrives or the uvicorn server's `should_exit` is set.
 
     Args:
         engine: the engine that answers requests.
         settings: address and access control.
-        place: the bound socket.
+        listener: the bound socket.
         on_start: called with the uvicorn server once it accepts requests.
     """
     config = uvicorn.Config(
@@ -148,6 +148,6 @@ def serve(engine: Engine, settings: Settings, place: socket.socket, on_start: On
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn re-raises it after shutdown
-            _Server(config, engine, on_start).run(sockets=[place])
+            _Server(config, engine, on_start).run(sockets=[listener])
     finally:
         engine.stop()

@@ -5,7 +5,6 @@ The prefix cache can reuse only the text before such a line. Everything after it
 
 import re
 from collections import deque
-from operator import ne
 
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
@@ -31,24 +30,25 @@ class ChangingLines:
         text = "\n".join(message.text for message in body.messages if message.role == "system")
         if text in self._prompts:
             return
-        for earlier in self._prompts:
-            self._warn(earlier.splitlines(), text.splitlines())
+        for earlier_text in self._prompts:
+            self._warn_of_change(earlier_text.splitlines(), text.splitlines())
         self._prompts.append(text)
 
-    def _warn(self, before: list[str], now: list[str]) -> None:
+    def _warn_of_change(self, before: list[str], now: list[str]) -> None:
         """Log a warning if two system prompts, as lists of lines, differ in only a few lines."""
         index = _first_changed_line(before, now)
         if index is None:
             return
-        old, new = before[index], now[index]
+        old_line, new_line = before[index], now[index]
         advice = "have the client put it into its last message"
-        header = re.match(r"\s*([\w-]+)\s*:", new)
+        header = re.match(r"\s*(?P<name>[\w-]+)\s*:", new_line)  # such as "Date: ..."
         if index == 0 and header:  # only leading lines can be removed
-            advice += f", or drop it with --volatile-header {header[1]}"
+            advice += f", or drop it with --volatile-header {header['name']}"
         self._logged_once.warn(
             f"line {index + 1} of the system prompt changes between requests, from "
-            f"{old[:MAX_LINE_LENGTH]!r} to {new[:MAX_LINE_LENGTH]!r}, and all behind it is read again: {advice}",
-            kind=new,
+            f"{old_line[:MAX_LINE_LENGTH]!r} to {new_line[:MAX_LINE_LENGTH]!r}, and all behind it is read again: "
+            f"{advice}",
+            kind=new_line,
         )
 
 
@@ -59,9 +59,10 @@ def _first_changed_line(before: list[str], now: list[str]) -> int | None:
     """
     if len(before) != len(now):
         return None
-    changed = [index for index, differ in enumerate(map(ne, before, now)) if differ]
-    if not 0 < len(changed) <= MAX_CHANGED_LINES:
+    changed_indices = [index for index in range(len(now)) if before[index] != now[index]]
+    has_few_changes = 0 < len(changed_indices) <= MAX_CHANGED_LINES
+    if not has_few_changes:
         return None
-    first = changed[0]
-    n_reread = sum(len(line) for line in now[first + 1 :])
-    return first if n_reread >= MIN_REREAD else None
+    first = changed_indices[0]
+    n_reread_characters = sum(len(line) for line in now[first + 1 :])
+    return first if n_reread_characters >= MIN_REREAD else None

@@ -49,7 +49,8 @@ def tag_by_type(*types: str | None) -> Discriminator:
 
     def tag(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return "own" if kind in types or not isinstance(kind, str) else "foreign"
+        is_own = kind in types or not isinstance(kind, str)
+        return "own" if is_own else "foreign"
 
     return Discriminator(tag)
 
@@ -65,8 +66,9 @@ NoneAsEmpty = BeforeValidator(lambda value: [] if value is None else value)
 
 def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return a tool in the chat completion format, with its name, description (if any) and `parameters`."""
-    about = tool.model_dump(include={"name", "description"}, exclude_none=True)
-    return {"type": "function", "function": {**about, "parameters": parameters or {}}}
+    function = tool.model_dump(include={"name", "description"}, exclude_none=True)
+    function["parameters"] = parameters or {}
+    return {"type": "function", "function": function}
 
 
 def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: Any) -> ChatBody:
@@ -80,8 +82,11 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
 
     Raises: SnapKVError: the request can't be answered.
     """
-    extra = {name: value for name, value in (body.model_extra or {}).items() if name != "n"}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    unknown_fields = {
+        name: value for name, value in (body.model_extra or {}).items() if name != "n"
+    }
+    known_fields = {name: value for name, value in fields.items() if value is not None}
     return validate_body(
-        ChatBody, {**extra, "messages": messages, "tools": tools or None, **fields}
+        ChatBody,
+        {**unknown_fields, "messages": messages, "tools": tools or None, **known_fields},
     )

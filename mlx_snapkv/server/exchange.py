@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5  # seconds between checks for a lost client or engine
 async def respond(
     request: Request,
     body: Any,
-    chats: Sequence[Body],
+    answer_bodies: Sequence[Body],
     new_formatter: Callable[[str], ResponseFormatter],
 ) -> Response:
     """Return the response to a request, as JSON or, if the body sets `stream`, as server-sent events.
@@ -31,33 +31,34 @@ async def respond(
     Args:
         request: the HTTP request. Its application's state has the engine.
         body: the client's body.
-        chats: one completion body per answer.
+        answer_bodies: one completion body per answer.
         new_formatter: creates the formatter for a model name.
 
     Raises: ApiError: a request failed before the response started.
     """
     state = request.app.state
+    n_answers = len(answer_bodies)
     max_answers = state.engine.max_requests
-    if len(chats) > max_answers:
+    if n_answers > max_answers:
         raise ApiError(
-            400, f"{len(chats)} answers at once are more than {max_answers}: ask for fewer"
+            400, f"{n_answers} answers at once are more than {max_answers}: ask for fewer"
         )
-    for chat in chats:
-        state.settings.drop_volatile_lines(chat)
-        state.changing_lines.compare(chat)
-    events = _events(request, chats)
+    for answer_body in answer_bodies:
+        state.settings.drop_volatile_lines(answer_body)
+        state.changing_lines.compare(answer_body)
+    events = _events(request, answer_bodies)
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    # Encode early, because text that can't be encoded is the client's mistake.
     first_chunks: list[bytes] = []
     n_accepted = 0
     async for index, event in events:
+        # Encode early, because text that can't be encoded is the client's mistake.
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
         # An error can have its own HTTP status only until the stream starts. The stream starts when all requests have
         # started, or when all are accepted but some have to wait.
-        all_started = len(formatter.started) == len(chats)
-        some_wait = event is None and n_accepted == len(chats)
+        all_started = len(formatter.started) == n_answers
+        some_wait = event is None and n_accepted == n_answers
         if body.stream and (all_started or some_wait):
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             stream = _stream(first_chunks, events, formatter, request.state.request_id)
@@ -82,23 +83,22 @@ async def _events(
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
-    received = time.monotonic()
-    last_check = received
+    arrival = last_check = time.monotonic()
     n_unfinished = len(bodies)
     with contextlib.ExitStack() as stack:
-        requests = [
-            EngineRequest(body, partial(put, i), request.state.request_id)
-            for i, body in enumerate(bodies)
+        engine_requests = [
+            EngineRequest(body, partial(put, index), request.state.request_id)
+            for index, body in enumerate(bodies)
         ]
-        for each in requests:
-            stack.enter_context(engine.answering(each))
-        for each in requests:
-            await asyncio.to_thread(engine.submit, each)
+        for engine_request in engine_requests:
+            stack.enter_context(engine.answering(engine_request))
+        for engine_request in engine_requests:
+            await asyncio.to_thread(engine.submit, engine_request)
         while n_unfinished > 0:
             now = time.monotonic()
             if now > last_check + POLL_SECONDS:
                 last_check = now
-                await _require_ongoing(request, seconds=now - received)
+                await _require_ongoing(request, seconds=now - arrival)
             try:
                 index, event = await asyncio.wait_for(queue.get(), POLL_SECONDS)
             except asyncio.TimeoutError:
@@ -144,7 +144,8 @@ async def _stream(
     try:
         async for index, event in events:
             now = time.monotonic()
-            if event is None and now - last_sent < KEEP_ALIVE_SECONDS:
+            is_keep_alive_due = now - last_sent >= KEEP_ALIVE_SECONDS
+            if event is None and not is_keep_alive_due:
                 continue
             last_sent = now
             for text in formatter.handle(index, event):

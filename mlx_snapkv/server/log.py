@@ -23,12 +23,14 @@ class LoggedOnce:
 
     def __init__(self) -> None:
         """Start with nothing logged."""
-        self._kinds: set[str] = set()
+        self._logged_kinds: set[str] = set()
 
     def warn(self, sentence: str, kind: str | None = None) -> None:
         """Log a sentence unless one of the same kind has been logged. `kind` defaults to the sentence."""
-        text = sentence if kind is None else kind
-        key = re.sub(r"\d+", "0", text)[:KIND_LENGTH]
-        if key not in self._kinds and len(self._kinds) < MAX_KINDS:
-            self._kinds.add(key)
+        kind_text = sentence if kind is None else kind
+        without_numbers = re.sub(r"\d+", "0", kind_text)
+        short_kind = without_numbers[:KIND_LENGTH]
+        is_new = short_kind not in self._logged_kinds
+        if is_new and len(self._logged_kinds) < MAX_KINDS:
+            self._logged_kinds.add(short_kind)
             log.warning("%s", sentence)

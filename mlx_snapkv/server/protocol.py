@@ -29,13 +29,13 @@ class Protocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection open: a complete request is still waiting for its response."""
-        cycle = self.cycle
-        if cycle is None or cycle.more_body or cycle.response_complete:
+        exchange = self.cycle  # uvicorn's state of the current request and its response
+        if exchange is None or exchange.more_body or exchange.response_complete:
             return False
-        cycle.keep_alive = False
-        if not cycle.response_started:
+        exchange.keep_alive = False
+        if not exchange.response_started:
             probing: Any = ProbingTransport(self.transport, self.loop)
-            self.transport = cycle.transport = probing
+            self.transport = exchange.transport = probing
         return True
 
 
@@ -51,7 +51,7 @@ class ProbingTransport:
         self._transport = transport
         self._loop = loop
         self._n_sent = 0  # number of bytes of RESPONSE_START
-        self._seconds = PROBE_SECONDS
+        self._next_interval = PROBE_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._probe()
 
@@ -64,12 +64,14 @@ class ProbingTransport:
 
     def _probe(self) -> None:
         """Write the next byte, and schedule the one after it. The last byte is left to the response."""
-        if self._n_sent + 1 == len(RESPONSE_START) or self._transport.is_closing():
+        is_last_byte = self._n_sent + 1 == len(RESPONSE_START)
+        if is_last_byte or self._transport.is_closing():
             return
-        self._transport.write(RESPONSE_START[self._n_sent : self._n_sent + 1])
+        next_byte = RESPONSE_START[self._n_sent : self._n_sent + 1]
+        self._transport.write(next_byte)
         self._n_sent += 1
-        self._timer = self._loop.call_later(self._seconds, self._probe)
-        self._seconds *= 2
+        self._timer = self._loop.call_later(self._next_interval, self._probe)
+        self._next_interval *= 2
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute from the wrapped transport."""
