@@ -71,7 +71,7 @@ class Admission:
         self._limits = limits
         self._prefixes = prefixes
         self._open_requests = metrics.open_requests
-        self._places = threading.Semaphore(limits.concurrency + limits.queue)
+        self._free_places = threading.Semaphore(limits.concurrency + limits.queue)
         self._model = model
         self.context = limits.context or trained_length(model)
         self.bounds = Bounds(
@@ -86,12 +86,12 @@ class Admission:
             self._full_cache_memory = Memory(sizes, {}, limits.kv_bytes)
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    def reserve_place(self) -> Iterator[None]:
         """Reserve a place for a request during the `with` block. Can be called from any thread.
 
         Raises: ApiError: no place is free.
         """
-        if not self._places.acquire(blocking=False):
+        if not self._free_places.acquire(blocking=False):
             raise ApiError(
                 429,
                 f"{self._limits.queue} requests are already waiting: try again later",
@@ -102,9 +102,9 @@ class Admission:
             with self._open_requests.track_inprogress():
                 yield
         finally:
-            self._places.release()
+            self._free_places.release()
 
-    def require_short(self, n_prompt: int) -> None:
+    def require_short_prompt(self, n_prompt: int) -> None:
         """Check a prompt's length.
 
         Raises: ApiError: the prompt exceeds the limit.
@@ -122,15 +122,15 @@ class Admission:
         if self._memory is None or request.constraint is not None:
             return request
         n_prompt = len(request.prompt)
-        n_answer = self._memory_of(body).longest_answer(n_prompt, request.max_tokens)
+        n_answer = self._memory_for(body).longest_answer(n_prompt, request.max_tokens)
         return replace(request, max_tokens=n_answer)
 
-    def _memory_of(self, body: Body) -> Memory:
+    def _memory_for(self, body: Body) -> Memory:
         """Return the memory calculation for a body: with the full cache or with compression."""
         assert self._memory is not None
         return self._full_cache_memory if body.full_cache else self._memory
 
-    def need(self, body: Body, request: CompletionRequest) -> Need | None:
+    def memory_need(self, body: Body, request: CompletionRequest) -> Need | None:
         """Return the memory that a request needs, or None if memory is unlimited.
 
         Logs a warning if the prompt exceeds the model's trained length.
@@ -144,10 +144,10 @@ class Admission:
         if self._memory is None:
             return None
         n_answer = request.max_tokens
-        limit_of_body = body.max_completion_tokens or body.max_tokens
-        if limit_of_body in (None, NO_LIMIT):
+        client_max_tokens = body.max_completion_tokens or body.max_tokens
+        if client_max_tokens in (None, NO_LIMIT):
             n_answer = min(n_answer, RESERVED_ANSWER)
-        return self._memory_of(body).need(n_prompt, n_answer)
+        return self._memory_for(body).need(n_prompt, n_answer)
 
     def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
         """Return whether a request can start now. If so, shrink the prefix cache to make room for it.
@@ -160,10 +160,10 @@ class Admission:
         if len(running) >= self._limits.concurrency:
             return False
         if self._memory is not None and request.need is not None:
-            kv_bytes_together = self._memory.admit(request.need, running, kv_bytes)
-            if kv_bytes_together is None:
+            kv_bytes_with_request = self._memory.admit(request.need, running, kv_bytes)
+            if kv_bytes_with_request is None:
                 return False
-            self.trim_prefixes(kv_bytes_together)
+            self.trim_prefixes(kv_bytes_with_request)
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:

@@ -13,7 +13,7 @@ from ..completions.prompt import context_tokens
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
 from .prefix_cache import PrefixCache
-from .requests import EngineRequest, Loaded
+from .requests import EngineRequest, Loaded, StoredPrefix
 
 MIN_CHECKPOINT = 128  # minimum number of tokens for caches to be stored
 # Number of last prompt tokens in which a template may start reasoning, as in mlx-lm's server.
@@ -41,19 +41,19 @@ class Checkpoints:
         self._setting = config.setting
         compress = config.compress
         sparse = config.sparse
-        # Requests for the full cache must not use entries computed with sparse attention.
         self._reads_sparsely = sparse is not None and sparse.reads_sparsely
         self._keeps_all_entries = not config.evicts_in_blocks
         counts_attention = compress is not None and compress.decode_policy.accumulates_attention
-        can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model)) and not counts_attention
+        model_can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model))
+        can_trim = model_can_trim and not counts_attention
         # Caches that can't be trimmed can't be cut to a shorter prefix, so copies are made during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
         # Each request reads this many last tokens itself, so that its voting queries are its own.
-        self._n_last = 1
+        self._n_own_tokens = 1
         if sparse is not None:
-            self._n_last = N_VOTERS
+            self._n_own_tokens = N_VOTERS
         elif compress is not None and self._keeps_all_entries:
-            self._n_last = max(1, compress.decode_policy.obs_window)
+            self._n_own_tokens = max(1, compress.decode_policy.obs_window)
 
     def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits.
@@ -62,17 +62,21 @@ class Checkpoints:
             prompt: token ids of the whole prompt.
             full_cache: whether the request is answered from the full cache, whatever the setting.
         """
-        if full_cache and self._reads_sparsely:
+        if self._must_not_share(full_cache):
             return None, 0
         # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
-        return self._prefixes.fetch(prompt, self._n_last, exact=is_answered_exactly)
+        return self._prefixes.fetch(prompt, self._n_own_tokens, exact=is_answered_exactly)
+
+    def _must_not_share(self, full_cache: bool | None) -> bool:
+        """Return whether a request must not share caches: the entries of all others depend on sparse attention."""
+        return bool(full_cache) and self._reads_sparsely
 
     def drop(self, path: Path) -> None:
         """Drop caches whose entries are in the damaged file `path`."""
         self._prefixes.drop(path)
 
-    def positions(self, body: Body, prompt: list[int]) -> list[int]:
+    def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
 
         There are up to two checkpoints. One is at the end of the system messages, minus the tokens that each request
@@ -80,35 +84,37 @@ class Checkpoints:
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
-        if body.full_cache and self._reads_sparsely:
+        if self._must_not_share(body.full_cache):
             return []
-        system_end = self._system_end(body, prompt) - (self._n_last - 1)
-        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_last)
-        candidates = sorted({system_end, before_reasoning})
-        return [n for n in candidates if MIN_CHECKPOINT <= n < len(prompt)]
+        after_system = self._n_system_tokens(body, prompt) - (self._n_own_tokens - 1)
+        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_own_tokens)
+        lengths = sorted({after_system, before_reasoning})
+        return [length for length in lengths if MIN_CHECKPOINT <= length < len(prompt)]
 
     def insert_checkpoint(
-        self, request: EngineRequest, n: int, tokens: list[int], caches: list
+        self, request: EngineRequest, n_read: int, tokens: list[int], caches: list
     ) -> None:
-        """Store the caches of a request whose prefill has reached checkpoint `n`."""
+        """Store the caches of a request whose prefill has reached the checkpoint at `n_read` tokens."""
         self._prefixes.insert(tokens, caches)
-        if n == request.checkpoints[-1]:  # the last checkpoint replaces the whole prompt
-            request.kept_prefix = list(tokens), caches
+        *_, last_checkpoint = request.checkpoints
+        if n_read == last_checkpoint:  # it replaces the whole prompt
+            request.stored_prefix = StoredPrefix(list(tokens), caches)
 
-    def keeps_cancelled(self, request: EngineRequest) -> bool:
+    def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
-        return self._keeps_all_entries and not (request.body.full_cache and self._reads_sparsely)
+        return self._keeps_all_entries and not self._must_not_share(request.body.full_cache)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a cancelled request, unless they are very short or include voting tokens."""
         prompt = request.completion_request.prompt
-        if MIN_CHECKPOINT <= len(tokens) <= len(prompt) - self._n_last:
+        longest = len(prompt) - self._n_own_tokens
+        if MIN_CHECKPOINT <= len(tokens) <= longest:
             self._prefixes.insert(tokens, caches)
 
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a prompt, unless a checkpoint was stored."""
-        if request.kept_prefix is None:
-            request.kept_prefix = tokens, caches
+        if request.stored_prefix is None:
+            request.stored_prefix = StoredPrefix(tokens, caches)
             self._prefixes.insert(tokens, caches)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
@@ -116,32 +122,34 @@ class Checkpoints:
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
-        if request.body.full_cache and (self._reads_sparsely or not self._keeps_all_entries):
+        # The caches of all other requests are compressed, or computed with sparse attention.
+        others_differ = self._reads_sparsely or not self._keeps_all_entries
+        if request.body.full_cache and others_differ:
             return
         self.insert_prompt(request, tokens, caches)
         files = self._prefixes.files
-        if files is not None and request.kept_prefix is not None:
-            kept_tokens, kept_caches = request.kept_prefix
-            if kept_tokens:
-                files.write(kept_tokens, kept_caches)
+        stored_prefix = request.stored_prefix
+        if files is not None and stored_prefix is not None and stored_prefix.tokens:
+            files.write(stored_prefix.tokens, stored_prefix.caches)
 
-    def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
+    def _n_system_tokens(self, body: ChatBody, prompt: list[int]) -> int:
         """Return the number of prompt tokens in the system messages.
 
         These are the tokens that the prompt shares with a chat of the same system messages and an empty question.
         """
-        system = list(takewhile(lambda message: message.role == "system", body.messages))
-        if not system:
+        system_messages = list(takewhile(lambda message: message.role == "system", body.messages))
+        if not system_messages:
             return 0
-        other_chat = [*system, Message("user")]
+        other_chat = [*system_messages, Message("user")]
         other_tokens = context_tokens(body, self._tokenizer, other_chat)
         return common_prefix([other_tokens, prompt])
 
     def _reasoning_start(self, prompt: list[int]) -> int:
         """Return the position at which the template starts reasoning, or the last token's position if it doesn't."""
-        last = len(prompt) - 1
+        last_position = len(prompt) - 1
         if not self._tokenizer.has_thinking:
-            return last
+            return last_position
         earliest = len(prompt) - MAX_THINK_START
-        start = self._tokenizer.rfind_think_start(prompt, start=earliest)
-        return last if start < 0 else start
+        position = self._tokenizer.rfind_think_start(prompt, start=earliest)
+        is_found = position >= 0
+        return position if is_found else last_position

@@ -94,8 +94,8 @@ class Engine:
         self._defaults = defaults
         self._open_files = open_files
         self.loaded: Loaded
-        self._ready = Future[None]()  # done when loading has finished or failed
-        self._new: SimpleQueue[EngineRequest] = SimpleQueue()
+        self._model_loaded = Future[None]()  # done when loading has finished or failed
+        self._submitted: SimpleQueue[EngineRequest] = SimpleQueue()
         self._wake = threading.Event()
         # Hugging Face tokenizers fail if their settings change while another thread uses them.
         self._tokenizing = threading.Lock()
@@ -107,7 +107,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         try:
-            self._ready.result()
+            self._model_loaded.result()
         except BaseException:
             self.stop()
             raise
@@ -144,7 +144,7 @@ class Engine:
         Raises: ApiError: too many requests are waiting, or the server is shutting down.
         """
         self.require_alive()
-        with self._admission.place():
+        with self._admission.reserve_place():
             try:
                 yield
             finally:
@@ -161,12 +161,12 @@ class Engine:
         with self._tokenizing:
             prompt = tokenize(request.body, self.loaded.tokenizer, vocabulary_size)
         request.prompt = prompt
-        self._admission.require_short(len(prompt.tokens))
-        request.checkpoints = self._checkpoints.positions(request.body, prompt.tokens)
-        self._new.put(request)
+        self._admission.require_short_prompt(len(prompt.tokens))
+        request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
+        self._submitted.put(request)
         self._wake.set()
 
-    def count(self, body: ChatBody) -> int:
+    def count_tokens(self, body: ChatBody) -> int:
         """Return the length of a prompt in tokens."""
         self.require_alive()
         return len(tokenize(body, self.loaded.tokenizer).tokens)
@@ -187,19 +187,19 @@ class Engine:
         """Load the model, unblock `__init__`, and answer requests until `stop`."""
         try:
             self.loaded = self._load()
-            self._set_up()
+            self._create_parts()
         except BaseException as error:
-            self._ready.set_exception(error)
+            self._model_loaded.set_exception(error)
             return
-        self._ready.set_result(None)
+        self._model_loaded.set_result(None)
         while not self._ended:
             try:
-                self._round()
+                self._run_round()
             except Exception as error:
-                self._fail_all(error)
+                self._fail_running(error)
         self.batch.generator.close()
 
-    def _set_up(self) -> None:
+    def _create_parts(self) -> None:
         """Create the objects that depend on the model."""
         self._checkpoints = Checkpoints(self.prefixes, self.loaded, self.options)
         self._admission = Admission(
@@ -212,15 +212,16 @@ class Engine:
             max_requests=self._limits.concurrency,
             checkpoints=self._checkpoints,
             metrics=self.metrics,
-            on_pause=self._pause,
+            on_pause=self._interrupt_if_stopping,
         )
         self.batch = self._new_batch()
         self.prefixes.files = self._open_files(self.loaded)
 
-    def _round(self) -> None:
+    def _run_round(self) -> None:
         """Wait for a request, start waiting requests that may start, and run one step of the batch."""
-        if not (self.batch.running or self._waiting):
-            self._wait()
+        is_idle = not self.batch.running and not self._waiting
+        if is_idle:
+            self._wait_for_request()
         while (request := self._exchange_and_take_next()) is not None:
             if request.number not in self._cancelled:
                 self.batch.start(request)
@@ -232,7 +233,7 @@ class Engine:
         self.kv_bytes = self.batch.generator.prompt_cache_nbytes
         self._admission.trim_prefixes(self.kv_bytes)
 
-    def _wait(self) -> None:
+    def _wait_for_request(self) -> None:
         """Wait for a new request or for `stop`.
 
         With several Macs, all ranks pause briefly between exchanges. A rank that blocks in the collective operation
@@ -240,9 +241,10 @@ class Engine:
         """
         if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
-        else:
-            self._wake.wait(None if n_ranks() == 1 else EXCHANGE_SECONDS)
-            self._wake.clear()
+            return
+        timeout = None if n_ranks() == 1 else EXCHANGE_SECONDS
+        self._wake.wait(timeout)
+        self._wake.clear()
 
     def _exchange_and_take_next(self) -> EngineRequest | None:
         """Share rank 0's news with all ranks. Return the next request, or None if none may start yet."""
@@ -251,13 +253,13 @@ class Engine:
         self._ended = news.ends
         if rank() != 0:  # rank 0 has already done this
             for request in news.accepted:
-                self._prepare(request)
+                self._build_completion_request(request)
             self._waiting.extend(news.accepted)
         return self._waiting.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
         """Accept new requests, note cancelled ones, and make room for the next one. Called only on rank 0."""
-        accepted = list(self._accept_new())
+        accepted = list(self._accept_submitted())
         self._waiting.extend(accepted)
         unfinished = [*self.batch.running.values(), *self._waiting]
         self._cancelled = {request.number for request in unfinished if request.cancelled}
@@ -267,13 +269,13 @@ class Engine:
             accepted=accepted, cancelled=self._cancelled, starts_next=starts_next, ends=ends
         )
 
-    def _accept_new(self) -> Iterator[EngineRequest]:
+    def _accept_submitted(self) -> Iterator[EngineRequest]:
         """Yield submitted requests that can be answered, and fail all others."""
-        while not self._new.empty():
-            request = self._new.get()
+        while not self._submitted.empty():
+            request = self._submitted.get()
             try:
-                self._prepare(request)
-                request.need = self._admission.need(request.body, request.completion_request)
+                self._build_completion_request(request)
+                request.need = self._admission.memory_need(request.body, request.completion_request)
             except Exception as error:
                 request.fail(error)
             else:
@@ -282,12 +284,12 @@ class Engine:
                     self._logged_once.warn(f"a request: {warning}")
                 yield request
 
-    def _prepare(self, request: EngineRequest) -> None:
+    def _build_completion_request(self, request: EngineRequest) -> None:
         """Set a request's `completion_request`.
 
         Raises: SnapKVError: the request can't be answered as asked.
         """
-        prepared = completion_request(
+        unlimited = completion_request(
             request.body,
             self.loaded.tokenizer,
             self._defaults,
@@ -295,20 +297,20 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
-        request.completion_request = self._admission.limit_answer(request.body, prepared)
+        request.completion_request = self._admission.limit_answer(request.body, unlimited)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start. If so, make room for it in memory."""
         if not self._waiting:
             return False
-        request = self._waiting[0]
-        if request.number in self._cancelled:
+        first_waiting = self._waiting[0]
+        if first_waiting.number in self._cancelled:
             return True  # so that it leaves the queue
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes
-        return self._admission.admit(request, running, kv_bytes)
+        return self._admission.admit(first_waiting, running, kv_bytes)
 
-    def _pause(self, done: int, total: int) -> None:
+    def _interrupt_if_stopping(self, n_read: int, n_to_read: int) -> None:
         """Interrupt a prompt chunk if the server is stopping. The progress arguments are ignored.
 
         Raises: ApiError: the server is shutting down.
@@ -316,13 +318,14 @@ class Engine:
         if n_ranks() == 1:  # several ranks must finish the chunk together
             self.require_alive()
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_running(self, error: Exception) -> None:
         """End all running requests after a failed step, and create a new batch. With several Macs, exit the process."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
             # The other ranks are waiting for this one inside the model. `_exit` does not flush, so write to stderr
             # directly.
-            os.write(2, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
+            stderr = 2
+            os.write(stderr, f"mlx-snapkv: a step failed: {sentence(error)}\n".encode())
             os._exit(1)
         for request in self.batch.running.values():
             request.fail(error)

@@ -14,8 +14,9 @@ from .requests import Event, Finished, PromptProgress, Started
 
 def server_sent_event(data: Any, name: str | None = None) -> str:
     """Format `data` as a server-sent event with a JSON payload."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    name_line = "" if name is None else f"event: {name}\n"
+    payload = json.dumps(data, ensure_ascii=False)
+    return f"{name_line}data: {payload}\n\n"
 
 
 class ResponseFormatter(ABC):
@@ -42,8 +43,9 @@ class ResponseFormatter(ABC):
             self.started[index] = event
         elif isinstance(event, Finished):
             self.finished[index] = event
-        # Some APIs forbid a keep-alive as the first event, but a comment may be sent at any time.
-        if event is None and not self.started:
+        is_waiting_to_start = event is None and not self.started
+        if is_waiting_to_start:
+            # Some APIs forbid a keep-alive as the first event, but a comment may be sent at any time.
             yield ": waiting\n\n"
         else:
             yield from self.stream(index, event)
@@ -57,7 +59,7 @@ class ResponseFormatter(ABC):
     @property
     def n_generated(self) -> int:
         """Return the total number of answer tokens."""
-        return sum(end.answer.n_tokens for end in self.finished.values())
+        return sum(finished.answer.n_tokens for finished in self.finished.values())
 
     @abstractmethod
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
@@ -115,7 +117,7 @@ class BlockFormatter(ResponseFormatter):
         """Start with no blocks."""
         super().__init__()
         self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self._open_block: Block | None = None
 
     @property
     @abstractmethod
@@ -146,41 +148,43 @@ class BlockFormatter(ResponseFormatter):
             yield self.keep_alive
         elif isinstance(event, Reply):
             for call in event.calls:  # each call is a complete block
-                yield from self._close()
-                yield from self._add("call", call["function"]["arguments"], call)
-                yield from self._close()
-            yield from self._add("reasoning", event.reasoning)
-            yield from self._add("text", event.text)
+                yield from self._close_block()
+                yield from self._add_to_block("call", call["function"]["arguments"], call)
+                yield from self._close_block()
+            yield from self._add_to_block("reasoning", event.reasoning)
+            yield from self._add_to_block("text", event.text)
         elif isinstance(event, Finished):
-            yield from self._close()
+            yield from self._close_block()
 
-    def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
+    def _add_to_block(
+        self, kind: Kind, text: str, call: dict[str, Any] | None = None
+    ) -> Iterator[str]:
         """Add text to the open block, or to a new one if the open block has another kind.
 
         A block is sent once it has a visible character, including any whitespace before it.
         """
         if not text:
             return
-        if self._open is None or self._open.kind != kind:
-            yield from self._close()
-            self._open = Block(kind, call)
-        block = self._open
-        if block.index is None:
-            unsent = block.text + text
-            if not unsent.strip():
-                block.text = unsent
+        if self._open_block is None or self._open_block.kind != kind:
+            yield from self._close_block()
+            self._open_block = Block(kind, call)
+        block = self._open_block
+        is_unsent = block.index is None
+        if is_unsent:
+            text = block.text + text
+            if not text.strip():
+                block.text = text
                 return
             block.text = ""
             block.index = len(self.blocks)
             self.blocks.append(block)
             yield from self.block_start(block)
-            text = unsent
         block.text += text
         yield from self.block_delta(block, text)
 
-    def _close(self) -> Iterator[str]:
+    def _close_block(self) -> Iterator[str]:
         """Close the open block. A block of only whitespace is dropped."""
-        block = self._open
-        self._open = None
+        block = self._open_block
+        self._open_block = None
         if block is not None and block.index is not None:
             yield from self.block_stop(block)

@@ -29,9 +29,9 @@ class Prefix:
 
     def n_shared(self, ids: np.ndarray) -> int:
         """Return the length of the common prefix with `ids`."""
-        n = min(len(ids), len(self.ids))
-        is_same = ids[:n] == self.ids[:n]
-        # `argmin` finds the first False. One is appended in case all `n` are equal.
+        n_compared = min(len(ids), len(self.ids))
+        is_same = ids[:n_compared] == self.ids[:n_compared]
+        # `argmin` finds the first False. One is appended in case all are equal.
         return int(np.argmin(np.append(is_same, False)))
 
     def n_usable(self, ids: np.ndarray) -> int:
@@ -39,14 +39,17 @@ class Prefix:
 
         Caches that can't be trimmed are usable only for prompts that start with the whole prefix.
         """
-        n = self.n_shared(ids)
-        return n if self.is_trimmable or n == len(self.ids) else 0
+        n_shared = self.n_shared(ids)
+        shares_whole_prefix = n_shared == len(self.ids)
+        return n_shared if self.is_trimmable or shares_whole_prefix else 0
 
     def covers(self, other: Prefix) -> bool:
         """Return whether these caches can replace those of `other`, if up to 1/16 of its tokens are read again."""
-        n = len(other.ids)
-        both_trimmable = self.is_trimmable and other.is_trimmable
-        return both_trimmable and self.n_shared(other.ids) >= n - n // MAX_REREAD_SHARE
+        if not (self.is_trimmable and other.is_trimmable):
+            return False
+        n_other = len(other.ids)
+        n_reread = n_other - self.n_shared(other.ids)
+        return n_reread <= n_other // MAX_REREAD_SHARE
 
 
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:

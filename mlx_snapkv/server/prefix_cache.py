@@ -54,9 +54,9 @@ class PrefixCache:
 
         Returns: `(None, 0)` if no prefix fits.
         """
-        in_files = [] if self.files is None else self.files.prefixes
-        prompt_ids = as_ids(tokens[:-n_last])
-        n_served, prefix = longest_prefix([*self._prefixes, *in_files], prompt_ids)
+        prefixes_in_files = [] if self.files is None else self.files.prefixes
+        ids_to_serve = as_ids(tokens[:-n_last])
+        n_served, prefix = longest_prefix([*self._prefixes, *prefixes_in_files], ids_to_serve)
         if prefix is None:
             return None, 0
         caches = prefix.caches
@@ -65,16 +65,16 @@ class PrefixCache:
             if caches_in_file is None:  # the file is unusable, and `read` has dropped it
                 return self.fetch(tokens, n_last, exact)
             caches = caches_in_file
-            self._insert(prefix.ids, caches)
-        # Entries after this position depend on what sparse attention has chosen.
+            self._insert_if_fits(prefix.ids, caches)
+        # Entries after this position depend on what sparse attention has chosen. None if there are no such entries.
         n_exact = first_sparse_position(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             if n_exact == 0 or not prefix.is_trimmable:
                 return None, 0
             n_served = n_exact
-        copied = copy.deepcopy(caches)
-        trim_prompt_cache(copied, len(prefix.ids) - n_served)
-        return copied, n_served
+        caches_of_request = copy.deepcopy(caches)
+        trim_prompt_cache(caches_of_request, len(prefix.ids) - n_served)
+        return caches_of_request, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Store caches that have read `tokens`. Log a warning if they exceed the limit on their own."""
@@ -82,30 +82,32 @@ class PrefixCache:
             return
         # An unevaluated array keeps its inputs alive, which belong to a whole batch.
         mx.eval([cache.state for cache in caches])
-        is_kept = self._insert(as_ids(tokens), caches)
-        if not is_kept:
-            size = format_bytes(_n_bytes(caches))
+        fits = self._insert_if_fits(as_ids(tokens), caches)
+        if not fits:
+            size = format_bytes(_size_in_bytes(caches))
             limit = format_bytes(self.max_bytes)
             why = f"they take {size}, and --prefix-bytes is {limit}"
             log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
-    def _insert(self, ids: np.ndarray, caches: list) -> bool:
+    def _insert_if_fits(self, ids: np.ndarray, caches: list) -> bool:
         """Store caches, drop prefixes that they replace, and evict others until the limit is met.
 
         Returns: False if the caches exceed the limit on their own. Nothing is changed then.
         """
-        if _n_bytes(caches) > self.max_bytes:
+        if _size_in_bytes(caches) > self.max_bytes:
             return False
         new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
         # A prefix is replaced if the new caches provide all of its tokens.
-        not_replaced = [p for p in self._prefixes if new.n_usable(p.ids) < len(p.ids)]
-        self._set_prefixes(_evict([*not_replaced, new], self.max_bytes, _n_bytes))
+        not_replaced = [
+            prefix for prefix in self._prefixes if new.n_usable(prefix.ids) < len(prefix.ids)
+        ]
+        self._set_prefixes(_evict([*not_replaced, new], self.max_bytes, _size_in_bytes))
         return True
 
-    def trim_to(self, n_bytes: int) -> None:
-        """Evict prefixes until the rest take at most `n_bytes` of memory."""
-        if self.nbytes > n_bytes:
-            self._set_prefixes(_evict(self._prefixes, n_bytes, memory_bytes))
+    def trim_to(self, max_bytes: int) -> None:
+        """Evict prefixes until the rest take at most `max_bytes` of memory."""
+        if self.nbytes > max_bytes:
+            self._set_prefixes(_evict(self._prefixes, max_bytes, memory_bytes))
 
     def drop(self, path: Path) -> None:
         """Drop caches whose entries are in the damaged file `path`, both in memory and in `files`."""
@@ -113,32 +115,32 @@ class PrefixCache:
         def reads_path(prefix: Prefix) -> bool:
             return any(cache.store.reads(path) for cache in books(prefix.caches))
 
-        self._set_prefixes([p for p in self._prefixes if not reads_path(p)])
+        self._set_prefixes([prefix for prefix in self._prefixes if not reads_path(prefix)])
         if self.files is not None:
             self.files.drop(path)
 
     def _set_prefixes(self, prefixes: list[Prefix]) -> None:
         """Replace the list of prefixes, and update the sizes."""
         self._prefixes = prefixes
-        self.nbytes = sum(memory_bytes(p.caches) for p in prefixes)
-        self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
+        self.nbytes = sum(memory_bytes(prefix.caches) for prefix in prefixes)
+        self.file_nbytes = sum(file_bytes(prefix.caches) for prefix in prefixes)
 
 
-def _evict(prefixes: list[Prefix], limit: int, bytes_of: Callable[[list], int]) -> list[Prefix]:
+def _evict(prefixes: list[Prefix], max_bytes: int, bytes_of: Callable[[list], int]) -> list[Prefix]:
     """Evict covered prefixes, then the oldest, until the limit is met. Return the remaining ones.
 
     Args:
         prefixes: the prefixes, oldest first.
-        limit: maximum size of the remaining prefixes in bytes.
+        max_bytes: maximum size of the remaining prefixes in bytes.
         bytes_of: returns the size of a prefix's caches.
     """
-    kept = list(prefixes)
-    n_bytes = sum(bytes_of(p.caches) for p in kept)
-    while kept and n_bytes > limit:
-        evicted = _next_to_evict(kept)
-        kept.remove(evicted)
-        n_bytes -= bytes_of(evicted.caches)
-    return kept
+    remaining = list(prefixes)
+    remaining_bytes = sum(bytes_of(prefix.caches) for prefix in remaining)
+    while remaining and remaining_bytes > max_bytes:
+        evicted = _next_to_evict(remaining)
+        remaining.remove(evicted)
+        remaining_bytes -= bytes_of(evicted.caches)
+    return remaining
 
 
 def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
@@ -147,9 +149,10 @@ def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
     def is_covered(prefix: Prefix) -> bool:
         return any(other.covers(prefix) for other in prefixes if other is not prefix)
 
-    return next(filter(is_covered, prefixes), prefixes[0])
+    oldest = prefixes[0]
+    return next(filter(is_covered, prefixes), oldest)
 
 
-def _n_bytes(caches: list) -> int:
+def _size_in_bytes(caches: list) -> int:
     """Return the size of caches in memory and in temporary files."""
     return memory_bytes(caches) + file_bytes(caches)

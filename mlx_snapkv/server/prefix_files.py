@@ -22,7 +22,7 @@ from .prefix import Prefix, as_ids, longest_prefix
 
 NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED = 3600  # seconds since the last write after which unfinished files are removed
+ABANDONED_SECONDS = 3600  # seconds since the last write after which unfinished files are removed
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -68,12 +68,13 @@ class PrefixFiles:
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
-            prefix = self._prefix_in(path)
+            prefix = self._read_prefix(path)
             if prefix is not None:
                 self.prefixes.append(prefix)
-        book.remove_unfinished(folder, time.time() - ABANDONED)
+        oldest_in_use = time.time() - ABANDONED_SECONDS
+        book.remove_unfinished(folder, oldest_in_use)
 
-    def _prefix_in(self, path: Path) -> Prefix | None:
+    def _read_prefix(self, path: Path) -> Prefix | None:
         """Return a file's prefix without its caches, or None if the file is damaged or has another setting."""
         try:
             notes, tokens = notes_and_tokens(sealed.metadata(path))
@@ -92,7 +93,9 @@ class PrefixFiles:
         path = prefix.path
         try:
             prompt = saved.load(path, self._model, model_fingerprint=self._fingerprint)
-            if prompt.tokens != prefix.ids.tolist() or prompt.notes.get("setting") != self._setting:
+            has_same_tokens = prompt.tokens == prefix.ids.tolist()
+            has_same_setting = prompt.notes.get("setting") == self._setting
+            if not (has_same_tokens and has_same_setting):
                 raise SnapKVError(f"{path} now holds another prompt")
             os.utime(path)  # the least recently used files are removed first
         except (SnapKVError, OSError) as error:
@@ -119,7 +122,8 @@ class PrefixFiles:
         path = self._folder / f"{name}.safetensors"
         new = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)
         n_served, nearest = longest_prefix(self.prefixes, new.ids)
-        if nearest is not None and (n_served == len(tokens) or nearest.covers(new)):
+        serves_all_tokens = n_served == len(tokens)
+        if nearest is not None and (serves_all_tokens or nearest.covers(new)):
             return
         notes = {"setting": self._setting, "whole": new.is_trimmable}
         try:
@@ -143,16 +147,17 @@ class PrefixFiles:
 
     def _remove_oldest(self) -> None:
         """Remove the oldest prefixes in the folder until the rest fit the limit. The newest is always kept."""
-        files = []
+        uses = []  # (time of the last use, path, bytes) of each prefix
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server may have removed it
-                n_bytes = sum(part.stat().st_size for part in book.files_of(path))
-                files.append((path.stat().st_mtime_ns, path, n_bytes))
-        files.sort(reverse=True)  # newest first
+                n_bytes = sum(file.stat().st_size for file in book.files_of(path))
+                uses.append((path.stat().st_mtime_ns, path, n_bytes))
+        uses.sort(reverse=True)
         total_bytes = 0
-        for number, (_, path, n_bytes) in enumerate(files):
+        for number, (_, path, n_bytes) in enumerate(uses):
             total_bytes += n_bytes
-            if number > 0 and total_bytes > self._max_bytes:
+            is_newest = number == 0
+            if total_bytes > self._max_bytes and not is_newest:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

@@ -75,11 +75,11 @@ class TokenLogprob(NamedTuple):
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
         """Create the event from mlx-lm's response, with up to `n_top` most likely tokens."""
         logprobs = response.logprobs
-        top_ids: list[int] = []
-        if n_top:
-            likeliest = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
-            best_first = likeliest[mx.argsort(-logprobs[likeliest])]
-            top_ids = best_first.tolist()  # type: ignore[assignment]
+        top_ids: list[int] = []  # best first
+        if n_top > 0:
+            unsorted_ids = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
+            order = mx.argsort(-logprobs[unsorted_ids])
+            top_ids = unsorted_ids[order].tolist()  # type: ignore[assignment]
 
         def logprob(token_id: int) -> Logprob:
             return Logprob(
@@ -90,8 +90,8 @@ class TokenLogprob(NamedTuple):
 
         top = [logprob(token_id) for token_id in top_ids]
         # Tokens that a constraint forbids have a log-probability of -inf.
-        possible = [each for each in top if each.logprob > -math.inf]
-        return cls(sampled=logprob(response.token), top=possible)
+        allowed = [entry for entry in top if entry.logprob > -math.inf]
+        return cls(sampled=logprob(response.token), top=allowed)
 
 
 class Finished(NamedTuple):
@@ -102,6 +102,13 @@ class Finished(NamedTuple):
 
 
 Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | Exception
+
+
+class StoredPrefix(NamedTuple):
+    """Tokens that a request has read, and the caches that have read them."""
+
+    tokens: list[int]
+    caches: list[Any]
 
 
 @dataclass(eq=False)
@@ -120,7 +127,7 @@ class EngineRequest:
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far. None until the request starts.
         report: the compression report. None until the prompt has been read.
-        kept_prefix: tokens and caches that this request stored in the prefix cache. None until then.
+        stored_prefix: what this request stored in the prefix cache. None until then.
     """
 
     body: Body
@@ -136,7 +143,7 @@ class EngineRequest:
     checkpoints: list[int] = field(default_factory=list)
     answer: Completion | None = None
     report: CompressionReport | None = None
-    kept_prefix: tuple[list[int], list[Any]] | None = None
+    stored_prefix: StoredPrefix | None = None
 
     def fail(self, error: Exception) -> None:
         """Send the client the error that ended this request."""
@@ -146,4 +153,5 @@ class EngineRequest:
         """Pickle the fields that another rank needs to prepare the same request."""
         names = ("body", "http_id", "seed", "number", "prompt", "checkpoints")
         fields = {name: getattr(self, name) for name in names}
-        return partial(EngineRequest, **fields), ()
+        recreate = partial(EngineRequest, **fields)
+        return recreate, ()

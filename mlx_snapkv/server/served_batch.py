@@ -11,6 +11,7 @@ from ..batch.generator import CompressedBatchGenerator
 from ..batch.groups import request_errors
 from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
+from ..engine.report import CompressionReport
 from ..errors import EntryFileError, sentence
 from .checkpoints import Checkpoints
 from .log import log
@@ -52,15 +53,18 @@ class ServedBatch:
             loaded.model,
             stop_tokens=[[token] for token in loaded.tokenizer.eos_token_ids],
             completion_batch_size=max_requests,
-            on_report=lambda uid, report: setattr(self.running[uid], "report", report),
-            on_read=self._keep_prompt,
+            on_report=self._set_report,
+            on_read=self._store_prompt,
             on_pause=on_pause,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
             **options,
         )
 
-    def _keep_prompt(self, uid: int, caches: list, tokens: list[int]) -> None:
+    def _set_report(self, uid: int, report: CompressionReport) -> None:
+        self.running[uid].report = report
+
+    def _store_prompt(self, uid: int, caches: list, tokens: list[int]) -> None:
         self._checkpoints.insert_prompt(self.running[uid], tokens, caches)
 
     def start(self, request: EngineRequest) -> None:
@@ -71,9 +75,9 @@ class ServedBatch:
         full_cache = bool(request.body.full_cache)
         caches, n_cached = self._fetch_prefix(prompt, full_cache)
         # The generator reports the end of each segment, so split the prompt at the checkpoints.
-        checkpoints = [n for n in request.checkpoints if n > n_cached]
-        bounds = [n_cached, *checkpoints, len(prompt)]
-        segments = [prompt[start:end] for start, end in pairwise(bounds)]
+        checkpoints = [length for length in request.checkpoints if length > n_cached]
+        segment_bounds = [n_cached, *checkpoints, len(prompt)]
+        segments = [prompt[start:end] for start, end in pairwise(segment_bounds)]
         try:
             (uid,) = self.generator.insert_segments(
                 [segments],
@@ -101,7 +105,7 @@ class ServedBatch:
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
             return None, 0
-        if caches is not None and full_cache and is_compressed(caches):
+        if full_cache and caches is not None and is_compressed(caches):
             return None, 0
         return caches, n_cached
 
@@ -110,10 +114,10 @@ class ServedBatch:
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
             request = self.running[uid]
-            if self._checkpoints.keeps_cancelled(request):
-                read = self.generator.read_so_far(uid)
-                if read is not None:
-                    caches, tokens = read
+            if self._checkpoints.stores_cancelled(request):
+                caches_and_tokens = self.generator.read_so_far(uid)
+                if caches_and_tokens is not None:
+                    caches, tokens = caches_and_tokens
                     self._checkpoints.insert_cancelled(request, tokens, caches)
         if uids:
             self.generator.remove(uids)
@@ -145,9 +149,11 @@ class ServedBatch:
         """
         request = self.running[response.uid]
         n_prompt = len(request.completion_request.prompt)
-        done, total = response.progress  # cached tokens are not included
-        n_read = n_prompt - total + done
-        if response.end_of_segment and n_read in request.checkpoints:
+        n_read_now, n_to_read = response.progress
+        n_cached = n_prompt - n_to_read
+        n_read = n_cached + n_read_now
+        is_at_checkpoint = response.end_of_segment and n_read in request.checkpoints
+        if is_at_checkpoint:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self._checkpoints.insert_checkpoint(request, n_read, tokens, caches)
         request.put(PromptProgress(n_read, n_prompt))
@@ -163,7 +169,7 @@ class ServedBatch:
         assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
-            return self._handle_failure(request, response.error)
+            return self._fail_or_restart(request, response.error)
         n_logprobs = request.completion_request.n_logprobs
         if n_logprobs is not None:
             request.put(TokenLogprob.from_response(response, n_logprobs, self._loaded.tokenizer))
@@ -178,8 +184,8 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
-        # The answer ended at a stop string, which mlx-lm does not know.
-        if response.finish_reason is None:
+        ended_at_stop_string = response.finish_reason is None  # mlx-lm does not know stop strings
+        if ended_at_stop_string:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:
@@ -195,7 +201,7 @@ class ServedBatch:
         del self.running[response.uid]
         request.put(Finished(answer, report))
 
-    def _handle_failure(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
+    def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send the error to the client. If only a cached prefix is damaged, return the request to start it again.
 
         A damaged prefix is dropped. A request is not started again once its answer has started.
@@ -203,10 +209,11 @@ class ServedBatch:
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
-            if request.answer is not None and request.answer.n_tokens == 0:
+            has_no_tokens = request.answer is not None and request.answer.n_tokens == 0
+            if has_no_tokens:
                 request.answer = None
                 request.report = None
-                request.kept_prefix = None
+                request.stored_prefix = None
                 return request
         request.fail(error)
         return None

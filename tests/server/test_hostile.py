@@ -254,13 +254,13 @@ def test_requests_wait_rather_than_take_more_memory():
         response = served.post(TEXT, {"prompt": "The key of " * 1000, "max_tokens": 4})
         assert_refused(response, [400], "prompt is too long: its ")
         assert "max_kv_bytes" in response.text and "context_length_exceeded" in response.text
-        held, step, engine = [], served.engine._round, served.engine
+        held, step, engine = [], served.engine._run_round, served.engine
 
         def looked_at():
             step()
             held.append(engine.batch.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
 
-        engine._round = looked_at
+        engine._run_round = looked_at
         bodies = [{"prompt": f"{word} " * 400, "max_tokens": 20} for word in ("key", "door")]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda body: served.post(TEXT, body), bodies * 3))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, Tag
@@ -29,11 +29,20 @@ from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Block kind -> (field of the block, type of its deltas, field of its deltas)
-BLOCKS = {
-    "reasoning": ("thinking", "thinking_delta", "thinking"),
-    "text": ("text", "text_delta", "text"),
-    "call": ("input", "input_json_delta", "partial_json"),
+
+
+class BlockFormat(NamedTuple):
+    """Anthropic's names for a kind of block and its streamed parts."""
+
+    field: str
+    delta_type: str
+    delta_field: str
+
+
+BLOCK_FORMATS = {
+    "reasoning": BlockFormat("thinking", "thinking_delta", "thinking"),
+    "text": BlockFormat("text", "text_delta", "text"),
+    "call": BlockFormat("input", "input_json_delta", "partial_json"),
 }
 ERROR_TYPES = {
     401: "authentication_error",
@@ -73,13 +82,13 @@ AnyTool = Annotated[
 
 def _anthropic_choice(value: Any) -> Any:
     """Convert a tool choice to Anthropic's format."""
-    if isinstance(value, str):
-        value = {"type": value}
-    if isinstance(value, dict) and value.get("type") == "required":
+    choice = {"type": value} if isinstance(value, str) else value
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "required":
         return {"type": "any"}
-    if isinstance(value, dict) and value.get("type") == "function":
-        return unnest_function(value) | {"type": "tool"}
-    return value
+    if kind == "function":
+        return unnest_function(choice) | {"type": "tool"}
+    return choice
 
 
 class ToolChoice(BodyModel):
@@ -90,7 +99,7 @@ class ToolChoice(BodyModel):
     disable_parallel_tool_use: Any = None
 
     @property
-    def chat_form(self) -> Any:
+    def as_chat_choice(self) -> Any:
         """Return the choice in the chat completion format."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
@@ -124,7 +133,8 @@ class CountedMessages(BodyModel):
 
         Raises: SnapKVError: the request can't be answered.
         """
-        output_format = self.output_format or (self.output_config and self.output_config.format)
+        output_config = self.output_config or OutputConfig()
+        output_format = self.output_format or output_config.format
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
         tools = [
@@ -135,10 +145,10 @@ class CountedMessages(BodyModel):
             self,
             [*self.system, *self.messages],
             tools,
-            tool_choice=self.tool_choice and self.tool_choice.chat_form,
+            tool_choice=self.tool_choice and self.tool_choice.as_chat_choice,
             response_format=output_format and output_format.response_format,
             thinking=self.thinking,
-            reasoning_effort=self.output_config and self.output_config.effort,
+            reasoning_effort=output_config.effort,
             **sampling,
         )
 
@@ -168,7 +178,7 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
     state = request.app.state
     chat = body.chat()
     state.settings.drop_volatile_lines(chat)
-    return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
+    return {"input_tokens": await asyncio.to_thread(state.engine.count_tokens, chat)}
 
 
 class MessageFormatter(BlockFormatter):
@@ -177,8 +187,12 @@ class MessageFormatter(BlockFormatter):
     def __init__(self, model: str):
         """Create the message's id."""
         super().__init__()
-        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        self._head = {**head, "model": model}
+        self._head = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
 
     @property
     def keep_alive(self) -> str:
@@ -187,8 +201,14 @@ class MessageFormatter(BlockFormatter):
 
     def begin(self) -> Iterator[str]:
         """Yield "message_start", without content, and a "ping"."""
-        pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        message = {**self._head, "content": [], **pending, **self.warnings}
+        message = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+            **self.warnings,
+        }
         yield _event("message_start", message=message)
         yield self.keep_alive
 
@@ -201,11 +221,16 @@ class MessageFormatter(BlockFormatter):
         """Return the message with all blocks. The arguments of calls are objects rather than JSON text."""
         content = []
         for block in self.blocks:
-            field, _, _ = BLOCKS[block.kind]
+            field = BLOCK_FORMATS[block.kind].field
             value = json.loads(block.text) if block.kind == "call" else block.text
             content.append(_empty_block(block) | {field: value})
-        ending = {**self._stop_fields(), "usage": self._usage(), **self.warnings}
-        return {**self._head, "content": content, **ending}
+        return {
+            **self._head,
+            "content": content,
+            **self._stop_fields(),
+            "usage": self._usage(),
+            **self.warnings,
+        }
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
@@ -224,8 +249,9 @@ class MessageFormatter(BlockFormatter):
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
         """Yield "content_block_delta" with text or part of a call's JSON."""
-        _, kind, field = BLOCKS[block.kind]
-        yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
+        block_format = BLOCK_FORMATS[block.kind]
+        delta = {"type": block_format.delta_type, block_format.delta_field: text}
+        yield _event("content_block_delta", index=block.index, delta=delta)
 
     def block_stop(self, block: Block) -> Iterator[str]:
         """Yield "content_block_stop"."""
@@ -235,12 +261,11 @@ class MessageFormatter(BlockFormatter):
         """Return the stop reason, and the stop string that ended the answer (or None)."""
         answer = self.finished[0].answer
         # Clients must run a call even if a stop string ended the answer after it.
-        if answer.stopped_by is not None and answer.finish_reason != "tool_calls":
+        has_calls = answer.finish_reason == "tool_calls"
+        if answer.stopped_by is not None and not has_calls:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
-        return {
-            "stop_reason": STOP_REASONS[answer.finish_reason or "stop"],
-            "stop_sequence": None,
-        }
+        stop_reason = STOP_REASONS[answer.finish_reason or "stop"]
+        return {"stop_reason": stop_reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage. Anthropic's `input_tokens` excludes cached tokens."""

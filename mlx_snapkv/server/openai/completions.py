@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from ...completions.answer_body import answer_choice, body_head, message_fields, usage_fields
 from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
-from ...engine.report import STAYING
+from ...engine.report import STAYING, CompressionReport
 from ..api_error import ApiError
 from ..exchange import respond
 from ..formatter import ResponseFormatter, server_sent_event
@@ -83,8 +83,8 @@ class CompletionFormatter(ResponseFormatter):
         self._head = body_head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         # Keyed by answer index: log-probabilities and text offsets of tokens, numbers of tokens and calls sent.
-        self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
-        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        self._token_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self._text_offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
         self._n_sent_calls: Counter[int] = Counter()
 
@@ -96,21 +96,21 @@ class CompletionFormatter(ResponseFormatter):
             case PromptProgress():
                 yield f": reading {event.n_read}/{event.n_prompt}\n\n"
             case TokenLogprob():
-                self._tokens[index].append(event)
-                self._offsets[index].add(event.sampled.data)
+                self._token_logprobs[index].append(event)
+                self._text_offsets[index].add(event.sampled.data)
             case Started() if self._is_chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
             case Reply():
-                yield self._chunk(index, self._part(index, event))
+                yield self._chunk(index, self._unsent_part(index, event))
             case Finished():
-                part = self._part(index, Reply())
-                yield self._chunk(index, part, event.answer.finish_reason, **self.warnings)
+                last_part = self._unsent_part(index, Reply())
+                yield self._chunk(index, last_part, event.answer.finish_reason, **self.warnings)
 
     def end(self) -> Iterator[str]:
         """Yield the usage, if requested, and "[DONE]"."""
         if self._with_usage:
-            last = {"object": self._chunk_kind, "choices": [], **self._summary()}
-            yield server_sent_event({**self._head, **last})
+            usage_chunk = {"object": self._chunk_kind, "choices": [], **self._summary()}
+            yield server_sent_event({**self._head, **usage_chunk})
         yield DONE
 
     def response_body(self) -> dict[str, Any]:
@@ -126,48 +126,52 @@ class CompletionFormatter(ResponseFormatter):
         return server_sent_event(self.error(error)) + DONE
 
     def _chunk(
-        self, index: int, part: dict[str, Any], reason: str | None = None, **more: Any
+        self, index: int, part: dict[str, Any], finish_reason: str | None = None, **fields: Any
     ) -> str:
-        """Return part of an answer as a streamed event."""
-        choices = [{"index": index, **part, "finish_reason": reason}]
-        chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **more}
+        """Return part of an answer as a streamed event, with further `fields`."""
+        choices = [{"index": index, **part, "finish_reason": finish_reason}]
+        chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **fields}
         return server_sent_event(chunk)
 
-    def _part(self, index: int, reply: Reply) -> dict[str, Any]:
+    def _unsent_part(self, index: int, reply: Reply) -> dict[str, Any]:
         """Return part of an answer, with the log-probabilities that have not been sent yet.
 
         The part's tokens and calls are marked as sent. Calls are numbered consecutively across the whole answer.
         """
         logprobs = self._logprobs(index, self._n_sent_tokens[index])
-        self._n_sent_tokens[index] = len(self._tokens[index])
+        self._n_sent_tokens[index] = len(self._token_logprobs[index])
         if not self._is_chat:
             return {"text": reply.text, "logprobs": logprobs}
-        numbered = enumerate(reply.calls, start=self._n_sent_calls[index])
-        calls = [{**call, "index": number} for number, call in numbered]
-        self._n_sent_calls[index] += len(calls)
-        fields = message_fields(replace(reply, calls=calls), self._uses_functions)
-        return {"delta": fields, "logprobs": logprobs}
+        numbered_calls = [
+            {**call, "index": number}
+            for number, call in enumerate(reply.calls, start=self._n_sent_calls[index])
+        ]
+        self._n_sent_calls[index] += len(numbered_calls)
+        numbered_reply = replace(reply, calls=numbered_calls)
+        delta = message_fields(numbered_reply, self._uses_functions)
+        return {"delta": delta, "logprobs": logprobs}
 
     def _logprobs(self, index: int, first: int) -> dict[str, Any] | None:
         """Return the log-probabilities of an answer's tokens from index `first`, or None if there are no tokens.
 
         Chat and text completions have different formats.
         """
-        tokens = self._tokens[index][first:]
+        tokens = self._token_logprobs[index][first:]
         if not tokens:
             return None
         if self._is_chat:
-            return {
-                "content": [
-                    _logprob(t.sampled) | {"top_logprobs": [_logprob(top) for top in t.top]}
-                    for t in tokens
-                ]
-            }
+            content = []
+            for token in tokens:
+                top_logprobs = [_logprob_fields(entry) for entry in token.top]
+                content.append(_logprob_fields(token.sampled) | {"top_logprobs": top_logprobs})
+            return {"content": content}
         return {
-            "tokens": [t.sampled.token for t in tokens],
-            "token_logprobs": [t.sampled.logprob for t in tokens],
-            "top_logprobs": [{top.token: top.logprob for top in t.top} for t in tokens],
-            "text_offset": self._offsets[index].starts[first:],
+            "tokens": [token.sampled.token for token in tokens],
+            "token_logprobs": [token.sampled.logprob for token in tokens],
+            "top_logprobs": [
+                {entry.token: entry.logprob for entry in token.top} for token in tokens
+            ],
+            "text_offset": self._text_offsets[index].starts[first:],
         }
 
     def _summary(self) -> dict[str, Any]:
@@ -182,14 +186,18 @@ class CompletionFormatter(ResponseFormatter):
         n_cached = sum(started.n_cached for started in first_started)
         summary = {"usage": usage_fields(n_prompt, self.n_generated, n_cached)}
         if report is not None:
-            names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
-            fields = {name: getattr(report, name) for name in names}
-            fields["entries"] = report.entries if report.compressed else None
-            staying = {name: getattr(report, name) for name in STAYING}
-            fields |= {name: n_bytes for name, n_bytes in staying.items() if n_bytes}
-            summary["mlx_snapkv"] = fields
+            summary["mlx_snapkv"] = _report_fields(report)
         return {**summary, **self.warnings}
 
 
-def _logprob(entry: Logprob) -> dict[str, Any]:
+def _report_fields(report: CompressionReport) -> dict[str, Any]:
+    """Return the fields of a compression report that a response contains."""
+    names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
+    fields = {name: getattr(report, name) for name in names}
+    fields["entries"] = report.entries if report.compressed else None
+    staying_bytes = {name: getattr(report, name) for name in STAYING}
+    return fields | {name: n_bytes for name, n_bytes in staying_bytes.items() if n_bytes}
+
+
+def _logprob_fields(entry: Logprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.data)}

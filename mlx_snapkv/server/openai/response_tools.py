@@ -10,7 +10,11 @@ from ...completions.messages import full_name
 from ..chat_messages import ForeignTool, NoneAsEmpty, function_tool, tag_by_type, unnest_function
 
 # JSON schema of a custom tool's arguments.
-INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+CUSTOM_TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 
 
 class Function(BodyModel):
@@ -63,22 +67,24 @@ class OfferedTool(NamedTuple):
 def chat_tools(tools: list[Function | Namespace | ForeignTool]) -> list[dict[str, Any]]:
     """Return the tools in the chat completion format."""
     return [
-        _chat_tool(each) if isinstance(each, OfferedTool) else each.model_dump()
-        for each in _flatten(tools)
+        _chat_tool(tool) if isinstance(tool, OfferedTool) else tool.model_dump()
+        for tool in _flatten_namespaces(tools)
     ]
 
 
 def tools_by_name(tools: list[Function | Namespace | ForeignTool]) -> dict[str, OfferedTool]:
     """Return the tools that the model may call, keyed by full name."""
-    return {each.full_name: each for each in _flatten(tools) if isinstance(each, OfferedTool)}
+    return {
+        tool.full_name: tool for tool in _flatten_namespaces(tools) if isinstance(tool, OfferedTool)
+    }
 
 
-def _flatten(tools: list[Any]) -> Iterator[OfferedTool | ForeignTool]:
+def _flatten_namespaces(tools: list[Any]) -> Iterator[OfferedTool | ForeignTool]:
     """Yield all tools, including those in namespaces."""
     for tool in tools:
         if isinstance(tool, Namespace):
-            for inner in tool.tools:
-                yield _offered_tool(inner, namespace=tool.name)
+            for tool_in_namespace in tool.tools:
+                yield _offered_tool(tool_in_namespace, namespace=tool.name)
         else:
             yield _offered_tool(tool, namespace=None)
 
@@ -90,5 +96,6 @@ def _offered_tool(tool: Function | ForeignTool, namespace: str | None) -> Offere
 
 def _chat_tool(offered: OfferedTool) -> dict[str, Any]:
     """Return a tool in the chat completion format, under its full name. A custom tool has one argument, `input`."""
-    named = offered.tool.model_copy(update={"name": offered.full_name})
-    return function_tool(named, INPUT if named.type == "custom" else named.parameters)
+    tool = offered.tool.model_copy(update={"name": offered.full_name})
+    parameters = CUSTOM_TOOL_SCHEMA if tool.type == "custom" else tool.parameters
+    return function_tool(tool, parameters)

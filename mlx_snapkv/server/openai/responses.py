@@ -44,9 +44,10 @@ def _input_items(value: Any) -> Any:
 def _system_messages(instructions: Any) -> list[Message]:
     """Convert instructions (text, content parts or messages) to system messages."""
     messages = []
-    for each in as_list(instructions):
-        is_message = isinstance(each, dict) and "role" in each
-        messages += parse_message(each if is_message else {"role": "system", "content": each})
+    for item in as_list(instructions):
+        is_message = isinstance(item, dict) and "role" in item
+        message = item if is_message else {"role": "system", "content": item}
+        messages += parse_message(message)
     return messages
 
 
@@ -94,13 +95,14 @@ class ResponsesBody(BodyModel):
 
         Raises: SnapKVError: the request can't be answered.
         """
+        output_format = self.text and self.text.format
         return chat_body(
             self,
             _system_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
             continue_final_message=False,  # the answer is a new item, not a continuation
-            response_format=self.text and self.text.format and self.text.format.response_format,
+            response_format=output_format and output_format.response_format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
 
@@ -125,8 +127,8 @@ class ResponsesFormatter(BlockFormatter):
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model = model
         self._body = body
-        self._numbers = itertools.count()
-        self._tools = tools_by_name(body.tools)
+        self._sequence_numbers = itertools.count()
+        self._tools_by_full_name = tools_by_name(body.tools)
 
     def begin(self) -> Iterator[str]:
         """Yield "response.created" and "response.in_progress"."""
@@ -154,7 +156,7 @@ class ResponsesFormatter(BlockFormatter):
             "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
             "total_tokens": started.n_prompt + answer.n_tokens,
         }
-        output = [self._item(block) for block in self.blocks]
+        output = [self._output_item_fields(block) for block in self.blocks]
         if answer.finish_reason != "length":
             return self._response("completed", output=output, usage=usage)
         if output:
@@ -164,12 +166,13 @@ class ResponsesFormatter(BlockFormatter):
 
     def stream_error(self, error: ApiError) -> str:
         """Return "response.failed" with the error."""
-        fields = {"code": error.code or error.kind, "message": error.detail}
-        return self._event("response.failed", response=self._response("failed", error=fields))
+        error_fields = {"code": error.code or error.kind, "message": error.detail}
+        response = self._response("failed", error=error_fields)
+        return self._event("response.failed", response=response)
 
     def block_start(self, block: Block) -> Iterator[str]:
         """Yield the events for a new item and, unless it is a call, for its only part."""
-        yield self._output_item("added", block)
+        yield self._output_item_event("added", block)
         if block.kind != "call":
             yield self._block_event("content_part.added", block, part=_content_part(block))
 
@@ -180,39 +183,39 @@ class ResponsesFormatter(BlockFormatter):
             custom_input = _custom_input(block)
             yield self._block_event("custom_tool_call_input.delta", block, delta=custom_input)
             return
-        kind = f"{PART_TYPES[block.kind]}.delta"
-        yield self._block_event(kind, block, delta=text, **_logprobs(block))
+        delta_kind = f"{PART_TYPES[block.kind]}.delta"
+        yield self._block_event(delta_kind, block, delta=text, **_empty_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
         """Yield an item's whole text, then the end of its part and of the item."""
-        done = f"{PART_TYPES[block.kind]}.done"
+        done_kind = f"{PART_TYPES[block.kind]}.done"
         if self._is_custom(block):
             yield self._block_event(
                 "custom_tool_call_input.done", block, input=_custom_input(block)
             )
         elif block.call is not None:
             name = self._client_names(block)["name"]
-            yield self._block_event(done, block, name=name, arguments=block.text)
+            yield self._block_event(done_kind, block, name=name, arguments=block.text)
         else:
-            yield self._block_event(done, block, text=block.text, **_logprobs(block))
+            yield self._block_event(done_kind, block, text=block.text, **_empty_logprobs(block))
             yield self._block_event("content_part.done", block, part=_content_part(block))
-        yield self._output_item("done", block)
+        yield self._output_item_event("done", block)
 
-    def _output_item(self, change: Literal["added", "done"], block: Block) -> str:
+    def _output_item_event(self, change: Literal["added", "done"], block: Block) -> str:
         """Return the event for an item that was added (still without content) or is done."""
-        item = self._item(block, is_new=(change == "added"))
+        item = self._output_item_fields(block, is_new=(change == "added"))
         return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
 
     def _called_tool(self, block: Block) -> OfferedTool | None:
         """Return the tool that a block calls, or None if it is not a call or the client has no such tool."""
         if block.call is None:
             return None
-        return self._tools.get(block.call["function"]["name"])
+        return self._tools_by_full_name.get(block.call["function"]["name"])
 
     def _is_custom(self, block: Block) -> bool:
         """Return whether a block calls a custom tool."""
-        called = self._called_tool(block)
-        return called is not None and called.tool.type == "custom"
+        offered = self._called_tool(block)
+        return offered is not None and offered.tool.type == "custom"
 
     def _client_names(self, block: Block) -> dict[str, str]:
         """Return an item's `name` and, for a tool in a namespace, `namespace`, as the client sent them.
@@ -220,22 +223,22 @@ class ResponsesFormatter(BlockFormatter):
         The model calls a tool by its full name `namespace__name`, which the client does not know.
         """
         assert block.call is not None
-        called = self._called_tool(block)
-        if called is None:
+        offered = self._called_tool(block)
+        if offered is None:
             return {"name": block.call["function"]["name"]}
-        if not called.namespace:
-            return {"name": called.tool.name}
-        return {"name": called.tool.name, "namespace": called.namespace}
+        if not offered.namespace:
+            return {"name": offered.tool.name}
+        return {"name": offered.tool.name, "namespace": offered.namespace}
 
-    def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
+    def _output_item_fields(self, block: Block, is_new: bool = False) -> dict[str, Any]:
         """Return a block as an output item. A new item has no content."""
         head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
-            call = {"call_id": block.call["id"], **self._client_names(block)}
+            call_fields = {"call_id": block.call["id"], **self._client_names(block)}
             if self._is_custom(block):
-                text = "" if is_new else _custom_input(block)
-                return {"type": "custom_tool_call", **head, **call, "input": text}
-            return {"type": "function_call", **head, **call, "arguments": block.text}
+                custom_input = "" if is_new else _custom_input(block)
+                return {"type": "custom_tool_call", **head, **call_fields, "input": custom_input}
+            return {"type": "function_call", **head, **call_fields, "arguments": block.text}
         content = [] if is_new else [_content_part(block)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **head, "summary": [], "content": content}
@@ -243,19 +246,20 @@ class ResponsesFormatter(BlockFormatter):
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
         """Return an event about a block, with `fields`. Items other than calls have exactly one content part."""
-        place: dict[str, Any] = {"output_index": block.index, "item_id": _item_id(block)}
+        position: dict[str, Any] = {"output_index": block.index, "item_id": _item_id(block)}
         if block.kind != "call":
-            place["content_index"] = 0
-        return self._event(f"response.{kind}", **place, **fields)
+            position["content_index"] = 0
+        return self._event(f"response.{kind}", **position, **fields)
 
     def _event(self, kind: str, **fields: Any) -> str:
         """Return an event with the next sequence number."""
-        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        data = {"type": kind, "sequence_number": next(self._sequence_numbers), **fields}
         return server_sent_event(data, kind)
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Return the response body. `fields` override the defaults."""
         body = self._body
+        own_tools = [tool for tool in body.tools if not isinstance(tool, ForeignTool)]
         return {
             **self._head,
             "object": "response",
@@ -263,9 +267,7 @@ class ResponsesFormatter(BlockFormatter):
             "error": None,
             "incomplete_details": None,
             **replace_surrogates_in(body.model_dump(include=REPEATED_FIELDS)),
-            "tools": replace_surrogates_in(
-                [t.model_dump() for t in body.tools if not isinstance(t, ForeignTool)]
-            ),
+            "tools": replace_surrogates_in([tool.model_dump() for tool in own_tools]),
             "reasoning": body.reasoning,
             "metadata": body.metadata or {},
             "model": self._model,
@@ -285,16 +287,19 @@ def _item_id(block: Block) -> str:
 
 def _custom_input(block: Block) -> str:
     """Return the text argument of a call to a custom tool."""
-    arguments = json.loads(block.text)
-    return arguments["input"] if isinstance(arguments.get("input"), str) else block.text
+    arguments_json = block.text
+    custom_input = json.loads(arguments_json).get("input")
+    return custom_input if isinstance(custom_input, str) else arguments_json
 
 
 def _content_part(block: Block) -> dict[str, Any]:
     """Return text or reasoning as the only content part of its item."""
-    part = {"type": PART_TYPES[block.kind], "text": block.text}
-    return part | {"annotations": [], "logprobs": []} if block.kind == "text" else part
+    part: dict[str, Any] = {"type": PART_TYPES[block.kind], "text": block.text}
+    if block.kind == "text":
+        part |= {"annotations": [], "logprobs": []}
+    return part
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
+def _empty_logprobs(block: Block) -> dict[str, Any]:
     """Return the `logprobs` field that clients expect with text. It is always empty."""
     return {"logprobs": []} if block.kind == "text" else {}
