@@ -20,6 +20,7 @@ from .turns import for_template, merge_into_turns
 
 # Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
+LONG_GENERATION_PROMPT = 8  # tokens; few templates add more after the last message
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 
 
@@ -172,7 +173,8 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
         # same when the last message changes.
         other_chat = render_text([*earlier, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template rejects one of these chats
-        return tokenizer.decode(rendered.tokens[-8:])
+        last_tokens = rendered.tokens[-LONG_GENERATION_PROMPT:]
+        return tokenizer.decode(last_tokens)
     return _common_suffix(chat, other_chat)
 
 

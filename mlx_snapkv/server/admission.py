@@ -145,7 +145,8 @@ class Admission:
             return None
         n_answer = request.max_tokens
         client_max_tokens = body.max_completion_tokens or body.max_tokens
-        if client_max_tokens in (None, NO_LIMIT):
+        client_sets_no_limit = client_max_tokens in (None, NO_LIMIT)
+        if client_sets_no_limit:
             n_answer = min(n_answer, RESERVED_ANSWER)
         return self._memory_for(body).need(n_prompt, n_answer)
 
