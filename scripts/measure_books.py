@@ -30,7 +30,7 @@ Case = tuple[int, str, int, dict[str, Any]]
 
 def cases(lengths: list[int]) -> list[Case]:
     """Return the cases in the order of measurement."""
-    n, read = lengths[0], READS.reach(lengths[0]).most
+    n, read = lengths[0], READS.reach(lengths[0]).max_read
     book = {"sparse": READS}
     return [
         *((length, "book", read, book) for length in lengths),

@@ -20,7 +20,7 @@ from ..planning.request_plan import Plan
 from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
-from ..sparse.kernels.token import why_plain
+from ..sparse.kernels.token import why_plain_path
 from ..sparse.options import CHUNK_SIZE
 from ..sparse.token_ranking import TokenRanking
 from .loop_model import Evaluation
@@ -122,7 +122,7 @@ class SparseMode:
         stored = first_layer.cache_in(self._prompt_cache)
         if stored.n_queries:
             ranking = first_layer.cache_in(caches).ranking
-            report.plain_path = why_plain(ranking, stored.queries[:, :, :1])
+            report.plain_path = why_plain_path(ranking, stored.queries[:, :, :1])
 
     def use_full_attention(self, caches: list) -> None:
         """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
@@ -136,9 +136,11 @@ class SparseMode:
             stored = layer.cache_in(self._prompt_cache)
             if layer.borrowers:  # read in full, so the cache has all entries
                 all_entries = answer_cache.keys, answer_cache.values
-                stored.extend(*slice_rows(all_entries, stored.offset, answer_cache.offset))
+                stored.append_sparsely_computed(
+                    *slice_rows(all_entries, stored.offset, answer_cache.offset)
+                )
             else:
-                stored.extend(*answer_cache.answer)
+                stored.append_sparsely_computed(*answer_cache.answer)
             layer.put(caches, stored)
         self._prompt_cache[:] = caches
 
@@ -166,7 +168,7 @@ class SparseMode:
         last_cache = self.layers[-1].cache_in(self._prompt_cache)
         if not last_cache.n_queries:
             return
-        view = last_cache.views()[-1]
+        view = last_cache.nonempty_stores()[-1]
         newest_key = view.read(KEYS, view.n_entries - 1, view.n_entries)
         has_nan = mx.isnan(last_cache.queries).any() | mx.isnan(newest_key).any()
         if has_nan.item():
@@ -195,7 +197,7 @@ class SparseMode:
         if self._sparse.residual is not None and cache.n_queries:
             ranking.weigh_residual(self._voters(layer, view), cache.clusters)
         if ranking.residual is not None:
-            cache.clusters = ranking.residual.clusters.whole_blocks()
+            cache.clusters = ranking.residual.clusters.complete_blocks()
             mx.eval(ranking.residual)  # one layer at a time, to limit memory
         return ranking
 

@@ -196,7 +196,7 @@ class Footprint:
         if reading is None or plan.adapts:
             n_visible = self.n_prefill_rows(plan)
         else:
-            n_chosen = min(n_prompt, max(reading.reach.most, reading.last_reach.most))
+            n_chosen = min(n_prompt, max(reading.reach.max_read, reading.last_reach.max_read))
             n_visible = n_chosen + chunk_size
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.

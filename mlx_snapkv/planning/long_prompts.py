@@ -172,10 +172,10 @@ def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     if plan.adapts:
         since = f" from the {_first_compressed_token(plan)}th on, while that is faster"
     reading = plan.sparse_reading
-    if reading is None or reading.reach.most >= n_prompt:
+    if reading is None or reading.reach.max_read >= n_prompt:
         token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
         return f"the prompt will be read in full, {token}; {all_stay}"
-    chunk = f"a chunk will read at most {reading.reach.most:,} of {n_prompt:,} entries"
+    chunk = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"
     last_tokens = f"the prompt's last {LAST_TOKENS} tokens read more"
     return f"{chunk}, and a token of the answer at most {n_read}{since}; {all_stay}; {last_tokens}"
 

@@ -320,7 +320,7 @@ def _plan_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
     reach = sparse.reach(plan.n_prompt, n_cheap)
     return SparseReading(
         reach=reach,
-        last_reach=reach.of_last(in_files(plan.config.store)),
+        last_reach=reach.for_last_tokens(in_files(plan.config.store)),
         last_from=plan.n_prompt - LAST_TOKENS,
-        n_before_choice=reach.before_choice(plan.n_prompt, plan.n_earlier),
+        n_before_choice=reach.first_choice_position(plan.n_prompt, plan.n_earlier),
     )

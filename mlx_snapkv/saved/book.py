@@ -25,8 +25,8 @@ from ..entries.quantization import KEYS, VALUES, Stored
 from ..entries.spans import spans
 from ..errors import SnapKVError
 from ..paths import UNFINISHED
-from ..sparse.index import no_codes
-from ..sparse.prompt_caches import books
+from ..sparse.index import empty_codes
+from ..sparse.prompt_caches import caches_in_files
 from ..sparse.stored_cache import StoredKVCache
 from ..sparse.stores.file import FileStore, Layout, SavedFile
 from . import sealed
@@ -51,7 +51,7 @@ def write_book(
     """
     old_folder = named_folder(target)
     new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
-    caches = books(prompt_cache)
+    caches = caches_in_files(prompt_cache)
     try:
         if caches:
             new_folder.mkdir()
@@ -151,7 +151,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
         raise SnapKVError(
             f"the folder with its entries, {folder}, is missing: keep it beside the file"
         )
-    caches = books(prompt_cache)
+    caches = caches_in_files(prompt_cache)
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         opened = []
         for file in _files(folder, number, cache, n_entries, n_codes):
@@ -179,7 +179,7 @@ class _File:
     @property
     def piece(self) -> int:
         """Return the number of rows per checksum."""
-        return max(1, CHECKSUM_BYTES // self.layout.token)
+        return max(1, CHECKSUM_BYTES // self.layout.token_bytes)
 
     @property
     def n_pieces(self) -> int:
@@ -195,7 +195,7 @@ class _File:
             on_written: called after each write with the number of bytes written.
         """
         checksums = []
-        piece_bytes = self.piece * self.layout.token
+        piece_bytes = self.piece * self.layout.token_bytes
         with self.path.open("xb") as file:
             for span in spans(0, self.n, self.piece * _AT_A_TIME):
                 data = self.layout.to_bytes(stored(*span))
@@ -216,7 +216,9 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
         _files(folder, number, cache, n_entries, n_codes[number])
         for number, cache in enumerate(caches)
     ]
-    total_bytes = sum(file.n * file.layout.token for files in files_by_layer for file in files)
+    total_bytes = sum(
+        file.n * file.layout.token_bytes for files in files_by_layer for file in files
+    )
     n_written = 0
 
     def add_written(n_bytes: int) -> None:
@@ -255,7 +257,7 @@ def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
         _File(folder / f"{number:03d}.values", values, n),
     ]
     if n_codes:
-        layout = Layout.of(no_codes(cache.sample_entries[0]))
+        layout = Layout.of(empty_codes(cache.sample_entries[0]))
         files.append(_File(folder / f"{number:03d}.codes", layout, n_codes))
     return files
 
@@ -268,5 +270,5 @@ def _n_codes(cache: StoredKVCache) -> int:
     if cache.index is None:
         return 0
     codes = cache.index.codes
-    fits = Layout.of(codes.between(0, 0)) == Layout.of(no_codes(cache.sample_entries[0]))
+    fits = Layout.of(codes.between(0, 0)) == Layout.of(empty_codes(cache.sample_entries[0]))
     return len(codes) if fits else 0

@@ -29,7 +29,7 @@ from ..errors import SnapKVError
 from ..models.distributed import require_on_one_mac
 from ..paths import path_of, reason, require_place
 from ..planning.settings import Setting
-from ..sparse.prompt_caches import books
+from ..sparse.prompt_caches import caches_in_files
 from . import book, sealed
 
 FORMAT = 2
@@ -139,7 +139,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     try:
         if is_ours and book.BOOK_KEY in metadata:
             book.open_book(path, metadata[book.BOOK_KEY], prompt_cache)
-        elif books(prompt_cache):
+        elif caches_in_files(prompt_cache):
             raise SnapKVError("it does not say where its entries are")
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))

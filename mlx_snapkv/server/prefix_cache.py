@@ -10,7 +10,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes, first_sparse_position, memory_bytes
 from ..planning.units import format_bytes
-from ..sparse.prompt_caches import books
+from ..sparse.prompt_caches import caches_in_files
 from .log import log
 from .prefix import Prefix, as_ids, longest_prefix
 from .prefix_files import PrefixFiles
@@ -113,7 +113,7 @@ class PrefixCache:
         """Drop caches whose entries are in the damaged file `path`, both in memory and in `files`."""
 
         def reads_path(prefix: Prefix) -> bool:
-            return any(cache.store.reads(path) for cache in books(prefix.caches))
+            return any(cache.store.reads(path) for cache in caches_in_files(prefix.caches))
 
         self._set_prefixes([prefix for prefix in self._prefixes if not reads_path(prefix)])
         if self.files is not None:

@@ -74,18 +74,21 @@ class AttendingCache(LayerCache):
         return False
 
 
-def mask_with_bias(bias: mx.array, n: int, mask: Any = None) -> mx.array:
-    """Return an additive mask `(B, n_heads, L, n)` for `n_means` cluster means followed by `n - n_means` entries.
+def mask_with_bias(mean_bias: mx.array, n_keys: int, mask: Any = None) -> mx.array:
+    """Return an additive mask `(B, n_heads, L, n_keys)` for keys that are cluster means followed by entries.
 
     Args:
-        bias: bias of the means' logits, `(B, n_heads, L, n_means)`.
-        n: total number of means and entries.
-        mask: mask for the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n)`.
+        mean_bias: bias of the means' logits, `(B, n_heads, L, n_means)`.
+        n_keys: total number of means and entries.
+        mask: mask for the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n_keys)`.
     """
-    B, H, L, n_means = bias.shape
-    if isinstance(mask, str):
-        mask = create_causal_mask(L, n - L)
+    B, H, L, n_means = mean_bias.shape
+    n_entries = n_keys - n_means
     if mask is None:
-        return mx.pad(bias, [(0, 0)] * 3 + [(0, n - n_means)])
-    others = mx.where(mask[..., n_means:], mx.zeros((B, H, L, n - n_means)), HIDDEN_LOGIT)
-    return mx.concatenate([bias, others.astype(bias.dtype)], axis=-1)
+        no_bias = (0, n_entries)  # zeros after the means
+        return mx.pad(mean_bias, [(0, 0), (0, 0), (0, 0), no_bias])
+    if isinstance(mask, str):
+        mask = create_causal_mask(L, n_keys - L)
+    sees_entry = mask[..., n_means:]
+    entry_bias = mx.where(sees_entry, mx.zeros((B, H, L, n_entries)), HIDDEN_LOGIT)
+    return mx.concatenate([mean_bias, entry_bias.astype(mean_bias.dtype)], axis=-1)

@@ -13,7 +13,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import count_bytes
 from ..entries.queries import CapturedQueries
 from .attending import AttendingCache
-from .kernels.token import attend_token, why_plain
+from .kernels.token import attend_token, why_plain_path
 from .token_ranking import Pair, TokenRanking
 
 # Tokens read all of the newest entries, up to this number. Then they start to choose among the older half.
@@ -35,13 +35,13 @@ class SparseKVCache(AttendingCache):
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = count_bytes(self.sample_entries)
-        self._most_recent = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
+        self._max_newest = max(MAX_RECENT, ranking.n_window + MAX_RECENT // 2)
 
     def __deepcopy__(self, memo: dict) -> SparseKVCache:
         """Copy the cache, but share the prompt's entries."""
-        other = copy.copy(self)
-        other.ranking = copy.deepcopy(self.ranking, memo)
-        return other
+        duplicate = copy.copy(self)
+        duplicate.ranking = copy.deepcopy(self.ranking, memo)
+        return duplicate
 
     @property
     def offset(self) -> int:  # type: ignore[override]
@@ -50,9 +50,11 @@ class SparseKVCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return them unchanged for `attend`."""
-        if self.ranking.n_read and self.ranking.n_newest > self._most_recent:
-            self.ranking.choose_up_to(self.ranking.stop + MAX_RECENT // 2)
-        self.ranking.answer.update_and_fetch(keys, values)
+        ranking = self.ranking
+        tokens_choose = ranking.n_chosen > 0
+        if tokens_choose and ranking.n_newest > self._max_newest:
+            ranking.choose_up_to(ranking.choice_stop + MAX_RECENT // 2)
+        ranking.answer.update_and_fetch(keys, values)
         return keys, values
 
     def attend(
@@ -65,10 +67,10 @@ class SparseKVCache(AttendingCache):
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Compute the attention with the GPU kernels if they support it, otherwise as in `AttendingCache.attend`."""
-        if why_plain(self.ranking, queries) is None:
-            return attend_token(
-                self.ranking, CapturedQueries(queries, scale, sinks), self.offset - 1
-            )
+        kernels_can_attend = why_plain_path(self.ranking, queries) is None
+        if kernels_can_attend:
+            captured = CapturedQueries(queries, scale, sinks)
+            return attend_token(self.ranking, captured, position=self.offset - 1)
         return super().attend(queries, keys, values, scale, mask, sinks)
 
     def choose(
@@ -79,13 +81,16 @@ class SparseKVCache(AttendingCache):
         These are the cluster means, the chosen entries, and the entries that every token reads.
         """
         ranking = self.ranking
-        if ranking.n_read == 0:
-            return *ranking.read(None), None
-        positions = ranking.choose(captured, self.offset - captured.queries.shape[2])
+        if ranking.n_chosen == 0:
+            keys, values = ranking.read(None)
+            return keys, values, None
+        first_position = self.offset - captured.queries.shape[2]
+        positions = ranking.choose(captured, first_position)
         bias = None
         if ranking.residual is not None:
             bias = ranking.residual.bias(captured.queries, captured.scale, positions)
-        return *ranking.read(positions), bias
+        keys, values = ranking.read(positions)
+        return keys, values, bias
 
     @property
     def answer(self) -> Pair:
@@ -109,7 +114,7 @@ class SparseKVCache(AttendingCache):
     def size(self) -> int:
         """Return the number of entries that a token reads, including cluster means."""
         ranking = self.ranking
-        return ranking.n_means + ranking.n_first + ranking.n_read + ranking.n_newest
+        return ranking.n_means + ranking.n_sink + ranking.n_chosen + ranking.n_newest
 
     @property
     def n_means(self) -> int:
@@ -120,7 +125,8 @@ class SparseKVCache(AttendingCache):
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of the index and of the entries that one token reads."""
         index = self.ranking.view.index
-        return self._entry_nbytes * self.n_entries + (0 if index is None else index.nbytes)
+        index_nbytes = 0 if index is None else index.nbytes
+        return self._entry_nbytes * self.n_entries + index_nbytes
 
     def empty(self) -> bool:
         """Return False, because the prompt has already been read."""

@@ -7,6 +7,7 @@ the full cache. An answer's entries are added 256 at a time, and form one cluste
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Clusters(NamedTuple):
     values: mx.array
 
     @property
-    def n(self) -> int:
+    def n_clusters(self) -> int:
         """Return the number of clusters."""
         return self.keys.shape[2]
 
@@ -46,39 +47,49 @@ class Clusters(NamedTuple):
         """Return the number of entries in all clusters."""
         return self.ids.shape[2]
 
-    def whole_blocks(self) -> WholeBlocks | None:
+    def complete_blocks(self) -> CompleteBlocks | None:
         """Return the clusters of complete blocks, which later entries won't change, or None if no block is complete."""
-        if (n := self.n_entries // BLOCK_SIZE) == 0:
+        n_blocks = self.n_entries // BLOCK_SIZE
+        if n_blocks == 0:
             return None
-        ids = (self.ids[:, :, : n * BLOCK_SIZE] % CLUSTERS_PER_BLOCK).astype(mx.uint8)
-        mx.async_eval(ids)
-        return WholeBlocks(ids, *slice_rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK))
+        ids = self.ids[:, :, : n_blocks * BLOCK_SIZE]
+        ids_in_block = (ids % CLUSTERS_PER_BLOCK).astype(mx.uint8)
+        mx.async_eval(ids_in_block)
+        n_clusters = n_blocks * CLUSTERS_PER_BLOCK
+        keys, values = slice_rows((self.keys, self.values), 0, n_clusters)
+        return CompleteBlocks(ids_in_block, keys, values)
 
     def followed_by(self, other: Clusters) -> Clusters:
         """Return these clusters followed by those of the next entries."""
-        return _join([self, other])
+        return _concatenate([self, other])
 
     def sizes(self, positions: mx.array) -> mx.array:
         """Count the entries at `positions` `(B, n_kv_heads, k)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
-        return _sums(self.n, mx.take_along_axis(self.ids, positions, axis=-1), ONE)
+        ids = mx.take_along_axis(self.ids, positions, axis=-1)
+        return _sum_by_cluster(ONE, ids, self.n_clusters)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
         """Count the entries `[start, stop)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
-        sizes = _sums(self.n, self.ids[:, :, start:stop], ONE)
+        sizes = _sum_by_cluster(ONE, self.ids[:, :, start:stop], self.n_clusters)
         mx.async_eval(sizes)
         return sizes
 
-    def sizes_where(self, flags: mx.array) -> mx.array:
-        """Count true flags `(B, n_kv_heads, m, n)` by cluster: int32 `(B, n_kv_heads, m, n_clusters)`."""
-        counts = []
-        for i in range(flags.shape[2]):
-            counts.append(_sums(self.n, self.ids, flags[:, :, i].astype(mx.int32)))
-            mx.async_eval(counts[-1])
-        return mx.stack(counts, axis=2)
+    def sizes_where(self, is_counted: mx.array) -> mx.array:
+        """Count entries by cluster, for `m` queries: int32 `(B, n_kv_heads, m, n_clusters)`.
+
+        Args:
+            is_counted: whether a query counts an entry, bool `(B, n_kv_heads, m, n)`.
+        """
+        sizes: list[mx.array] = []
+        for i in range(is_counted.shape[2]):
+            counts = is_counted[:, :, i].astype(mx.int32)
+            sizes.append(_sum_by_cluster(counts, self.ids, self.n_clusters))
+            mx.async_eval(sizes[-1])
+        return mx.stack(sizes, axis=2)
 
 
 @dataclass(frozen=True)
-class WholeBlocks:
+class CompleteBlocks:
     """Clusters of a layer's first complete blocks, stored between turns.
 
     Attributes:
@@ -101,47 +112,51 @@ class WholeBlocks:
         """Return the number of entries in all blocks."""
         return self.ids.shape[2]
 
-    def of_first(self, n: int) -> WholeBlocks | None:
-        """Return the clusters of the complete blocks in the first `n` entries, or None if no block is complete."""
-        if n >= self.n_entries:
+    def within_first(self, n_entries: int) -> CompleteBlocks | None:
+        """Return the clusters of the complete blocks in the first `n_entries`, or None if no block is complete."""
+        if n_entries >= self.n_entries:
             return self
-        if (n := n // BLOCK_SIZE) == 0:
+        n_blocks = n_entries // BLOCK_SIZE
+        if n_blocks == 0:
             return None
-        return WholeBlocks(
-            self.ids[:, :, : n * BLOCK_SIZE],
-            *slice_rows((self.keys, self.values), 0, n * CLUSTERS_PER_BLOCK),
-        )
+        ids = self.ids[:, :, : n_blocks * BLOCK_SIZE]
+        n_clusters = n_blocks * CLUSTERS_PER_BLOCK
+        keys, values = slice_rows((self.keys, self.values), 0, n_clusters)
+        return CompleteBlocks(ids, keys, values)
 
-    def clusters(self) -> Clusters:
+    def to_clusters(self) -> Clusters:
         """Convert to `Clusters`, whose ids are unique across blocks."""
-        first = (mx.arange(self.n_entries) // BLOCK_SIZE * CLUSTERS_PER_BLOCK).astype(mx.uint16)
+        block_of_each_entry = mx.arange(self.n_entries) // BLOCK_SIZE
+        first_ids = (block_of_each_entry * CLUSTERS_PER_BLOCK).astype(mx.uint16)
         # Non-contiguous means would be copied by the GPU kernels for every token.
-        return Clusters(self.ids + first, mx.contiguous(self.keys), mx.contiguous(self.values))
+        return Clusters(self.ids + first_ids, mx.contiguous(self.keys), mx.contiguous(self.values))
 
 
-def _join(parts: list[Clusters]) -> Clusters:
+def _concatenate(parts: list[Clusters]) -> Clusters:
     """Concatenate the clusters of successive entries."""
-    ids = []
-    n = 0
+    unique_ids: list[mx.array] = []
+    n_clusters = 0
     for part in parts:
-        ids.append(part.ids + n)
-        n += part.n
+        unique_ids.append(part.ids + n_clusters)
+        n_clusters += part.n_clusters
+    ids = mx.concatenate(unique_ids, axis=2)
     keys, values = concatenate_rows(*((part.keys, part.values) for part in parts))
-    joined = Clusters(mx.concatenate(ids, axis=2), keys, values)
-    mx.async_eval(joined.ids, keys, values)
-    return joined
+    mx.async_eval(ids, keys, values)
+    return Clusters(ids, keys, values)
 
 
-def _sums(n: int, ids: mx.array, counts: mx.array) -> mx.array:
-    """Sum int32 `counts` by the cluster `ids` `(B, n_kv_heads, m)`: `(B, n_kv_heads, n)`."""
+def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
+    """Sum int32 `counts` by the cluster `ids` `(B, n_kv_heads, m)`: `(B, n_kv_heads, n_clusters)`."""
     B, H, _ = ids.shape
-    bins = ids + mx.arange(0, B * H * n, n).reshape(B, H, 1)
+    n_bins = B * H * n_clusters
+    first_bins = mx.arange(0, n_bins, n_clusters).reshape(B, H, 1)
+    bins = ids + first_bins
     counts = mx.broadcast_to(counts, bins.shape)
-    sums = mx.zeros(B * H * n, mx.int32).at[bins.flatten()].add(counts.flatten())
-    return sums.reshape(B, H, n)
+    sums = mx.zeros(n_bins, mx.int32).at[bins.flatten()].add(counts.flatten())
+    return sums.reshape(B, H, n_clusters)
 
 
-def clusters_of(entries: Any, start: int = 0) -> Clusters:
+def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     """Cluster the entries from position `start` on, one block at a time.
 
     Args:
@@ -149,15 +164,15 @@ def clusters_of(entries: Any, start: int = 0) -> Clusters:
             head_dim)` for `n = stop - first`.
         start: position of the first entry to cluster.
     """
-    blocks = []
+    blocks: list[Clusters] = []
     for first, stop in spans(start, len(entries)):
-        n = -(-(stop - first) // CLUSTER_SIZE)
-        ids, keys = k_means(entries.read_keys(first, stop), n)
-        mx.eval(keys)  # reading the values may read a file
-        values = mean_by_cluster(entries.read_values(first, stop), ids, n)
-        mx.eval(values)  # limits memory to one block
-        blocks.append(Clusters(ids, keys, values))
-    return _join(blocks)
+        n_clusters = math.ceil((stop - first) / CLUSTER_SIZE)
+        ids, mean_keys = k_means(entries.read_keys(first, stop), n_clusters)
+        mx.eval(mean_keys)  # reading the values may read a file
+        mean_values = mean_by_cluster(entries.read_values(first, stop), ids, n_clusters)
+        mx.eval(mean_values)  # limits memory to one block
+        blocks.append(Clusters(ids, mean_keys, mean_values))
+    return _concatenate(blocks)
 
 
 def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
@@ -165,10 +180,11 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
 
     Returns: uint16 cluster ids `(B, n_kv_heads, m)`, and mean keys `(B, n_kv_heads, n, head_dim)`.
     """
+    B, H, n_keys, _ = keys.shape
     if n == 1:
-        ids = mx.zeros(keys.shape[:3], mx.uint16)
+        ids = mx.zeros((B, H, n_keys), mx.uint16)
         return ids, mean_by_cluster(keys, ids, n)
-    evenly_spaced = mx.linspace(0, keys.shape[2] - 1, n + 2)[1:-1].astype(mx.int32)
+    evenly_spaced = mx.linspace(0, n_keys - 1, n + 2)[1:-1].astype(mx.int32)
     means = keys[:, :, evenly_spaced]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest_centres(keys.astype(mx.float32), means.astype(mx.float32))
@@ -182,13 +198,16 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
 
     The mean of an empty cluster is 0. Sums are float32, because a few hundred float16 numbers could overflow.
     """
-    members = (ids[:, :, None] == mx.arange(n, dtype=ids.dtype)[:, None]).astype(mx.float32)
-    sums, sizes = members @ entries.astype(mx.float32), members.sum(axis=-1, keepdims=True)
+    cluster_ids = mx.arange(n, dtype=ids.dtype)[:, None]
+    is_member = (ids[:, :, None] == cluster_ids).astype(mx.float32)
+    sums = is_member @ entries.astype(mx.float32)
+    sizes = is_member.sum(axis=-1, keepdims=True)
     return (sums / mx.maximum(sizes, 1)).astype(entries.dtype)
 
 
 def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
     """Return the index of each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
+    squared_norms = mx.square(centres).sum(axis=-1)[:, :, None]
     # The distance leaves out the key's squared norm, which does not change which centre is nearest.
-    distances = mx.square(centres).sum(axis=-1)[:, :, None] + keys @ (-2 * centres).mT
+    distances = squared_norms + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(mx.uint16)

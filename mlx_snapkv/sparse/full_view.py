@@ -38,36 +38,36 @@ class FullView(Entries):
     ):
         """Join the views without reading any entries."""
         super().__init__(None, None, layer=layer)
-        self._entries = JoinedView(views)
+        self._joined_view = JoinedView(views)
         self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
         """Return the number of entries in all views."""
-        return self._entries.n_entries
+        return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
         """Return a view of these entries that `extend` can lengthen by those of `view`. The index is copied."""
-        entries = JoinedView([self._entries])
-        entries.limit = len(self)  # because the store may grow
-        longer = FullView([entries, view], self.layer)
-        longer._entries.limit = len(self)
-        longer.index = copy.deepcopy(self.index)
-        return longer
+        these_entries = JoinedView([self._joined_view])
+        these_entries.limit = len(self)  # because the store may grow
+        longer_view = FullView([these_entries, view], self.layer)
+        longer_view._joined_view.limit = len(self)
+        longer_view.index = copy.deepcopy(self.index)
+        return longer_view
 
     def extend(self, n: int) -> None:
         """Extend the view up to position `n`, and index the new keys."""
-        self._entries.limit = n
+        self._joined_view.limit = n
         if self.index is not None:
-            self._complete(self.index)
+            self._add_missing_keys(self.index)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
         """Return the whole buffers of keys and values, or None unless all entries are plain and in memory."""
-        return self._entries.buffers
+        return self._joined_view.buffers
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
-        keys, values = self._entries.gather(positions)
+        keys, values = self._joined_view.gather(positions)
         return keys, values
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
@@ -80,23 +80,25 @@ class FullView(Entries):
         n = len(self)
         if not ranks_by_index(n):
             return None
-        length = MAX_SAMPLED_KEYS // SAMPLED_PLACES
+        keys_per_place = MAX_SAMPLED_KEYS // SAMPLED_PLACES
         starts = range(0, n, math.ceil(n / SAMPLED_PLACES))
-        sample = [self.read_keys(start, min(start + length, n)) for start in starts]
-        keys = mx.concatenate(sample, axis=2)
-        heads = None if queries is None else self.layer.group_heads(queries, keys.shape[1])
-        index = KeyIndex(keys, heads, self.make_spill)
+        runs = [self.read_keys(start, min(start + keys_per_place, n)) for start in starts]
+        sampled_keys = mx.concatenate(runs, axis=2)
+        grouped_queries = None
+        if queries is not None:
+            grouped_queries = self.layer.group_heads(queries, sampled_keys.shape[1])
+        index = KeyIndex(sampled_keys, grouped_queries, self.make_spill)
         index.n_sampled_from = n
-        return self._complete(index)
+        return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """Add missing keys to `index`, or build a new index if the text has outgrown it."""
         n = len(self)
         if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
             return self.make_index(queries)
-        return self._complete(index)
+        return self._add_missing_keys(index)
 
-    def _complete(self, index: KeyIndex) -> KeyIndex:
+    def _add_missing_keys(self, index: KeyIndex) -> KeyIndex:
         """Add missing keys to `index`, and return it."""
         index.reserve(len(self))
         for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):
@@ -104,23 +106,24 @@ class FullView(Entries):
         return index
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        part = self._entries.read(which, start, stop)
-        return mx.depends(part, list(after)) if after else part
+        keys_or_values = self._joined_view.read(which, start, stop)
+        return mx.depends(keys_or_values, list(after)) if after else keys_or_values
 
-    def keys_of_heads(self, heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
+    def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
         """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
-        keys = self.map_blocks(
-            lambda start, stop, earlier: self.read_keys(start, stop, earlier or after),
-            spans(0, len(self)),
-        )
-        return keys[:, heads]
+
+        def read_block(start: int, stop: int, earlier_blocks: list[mx.array]) -> mx.array:
+            return self.read_keys(start, stop, earlier_blocks or after)
+
+        keys = self.map_blocks(read_block, spans(0, len(self)))
+        return keys[:, kv_heads]
 
     @property
     def reads_allocate(self) -> bool:  # type: ignore[override]
         """Return whether reads allocate memory. If they do, evaluate each block before reading the next."""
-        return self._entries.reads_allocate
+        return self._joined_view.reads_allocate
 
     @property
     def make_spill(self) -> MakeSpill | None:
         """Return the function that creates a spill file next to the entries, or None if they are in memory."""
-        return self._entries.make_spill
+        return self._joined_view.make_spill

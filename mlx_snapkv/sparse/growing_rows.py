@@ -33,7 +33,7 @@ ENTRIES_MOVED = 1 << 15  # number of entries whose rows move to the file at a ti
 class Spill(Protocol):
     """A file for rows that don't stay in memory. `stores.file.SpillFile` implements this protocol."""
 
-    def put(self, stored: Stored) -> Callable[[], Stored]:
+    def append(self, stored: Stored) -> Callable[[], Stored]:
         """Write rows, and return a function that reads them. Raises: SnapKVError: the disk is full."""
         ...
 
@@ -59,14 +59,14 @@ class GrowingRows:
     ):
         """Start without rows, and create the spill file if there is a `make_spill`."""
         self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._n_in_memory = ENTRIES_IN_MEMORY // entries_per_row
+        self._max_first = ENTRIES_IN_MEMORY // entries_per_row  # only with a spill file
         self._block_rows = ENTRIES_MOVED // entries_per_row
         self._spill = None if make_spill is None else make_spill()
         self._block_readers: list[Callable[[], Stored]] = []
 
     def __len__(self) -> int:
         """Return the number of rows, in memory and in the file."""
-        return self._first.n + self._n_spilled + self._last.n
+        return self._first.n_used + self._n_spilled + self._last.n_used
 
     @property
     def _n_spilled(self) -> int:
@@ -95,45 +95,53 @@ class GrowingRows:
     @property
     def spilled_nbytes(self) -> int:
         """Return the size in bytes of the rows in the spill file."""
-        return self._n_spilled * count_bytes(slice_rows(self._first.stored, 0, 1))
+        one_row = slice_rows(self._first.stored, 0, 1)
+        return self._n_spilled * count_bytes(one_row)
 
     def reserve(self, n: int) -> None:
         """Allocate memory for `n` rows, or for as many of them as will stay in memory."""
-        self._first.reserve(n if self._spill is None else min(n, self._n_in_memory))
+        n_in_memory = n if self._spill is None else min(n, self._max_first)
+        self._first.reserve(n_in_memory)
 
     def append(self, new: Stored) -> None:
         """Append rows. Raises: SnapKVError: the disk is full."""
         if self._spill is None:
             self._first.append(new)
             return
-        n = count_rows(new)
-        n_first = min(n, self._n_in_memory - self._first.n)
-        if n_first > 0:
-            self._first.append(slice_rows(new, 0, n_first))
-        if n_first < n:
-            self._last.append(slice_rows(new, n_first, n))
-        while self._last.n >= self._block_rows:
-            last = self._last.stored
-            self._block_readers.append(self._spill.put(slice_rows(last, 0, self._block_rows)))
-            self._last = _Buffer(slice_rows(last, self._block_rows, self._last.n))
+        n_new = count_rows(new)
+        n_free = self._max_first - self._first.n_used
+        n_to_first = min(n_new, n_free)
+        if n_to_first > 0:
+            self._first.append(slice_rows(new, 0, n_to_first))
+        if n_to_first < n_new:
+            self._last.append(slice_rows(new, n_to_first, n_new))
+        while self._last.n_used >= self._block_rows:
+            last_rows = self._last.stored
+            block = slice_rows(last_rows, 0, self._block_rows)
+            self._block_readers.append(self._spill.append(block))
+            self._last = _Buffer(slice_rows(last_rows, self._block_rows, self._last.n_used))
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
-        last_start = self._first.n + self._n_spilled  # index of the first row in `_last`
-        self._last.n = min(self._last.n, max(0, n - last_start))
+        last_start = self._first.n_used + self._n_spilled  # index of the first row in `_last`
+        self._last.n_used = min(self._last.n_used, max(0, n - last_start))
         while self._block_readers and n < last_start:
             # If this block is cut in the middle, the rows that remain return to memory.
             last_start -= self._block_rows
-            read = self._block_readers.pop()
-            if n > last_start:
-                self._last = _Buffer(slice_rows(read(), 0, n - last_start))
-        self._first.n = min(self._first.n, n)
+            read_block = self._block_readers.pop()
+            n_left_in_block = n - last_start
+            if n_left_in_block > 0:
+                self._last = _Buffer(slice_rows(read_block(), 0, n_left_in_block))
+        self._first.n_used = min(self._first.n_used, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split `[start, stop)` into spans that `read` accepts, each with its rows in a single array."""
-        begin = self._first.n
-        edges = {start, stop, *range(begin, begin + self._n_spilled + 1, self._block_rows)}
-        yield from pairwise(sorted(edge for edge in edges if start <= edge <= stop))
+        spilled_start = self._first.n_used
+        last_start = spilled_start + self._n_spilled
+        block_edges = range(spilled_start, last_start + 1, self._block_rows)
+        inner_edges = [edge for edge in block_edges if start < edge < stop]
+        if start < stop:
+            yield from pairwise([start, *inner_edges, stop])
 
     def read(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)`, which must be one of `spans`."""
@@ -145,26 +153,29 @@ class GrowingRows:
         MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and on other backends it may copy the slice.
         """
         stored, start, stop = self._locate(start, stop)
-        if start == 0 and 8 * stop >= 7 * count_rows(stored):
+        covers_most_rows = start == 0 and 8 * stop >= 7 * count_rows(stored)
+        if covers_most_rows:
             return stored
         return map_arrays(mx.contiguous, slice_rows(stored, start, stop))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
         """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
-        first = self._first.n
-        if start < first:
+        spilled_start = self._first.n_used
+        last_start = spilled_start + self._n_spilled
+        if start < spilled_start:
             return self._first.stored, start, stop
-        number, row = divmod(start - first, self._block_rows)
-        if number < len(self._block_readers):  # the block is in the spill file
-            read = self._block_readers[number]
-            return read(), row, row + stop - start
-        n_before = first + self._n_spilled
-        return self._last.stored, start - n_before, stop - n_before
+        if start >= last_start:
+            return self._last.stored, start - last_start, stop - last_start
+        block_number, start_in_block = divmod(start - spilled_start, self._block_rows)
+        read_block = self._block_readers[block_number]
+        return read_block(), start_in_block, start_in_block + (stop - start)
 
     def between(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)`, concatenated if they are in several arrays."""
         parts = [self.read(*span) for span in self.spans(start, stop)]
-        return concatenate_rows(*parts) if parts else slice_rows(self._first.stored, 0, 0)
+        if not parts:
+            return slice_rows(self._first.stored, 0, 0)
+        return concatenate_rows(*parts)
 
     def __deepcopy__(self, memo: dict) -> GrowingRows:
         """Copy the rows in memory, but share the spill file, which is append-only."""
@@ -175,21 +186,20 @@ class GrowingRows:
 
 
 class _Buffer:
-    """Rows in memory: `n` used ones, followed by unused ones."""
+    """Rows in memory: `n_used` used ones, followed by unused ones."""
 
     def __init__(self, stored: Stored):
         self.stored = stored
-        self.n = count_rows(stored)
+        self.n_used = count_rows(stored)
 
     def reserve(self, n: int) -> None:
         """Allocate memory for at least `n` rows."""
         if n > count_rows(self.stored):
-            self.stored = with_new_rows(
-                slice_rows(self.stored, 0, self.n), rows_to_allocate(n) - self.n
-            )
+            used_rows = slice_rows(self.stored, 0, self.n_used)
+            self.stored = with_new_rows(used_rows, rows_to_allocate(n) - self.n_used)
 
     def append(self, new: Stored) -> None:
-        end = self.n + count_rows(new)
-        self.reserve(end)
-        write_rows(self.stored, self.n, new)
-        self.n = end
+        n_after = self.n_used + count_rows(new)
+        self.reserve(n_after)
+        write_rows(self.stored, self.n_used, new)
+        self.n_used = n_after

@@ -61,20 +61,22 @@ class KeyIndex:
     ):
         """Compute the components from the samples. No key is indexed yet."""
         B, H, self.n_sampled_from, D = keys.shape
-        sample = keys.astype(mx.float32)
-        size = _size(D)
-        weights = mx.ones((B, H, 1, D)) if queries is None else _channel_sizes(queries, H)
-        self._mean = sample.mean(axis=2, keepdims=True)
-        centred = (sample - self._mean) * weights
-        vectors = _principal(centred, size)
+        n_components = _n_components(D)
+        weights = mx.ones((B, H, 1, D)) if queries is None else _channel_magnitudes(queries, H)
+        float32_keys = keys.astype(mx.float32)
+        self._mean = float32_keys.mean(axis=2, keepdims=True)
+        weighted_keys = (float32_keys - self._mean) * weights
+        directions = _principal_directions(weighted_keys, n_components)
         # Scale the keys so that no component of the sample exceeds 1, and the queries inversely, so that logits stay
         # the same.
-        largest = mx.maximum(mx.abs(centred @ vectors).max(axis=2, keepdims=True), 1e-6)
-        padding = [(0, 0), (0, 0), (0, 0), (0, -size % MXFP4_GROUP)]
-        self._of_keys = mx.pad(weights.swapaxes(-1, -2) * vectors / largest, padding)
-        self._of_queries = mx.pad(vectors * largest / weights.swapaxes(-1, -2), padding)
-        mx.async_eval(self._mean, self._of_keys, self._of_queries)
-        self.codes = GrowingRows(no_codes(keys), make_spill=make_spill)
+        components = weighted_keys @ directions
+        largest = mx.maximum(mx.abs(components).max(axis=2, keepdims=True), 1e-6)
+        channel_weights = weights.swapaxes(-1, -2)
+        padding = [(0, 0), (0, 0), (0, 0), (0, -n_components % MXFP4_GROUP)]
+        self._key_projection = mx.pad(channel_weights * directions / largest, padding)
+        self._query_projection = mx.pad(directions * largest / channel_weights, padding)
+        mx.async_eval(self._mean, self._key_projection, self._query_projection)
+        self.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
 
     def __len__(self) -> int:
         """Return the number of indexed keys."""
@@ -83,7 +85,7 @@ class KeyIndex:
     @property
     def projection(self) -> mx.array:
         """Return the matrix that projects queries to components, float32 `(B, n_kv_heads, head_dim, components)`."""
-        return self._of_queries
+        return self._query_projection
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +99,7 @@ class KeyIndex:
     def append(self, keys: mx.array) -> None:
         """Index the next tokens' keys, `(B, n_kv_heads, L, head_dim)`."""
         centred = keys.astype(mx.float32) - self._mean
-        self.codes.append(mx.quantize(centred @ self._of_keys, **MXFP4))
+        self.codes.append(mx.quantize(centred @ self._key_projection, **MXFP4))
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
@@ -114,28 +116,31 @@ class KeyIndex:
     @property
     def state(self) -> list[mx.array]:
         """Return the arrays to save, without the codes."""
-        return [self._mean, self._of_keys, self._of_queries]
+        return [self._mean, self._key_projection, self._query_projection]
 
     @classmethod
     def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
         """Recreate a saved index without its codes, which `fill` adds. Return None if it does not fit `keys`."""
-        index = cls.__new__(cls)
         B, H, _, D = keys.shape
         try:
-            index._mean, index._of_keys, index._of_queries = state
-            shapes = [x.shape for x in (index._mean, index._of_keys, index._of_queries)]
+            mean, key_projection, query_projection = state
+            shapes = [mean.shape, key_projection.shape, query_projection.shape]
         except (AttributeError, TypeError, ValueError):
             return None
-        if shapes != [(B, H, 1, D), *[(B, H, D, _padded(D))] * 2]:
+        projection_shape = (B, H, D, _n_stored_components(D))
+        if shapes != [(B, H, 1, D), projection_shape, projection_shape]:
             return None
-        index.codes = GrowingRows(no_codes(keys), make_spill=make_spill)
+        index = cls.__new__(cls)
+        index._mean = mean
+        index._key_projection, index._query_projection = key_projection, query_projection
+        index.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
         index.n_sampled_from = 0
         return index
 
-    def fill(self, codes: Iterable[Stored]) -> None:
+    def fill(self, code_blocks: Iterable[Stored]) -> None:
         """Add the codes of a saved index."""
-        for block in codes:
-            self.codes.append(block)
+        for codes in code_blocks:
+            self.codes.append(codes)
         self.n_sampled_from = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
@@ -144,7 +149,7 @@ class KeyIndex:
         other.codes = copy.deepcopy(self.codes, memo)
         return other
 
-    def relevance(self, observed: Queries, n: int) -> mx.array:
+    def relevance(self, queries: Queries, n: int) -> mx.array:
         """Score the first `n` keys by how close they come to a query's largest logit.
 
         A key's score is its logit minus the query's largest logit, in nats, maximised over the queries and over the
@@ -153,110 +158,125 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, at most 0. Higher is better.
         """
-        queries = _scaled(observed.vectors, observed.scale, self._mean.shape[1]) @ self._of_queries
-        parts = list(self._parts(self._block(observed.vectors), n))
-        if 4 * math.prod(observed.vectors.shape[:3]) * n <= self._logit_bytes:
-            logits: list[mx.array] = []
-            for part in parts:
-                logits.append(self._logits(queries, *part, logits[-1:]))
-            return _below(mx.concatenate(logits, axis=3))
-        # The logits don't fit in memory, so compute them twice: once for the maximum, once for the distances from it.
-        tops: list[mx.array] = []
-        for part in parts:
-            tops.append(self._logits(queries, *part, tops[-1:]).max(axis=3, keepdims=True))
-        top = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
-        below: list[mx.array] = []
-        for part in parts:
-            part_logits = self._logits(queries, *part, below[-1:] or [top])
-            below.append((part_logits - top).max(axis=2))
-        return mx.concatenate(below, axis=-1)
+        n_kv_heads = self._mean.shape[1]
+        scaled_queries = _scale_and_group(queries.vectors, queries.scale, n_kv_heads)
+        projected = scaled_queries @ self._query_projection
+        B, n_heads, n_queries, _ = queries.vectors.shape
+        logit_bytes_per_key = 4 * B * n_heads * n_queries
+        keys_at_once = max(MXFP4_GROUP, self._max_logit_bytes // logit_bytes_per_key)
+        key_spans = list(self._key_spans(n, keys_at_once))
+        if logit_bytes_per_key * n <= self._max_logit_bytes:
+            return self._relevance_in_one_pass(projected, key_spans)
+        return self._relevance_in_two_passes(projected, key_spans)
 
-    def _parts(self, block: int, n: int) -> Iterator[tuple[int, int]]:
-        """Split the first `n` keys into spans of at most `block` keys, each with its codes in a single array."""
-        for first, last in self.codes.spans(0, n):
-            yield from spans(first, last, block)
+    def _relevance_in_one_pass(
+        self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
+    ) -> mx.array:
+        """Compute `relevance` from the logits of all keys, which are in memory together."""
+        logits: list[mx.array] = []
+        for start, stop in key_spans:
+            logits.append(self._logits(projected, start, stop, after=logits[-1:]))
+        return _distances_from_top(mx.concatenate(logits, axis=3))
+
+    def _relevance_in_two_passes(
+        self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
+    ) -> mx.array:
+        """Compute `relevance` from logits that are computed twice, once for the maximum, because they need memory."""
+        tops: list[mx.array] = []
+        for start, stop in key_spans:
+            # Keep no reference to the logits, or two spans of them would be in memory.
+            tops.append(self._logits(projected, start, stop, tops[-1:]).max(axis=3, keepdims=True))
+        top = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
+        distances: list[mx.array] = []
+        for start, stop in key_spans:
+            logits = self._logits(projected, start, stop, after=distances[-1:] or [top])
+            distances.append((logits - top).max(axis=2))
+        return mx.concatenate(distances, axis=-1)
+
+    def _key_spans(self, n: int, keys_at_once: int) -> Iterator[tuple[int, int]]:
+        """Split the first `n` keys into spans of at most `keys_at_once`, each with its codes in a single array."""
+        for start, stop in self.codes.spans(0, n):
+            yield from spans(start, stop, keys_at_once)
 
     @property
-    def _logit_bytes(self) -> int:
+    def _max_logit_bytes(self) -> int:
         return LOGIT_BYTES // LOGIT_DIVISOR_IN_FILES if self.codes.reads_allocate else LOGIT_BYTES
 
-    def _block(self, heads: mx.array) -> int:
-        """Return how many keys to score in one step, for queries `(B, n_heads, m, head_dim)`."""
-        return max(MXFP4_GROUP, self._logit_bytes // (4 * math.prod(heads.shape[:3])))
-
     def _logits(
-        self, queries: mx.array, start: int, stop: int, after: Sequence[mx.array] = ()
+        self, projected: mx.array, start: int, stop: int, after: Sequence[mx.array] = ()
     ) -> mx.array:
         """Return the logits of keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
 
         Args:
-            queries: queries projected to components, `(B, n_kv_heads, group * m, components)`.
+            projected: queries projected to components, `(B, n_kv_heads, group * m, components)`.
             start: first key.
             stop: position after the last key.
             after: arrays to evaluate first, so that only one step's logits are in memory.
         """
-        queries = mx.depends(queries, list(after)) if after else queries
-        n = stop - start
-        logits = _logits(n, queries, *self.codes.read_at_least(start, stop))
+        if after:
+            projected = mx.depends(projected, list(after))
+        codes, powers = self.codes.read_at_least(start, stop)
+        all_logits = mx.quantized_matmul(projected, codes, powers, transpose=True, **MXFP4)
+        logits = all_logits[..., : stop - start]
         if self.codes.reads_allocate:
             mx.eval(logits)
         return logits
 
 
-def _channel_sizes(queries: mx.array, n_kv_heads: int) -> mx.array:
+def _channel_magnitudes(queries: mx.array, n_kv_heads: int) -> mx.array:
     """Return each channel's RMS over queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
     B, _, _, D = queries.shape
-    squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, n_kv_heads, -1, D)
-    return mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+    mean_squares = mx.square(queries.astype(mx.float32)).mean(axis=2)
+    mean_squares_of_group = mean_squares.reshape(B, n_kv_heads, -1, D).mean(axis=2)
+    return mx.sqrt(mean_squares_of_group + 1e-12)[:, :, None]
 
 
-def _principal(centred: mx.array, n: int) -> mx.array:
+def _principal_directions(centred: mx.array, n: int) -> mx.array:
     """Return the first `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
     covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
     covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # or `eigh` aborts the process
-    _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending variance
-    return vectors[..., : -n - 1 : -1]
+    _, eigenvectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending variance
+    return eigenvectors[..., : -n - 1 : -1]  # the last `n`, in reverse order
 
 
-def _scaled(heads: mx.array, scale: float, n_kv_heads: int) -> mx.array:
+def _scale_and_group(vectors: mx.array, scale: float, n_kv_heads: int) -> mx.array:
     """Scale queries `(B, n_heads, m, head_dim)` and group them by KV head: `(B, n_kv_heads, group * m, head_dim)`."""
-    B, _, _, D = heads.shape
-    return (heads.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
+    B, _, _, D = vectors.shape
+    return (vectors.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
 
 
-def _below(logits: mx.array) -> mx.array:
+def _distances_from_top(logits: mx.array) -> mx.array:
     """Return each key's maximum over queries of `logit - the query's largest logit`, `(B, n_kv_heads, n)`."""
-    return (logits - logits.max(axis=3, keepdims=True)).max(axis=2)
+    top = logits.max(axis=3, keepdims=True)
+    return (logits - top).max(axis=2)
 
 
-def _logits(n: int, queries: mx.array, codes: mx.array, powers: mx.array) -> mx.array:
-    """Multiply queries by the first `n` codes: float32 logits `(B, n_kv_heads, group * m, n)`."""
-    return mx.quantized_matmul(queries, codes, powers, transpose=True, **MXFP4)[..., :n]
-
-
-def no_codes(keys: mx.array) -> tuple[mx.array, ...]:
+def empty_codes(keys: mx.array) -> tuple[mx.array, ...]:
     """Return empty arrays of codes and powers of two for keys of this shape."""
     B, H, _, D = keys.shape
-    return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed(D))
+    return tuple(mx.zeros((B, H, 0, width), dtype) for width, dtype in _packed_formats(D))
 
 
 def index_bytes(keys: mx.array) -> int:
     """Return the size in bytes of an index for keys `(B, n_kv_heads, n, head_dim)`."""
     B, H, n, D = keys.shape
-    return B * H * n * sum(width * dtype.size for width, dtype in _packed(D))
+    bytes_per_key = sum(width * dtype.size for width, dtype in _packed_formats(D))
+    return B * H * n * bytes_per_key
 
 
-def _size(head_dim: int) -> int:
+def _n_components(head_dim: int) -> int:
     """Return the number of components: half of `head_dim`, rounded up to whole MXFP4 groups."""
-    return min(head_dim, -(-head_dim // (2 * MXFP4_GROUP)) * MXFP4_GROUP)
+    n_groups = math.ceil(head_dim / 2 / MXFP4_GROUP)
+    return min(head_dim, n_groups * MXFP4_GROUP)
 
 
-def _padded(head_dim: int) -> int:
+def _n_stored_components(head_dim: int) -> int:
     """Return the number of stored components, including padding to whole MXFP4 groups."""
-    return -(-_size(head_dim) // MXFP4_GROUP) * MXFP4_GROUP
+    n_groups = math.ceil(_n_components(head_dim) / MXFP4_GROUP)
+    return n_groups * MXFP4_GROUP
 
 
-def _packed(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
+def _packed_formats(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
     """Return (width, dtype) of a key's codes, which are packed by eight into a uint32, and of its powers of two."""
-    width = _padded(head_dim)
-    return (width // 8, mx.uint32), (width // MXFP4_GROUP, mx.uint8)
+    n_stored = _n_stored_components(head_dim)
+    return (n_stored // 8, mx.uint32), (n_stored // MXFP4_GROUP, mx.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,19 +52,26 @@ class Reach(NamedTuple):
     n_window: int
 
     @property
-    def most(self) -> int:
+    def max_read(self) -> int:
         """Return the maximum number of earlier entries that a chunk reads. Its window may begin inside a page."""
         return self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE - 1
 
-    def before_choice(self, n_prompt: int, n_held: int = 0) -> int:
-        """Return the position of the first chunk that chooses entries, or `n_prompt` if only the last tokens could."""
-        n = max(n_held, self.most) + CHUNK_SIZE
-        return n if n < n_prompt - LAST_TOKENS else n_prompt
+    def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
+        """Return the position of the first chunk that chooses entries, or `n_prompt` if only the last tokens could.
 
-    def of_last(self, in_files: bool) -> Reach:
+        Args:
+            n_prompt: prompt length in tokens.
+            n_earlier: number of tokens that earlier turns have read.
+        """
+        position = max(n_earlier, self.max_read) + CHUNK_SIZE
+        last_tokens_start = n_prompt - LAST_TOKENS
+        return position if position < last_tokens_start else n_prompt
+
+    def for_last_tokens(self, in_files: bool) -> Reach:
         """Return how many entries the prompt's last tokens read. With entries in files, they read fewer."""
-        n = LAST_FACTOR_IN_FILES * self.n_chosen if in_files else max(LAST_CHOSEN, self.n_chosen)
-        return self._replace(n_chosen=n)
+        if in_files:
+            return self._replace(n_chosen=LAST_FACTOR_IN_FILES * self.n_chosen)
+        return self._replace(n_chosen=max(LAST_CHOSEN, self.n_chosen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +176,11 @@ class Sparse(Hyperparameters):
             n_cheap: number of entries whose attention costs at most `CHEAP_SHARE` of the model's other products.
         """
         if self.read_top_k is None:
-            chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)
+            n_chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)
         else:
-            chosen = max(PAGE_SIZE, amount(self.read_top_k, n_prompt))
+            n_chosen = max(PAGE_SIZE, amount(self.read_top_k, n_prompt))
         return Reach(
-            -(-self.n_sink // PAGE_SIZE) * PAGE_SIZE, chosen // PAGE_SIZE * PAGE_SIZE, CHUNK_WINDOW
+            n_sink=math.ceil(self.n_sink / PAGE_SIZE) * PAGE_SIZE,
+            n_chosen=n_chosen // PAGE_SIZE * PAGE_SIZE,
+            n_window=CHUNK_WINDOW,
         )

@@ -44,33 +44,37 @@ class PageMeans:
         if self._means is not None:
             self._means.truncate(n)
 
-    def parts(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
+    def readers(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
         """Return functions that each read the mean keys of some of the `pages`, after computing missing means.
 
         Each function returns `(B, n_kv_heads, n, head_dim)` float32.
         """
-        means = self._extended(view, pages.stop)
+        means = self._complete_means(view, pages.stop)
 
-        def read(start: int, stop: int) -> mx.array:
+        def read_means(start: int, stop: int) -> mx.array:
             return unpack(means.read(start, stop), self._quantization).astype(mx.float32)
 
-        return [partial(read, *span) for span in means.spans(pages.start, pages.stop)]
+        page_spans = means.spans(pages.start, pages.stop)
+        return [partial(read_means, start, stop) for start, stop in page_spans]
 
-    def _extended(self, view: FullView, stop: int) -> GrowingRows:
-        """Compute any missing means of the first `stop` pages, and return all means."""
-        if (done := len(self)) >= stop and self._means is not None:
+    def _complete_means(self, view: FullView, n_pages: int) -> GrowingRows:
+        """Compute any missing means of the first `n_pages`, and return all means."""
+        n_done = len(self)
+        if n_done >= n_pages and self._means is not None:
             return self._means
-        new = view.map_blocks(partial(_of_block, view), spans(done * PAGE_SIZE, stop * PAGE_SIZE))
-        self._quantization = means_quantization(new.shape[3])
-        packed = pack(new, self._quantization)
+
+        def block_means(start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
+            return page_means(view.read_keys(start, stop, after))
+
+        new_blocks = spans(n_done * PAGE_SIZE, n_pages * PAGE_SIZE)
+        new_means = view.map_blocks(block_means, new_blocks)
+        self._quantization = means_quantization(new_means.shape[3])
+        packed_means = pack(new_means, self._quantization)
         if self._means is None:
-            self._means = GrowingRows(slice_rows(packed, 0, 0), PAGE_SIZE, view.make_spill)
-        self._means.append(packed)
+            empty_means = slice_rows(packed_means, 0, 0)
+            self._means = GrowingRows(empty_means, PAGE_SIZE, view.make_spill)
+        self._means.append(packed_means)
         return self._means
-
-
-def _of_block(view: FullView, start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
-    return page_means(view.read_keys(start, stop, after))
 
 
 def page_means(entries: mx.array) -> mx.array:
@@ -78,8 +82,8 @@ def page_means(entries: mx.array) -> mx.array:
 
     Sums are float32 because float16 could overflow.
     """
-    summed = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
-    return summed.mean(axis=3).astype(entries.dtype)
+    pages = mx.unflatten(entries.astype(mx.float32), 2, (-1, PAGE_SIZE))
+    return pages.mean(axis=3).astype(entries.dtype)
 
 
 def means_quantization(head_dim: int) -> Quantization | None:

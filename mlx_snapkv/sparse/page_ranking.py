@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -24,9 +25,9 @@ class PageRanking:
         view: view of all of the layer's entries.
         means: mean keys of the pages. Missing means are computed when a chunk needs them.
         reach: how many entries a chunk reads. If there are fewer, the chunk reads all of them.
-        last: how many entries the prompt's last tokens read.
+        last_reach: how many entries the prompt's last tokens read.
         last_from: position of the first of these last tokens.
-        chooses: returns whether a chunk that starts at the given position may choose. If not, it reads all entries.
+        may_choose: returns whether a chunk that starts at the given position may choose. If not, it reads all entries.
     """
 
     def __init__(
@@ -34,27 +35,30 @@ class PageRanking:
         view: FullView,
         means: PageMeans,
         reach: Reach,
-        last: Reach,
+        last_reach: Reach,
         last_from: float,
-        chooses: Callable[[int], bool] = lambda start: True,
+        may_choose: Callable[[int], bool] = lambda start: True,
     ):
         """Store the arguments."""
         self._view = view
         self.means = means
         self._reach = reach
-        self._last = last
+        self._last_reach = last_reach
         self._last_from = last_from
-        self._chooses = chooses
-        self._first = reach.n_sink // PAGE_SIZE  # first page that a chunk may choose
+        self._may_choose = may_choose
+        self._first_page = reach.n_sink // PAGE_SIZE  # first page that a chunk may choose
 
     def reads_all(self, start: int) -> bool:
         """Return whether a chunk that starts at `start` reads all earlier entries."""
-        return self._pages(start)[1] == 0
+        return self._choice(start) is None
 
     def n_read(self, start: int) -> int:
         """Return the number of earlier entries that a chunk starting at `start` reads."""
-        stop, n = self._pages(start)
-        return (self._first + n - stop) * PAGE_SIZE + start if n else start
+        choice = self._choice(start)
+        if choice is None:
+            return start
+        n_in_window = start - choice.stop * PAGE_SIZE
+        return (self._first_page + choice.n_chosen) * PAGE_SIZE + n_in_window
 
     def read(self, captured: CapturedQueries, start: int) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that a chunk reads, in order of position.
@@ -63,62 +67,78 @@ class PageRanking:
             captured: the chunk's queries, with the heads of a GQA group adjacent.
             start: position of the chunk's first token.
         """
-        stop, n = self._pages(start)
-        pages = mx.sort(self._likeliest(captured, range(self._first, stop), n), axis=-1)
-        chosen = (pages[..., None] * PAGE_SIZE + mx.arange(PAGE_SIZE, dtype=mx.uint32)).flatten(-2)
-        ends = (
-            mx.arange(self._first * PAGE_SIZE, dtype=mx.uint32),
-            mx.arange(stop * PAGE_SIZE, start, dtype=mx.uint32),
-        )
-        sink, window = (mx.broadcast_to(x, (*chosen.shape[:2], x.size)) for x in ends)
+        choice = self._choice(start)
+        assert choice is not None, "the chunk reads all entries"
+        candidates = range(self._first_page, choice.stop)
+        best_pages = self._most_attended_pages(captured, candidates, choice.n_chosen)
+        pages = mx.sort(best_pages, axis=-1)
+        offsets_in_page = mx.arange(PAGE_SIZE, dtype=mx.uint32)
+        chosen = (pages[..., None] * PAGE_SIZE + offsets_in_page).flatten(-2)
+        sink = mx.arange(self._first_page * PAGE_SIZE, dtype=mx.uint32)
+        window = mx.arange(choice.stop * PAGE_SIZE, start, dtype=mx.uint32)
+        B, H, _ = chosen.shape
+        sink, window = (mx.broadcast_to(ends, (B, H, ends.size)) for ends in (sink, window))
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
-    def _pages(self, start: int) -> tuple[int, int]:
-        """Return `(stop, n)`: a chunk at `start` chooses `n` of the pages before `stop`, or reads all if `n` is 0."""
-        reach = self._last if start >= self._last_from else self._reach
+    def _choice(self, start: int) -> _Choice | None:
+        """Return which pages a chunk at `start` chooses among, or None if it reads all earlier entries."""
+        reach = self._last_reach if start >= self._last_from else self._reach
         stop = max(0, start - reach.n_window) // PAGE_SIZE
-        n = reach.n_chosen // PAGE_SIZE
-        reads_all = stop - self._first <= n or not self._chooses(start)
-        return stop, 0 if reads_all else n
+        n_chosen = reach.n_chosen // PAGE_SIZE
+        n_candidates = stop - self._first_page
+        if n_candidates <= n_chosen or n_chosen == 0 or not self._may_choose(start):
+            return None
+        return _Choice(stop, n_chosen)
 
-    def _likeliest(self, captured: CapturedQueries, among: range, n: int) -> mx.array:
-        """Return the `n` pages that get the largest share of some query's attention.
+    def _most_attended_pages(
+        self, captured: CapturedQueries, candidates: range, n: int
+    ) -> mx.array:
+        """Return the `n` candidate pages that get the largest share of some query's attention.
 
         A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.
 
         Returns: uint32 `(B, n_kv_heads, n)`, unordered.
         """
-        queries = captured.queries
-        step = max(1, queries.shape[2] // RANKING_QUERIES)
-        queries = queries[:, :, ::-step].astype(mx.float32) * captured.scale
-        shares = _largest_shares(queries, self.means.parts(self._view, among))
+        step = max(1, captured.queries.shape[2] // RANKING_QUERIES)
+        sampled_queries = captured.queries[:, :, ::-step].astype(mx.float32) * captured.scale
+        mean_readers = self.means.readers(self._view, candidates)
+        shares = _largest_shares(sampled_queries, mean_readers)
         best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
-        return best.astype(mx.uint32) + among.start
+        return best.astype(mx.uint32) + candidates.start
 
 
-def _largest_shares(queries: mx.array, parts: Sequence[Callable[[], mx.array]]) -> mx.array:
+class _Choice(NamedTuple):
+    """A chunk chooses `n_chosen` of the pages before `stop`."""
+
+    stop: int
+    n_chosen: int
+
+
+def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.array]]) -> mx.array:
     """Return the log of each page's largest attention share over all queries, `(B, n_kv_heads, n_pages)`.
 
     Args:
         queries: scaled float32 queries, `(B, n_heads, n, head_dim)`.
-        parts: functions that each return the mean keys of some pages, `(B, n_kv_heads, n, head_dim)` float32.
+        mean_readers: functions that each return the mean keys of some pages, `(B, n_kv_heads, n, head_dim)` float32.
     """
-    if len(parts) == 1:
-        return _shares_in_one(queries, parts[0]())
+    if len(mean_readers) == 1:
+        [read_means] = mean_readers
+        return _largest_shares_of_array(queries, read_means())
     # Compute the logits twice, part by part, so that memory does not grow with the text.
-    total = mx.array(-mx.inf)
-    for part in parts:
-        logits = grouped_logits(queries, part())
-        total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1, keepdims=True))
-        mx.eval(total)
+    log_total = mx.array(-mx.inf)
+    for read_means in mean_readers:
+        logits = grouped_logits(queries, read_means())
+        log_total = mx.logaddexp(log_total, mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(log_total)
     shares: list[mx.array] = []
-    for part in parts:
-        shares.append((grouped_logits(queries, part()) - total).max(axis=(2, 3)))
+    for read_means in mean_readers:
+        # Keep no reference to the logits, or those of two parts would be in memory.
+        shares.append((grouped_logits(queries, read_means()) - log_total).max(axis=(2, 3)))
         mx.eval(shares)
     return mx.concatenate(shares, axis=-1)
 
 
-def _shares_in_one(queries: mx.array, means: mx.array) -> mx.array:
+def _largest_shares_of_array(queries: mx.array, means: mx.array) -> mx.array:
     """Compute `_largest_shares` for means that are in a single array.
 
     Queries are processed in groups, because the logits of all queries would take several times as much memory as the
@@ -126,10 +146,16 @@ def _shares_in_one(queries: mx.array, means: mx.array) -> mx.array:
     """
     B, H, _, D = means.shape
     queries = queries.reshape(B, H, -1, D)
-    few = max(1, queries.shape[3] // 2)
-    largest: list[mx.array] = []
-    for start in range(0, queries.shape[2], few):
-        logits = mx.depends(queries[:, :, start : start + few], largest) @ means.mT
-        shares = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).max(axis=2)
-        largest = [mx.maximum(shares, *largest) if largest else shares]
-    return largest[0]
+    n_at_once = max(1, D // 2)
+    largest = _shares_of_queries(queries[:, :, :n_at_once], means)
+    for start in range(n_at_once, queries.shape[2], n_at_once):
+        next_queries = mx.depends(queries[:, :, start : start + n_at_once], [largest])
+        largest = mx.maximum(_shares_of_queries(next_queries, means), largest)
+    return largest
+
+
+def _shares_of_queries(queries: mx.array, means: mx.array) -> mx.array:
+    """Return the log of each page's largest attention share over `(B, n_kv_heads, n, head_dim)` queries."""
+    logits = queries @ means.mT
+    log_totals = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return (logits - log_totals).max(axis=2)

@@ -63,7 +63,7 @@ class SparsePrefillKVCache(AttendingCache):
         self._reads_all = not self.reads_some
         if self._reads_all:
             return self.stored.update_and_fetch(keys, values)
-        self.stored.add(keys, values)
+        self.stored.append(keys, values)
         return keys, values
 
     def choose(
@@ -72,16 +72,17 @@ class SparsePrefillKVCache(AttendingCache):
         """Return the keys and values that a chunk reads, including its own. Also record the queries that will vote."""
         self.stored.record(captured)
         if not self._reads_all:
-            keys, values = concatenate_rows(self._read_before(captured), (keys, values))
+            earlier_entries = self._choose_earlier(captured)
+            keys, values = concatenate_rows(earlier_entries, (keys, values))
         return keys, values, None
 
-    def _read_before(self, captured: CapturedQueries) -> tuple[mx.array, mx.array]:
+    def _choose_earlier(self, captured: CapturedQueries) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that the chunk chooses."""
-        start = self.offset - captured.queries.shape[2]
-        self.n_read = max(self.n_read or 0, self._ranking.n_read(start))
+        chunk_start = self.offset - captured.queries.shape[2]
+        self.n_read = max(self.n_read or 0, self._ranking.n_read(chunk_start))
         if self.stored.sparse_from is None:
-            self.stored.sparse_from = start
-        return self._ranking.read(captured, start)
+            self.stored.sparse_from = chunk_start
+        return self._ranking.read(captured, chunk_start)
 
     def size(self) -> int:
         """Return the number of earlier entries that the next chunk reads, which mlx-lm needs for its mask."""

@@ -5,6 +5,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import full_cache, has_all_entries, layer_cache
+from ..caches.contract import LayerCache
 from ..caches.layers import (
     AttentionLayer,
     attention_layers,
@@ -41,12 +42,12 @@ def make_caches(model, sparse: Sparse | None) -> list:
     if sparse is None:
         return caches
     layers = attention_layers(model, caches)
-    store = STORES[sparse.store]
+    store_class = STORES[sparse.store]
     quantization = store_quantization(model, layers, sparse.store)
-    folder_option: dict[str, Any] = {"folder": sparse.store_dir} if store.in_files else {}
+    folder_option: dict[str, Any] = {"folder": sparse.store_dir} if store_class.in_files else {}
     for layer in layers:
-        layer_store = store(quantization, **folder_option)
-        layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, layer_store))
+        store = store_class(quantization, **folder_option)
+        layer.put(caches, StoredKVCache(0, 0, KVCache.step, layer, store))
     return caches
 
 
@@ -57,11 +58,12 @@ def store_quantization(
 
     Raises: SnapKVError: the store can't quantise the model's entries.
     """
-    if store is None or (bits := STORES[store].bits) is None:
+    bits = None if store is None else STORES[store].bits
+    if bits is None:
         return None
     require_quantised_attention(layers, "give {}", Option("store", "memory"))
-    groups = fitting_group_sizes(head_sizes(model, layers), Option("store", store))
-    return Quantization(bits, 64 if 64 in groups else 32)
+    group_sizes = fitting_group_sizes(head_sizes(model, layers), Option("store", store))
+    return Quantization(bits, group_size=64 if 64 in group_sizes else 32)
 
 
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
@@ -74,9 +76,9 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
             "{} needs a prompt cache with all entries, and this one is compressed",
             Option("store", sparse.store),
         )
-    empty = make_caches(model, sparse)
-    caches = copies_sharing_entries(prompt_cache, attention_layers(model, empty))
-    move_entries(model, caches, into=empty)
+    empty_caches = make_caches(model, sparse)
+    caches = copies_sharing_entries(prompt_cache, attention_layers(model, empty_caches))
+    move_entries(model, caches, into=empty_caches)
     return caches
 
 
@@ -86,76 +88,84 @@ def move_entries(model, caches: list, *, into: list) -> None:
     Raises: SnapKVError: a layer's cache does not have all entries.
     """
     for layer in attention_layers(model, into):
-        layer.put(caches, _move_into(layer.cache_in(into), layer.cache_in(caches)))
+        target_cache = layer.cache_in(into)
+        layer.put(caches, _cache_after_move(layer.cache_in(caches), target_cache))
 
 
 def caches_to_continue(model, caches: list, store: str | None) -> list:
     """Return caches from which a caller can continue: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
-    are_in_files = in_files(store) or file_store_of(caches) is not None
-    return caches if are_in_files else caches_to_save(model, caches)
+    are_entries_in_files = in_files(store) or file_store_of(caches) is not None
+    return caches if are_entries_in_files else caches_to_save(model, caches)
 
 
 def caches_to_save(model, caches: list) -> list:
     """Return caches that can be saved: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
-    forms = list(caches)
+    converted_caches = list(caches)
     if any(cache.converts_to_save for cache in layer_caches(caches)):
         for layer in attention_layers(model, caches):
-            layer.put(forms, layer.layer_cache_in(caches).cache_to_save())
-    return forms
+            layer.put(converted_caches, layer.layer_cache_in(caches).cache_to_save())
+    return converted_caches
 
 
 def caches_to_batch(model, caches: list) -> list:
     """Return caches that mlx-lm can batch. Stored and quantised entries are unpacked into a `KVCache`."""
-    forms = list(caches)
+    converted_caches = list(caches)
     for layer in attention_layers(model, caches):
         cache = layer.layer_cache_in(caches)
-        if cache.is_compressed or (cache.store is None and cache.quantization is None):
+        is_plain = cache.store is None and cache.quantization is None
+        if cache.is_compressed or is_plain:
             continue
-        plain: Any = KVCache()
-        if cache.offset:
-            plain = full_cache(cache.stored_entries().with_quantization(None), cache.sparse_from)
-        layer.put(forms, plain)
-    return forms
+        layer.put(converted_caches, _plain_cache(cache) if cache.offset > 0 else KVCache())
+    return converted_caches
 
 
-def _move_into(empty: Any, cache: Any) -> Any:
-    """Move the entries of `cache` to `empty`, and return whichever cache has the entries afterwards.
+def _plain_cache(cache: LayerCache) -> Any:
+    """Return an mlx-lm cache with the dequantised entries of `cache`."""
+    return full_cache(cache.stored_entries().with_quantization(None), cache.sparse_from)
+
+
+def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
+    """Move the entries of `cache` to `empty_cache`, and return whichever cache has the entries afterwards.
 
     If `cache` is compressed, or already uses the same store, its entries stay where they are.
 
     Raises: SnapKVError: `cache` does not have all entries.
     """
-    wanted = layer_cache(empty)
-    loaded = layer_cache(cache)
-    if loaded.is_compressed or _is_same_store(wanted.store, loaded.store):
-        if wanted.store is not None and loaded.store is not None:
-            loaded.store.folder = wanted.store.folder
+    source = layer_cache(cache)
+    new_store, old_store = layer_cache(empty_cache).store, source.store
+    if source.is_compressed or _is_same_store(new_store, old_store):
+        if new_store is not None and old_store is not None:
+            old_store.folder = new_store.folder
         return cache
     if not has_all_entries(cache):
         raise SnapKVError(
             f"its {type(cache).__name__} has no entries that a policy can choose among: load it without a policy"
         )
-    if loaded.offset == 0:
-        return empty
-    if wanted.store is None:
-        return full_cache(loaded.stored_entries().with_quantization(None), loaded.sparse_from)
-    empty.fill(loaded.stored_entries())  # not dequantised: quantising twice would lose precision
-    empty.sparse_from = loaded.sparse_from
-    return empty
+    if source.offset == 0:
+        return empty_cache
+    if new_store is None:
+        return _plain_cache(source)
+    empty_cache.fill(
+        source.stored_entries()
+    )  # not dequantised: quantising twice would lose precision
+    empty_cache.sparse_from = source.sparse_from
+    return empty_cache
 
 
-def _is_same_store(a: Store | None, b: Store | None) -> bool:
+def _is_same_store(store: Store | None, other: Store | None) -> bool:
     """Return whether two stores have the same name and quantisation, so that entries can stay where they are."""
-    if a is None or b is None:
+    if store is None or other is None:
         return False
-    return a.name == b.name and a.quantization == b.quantization
+    return store.name == other.name and store.quantization == other.quantization
 
 
 def file_store_of(caches: list) -> str | None:
     """Return the name of the caches' store if it keeps entries in files, otherwise None."""
-    return next((cache.store.name for cache in books(caches)), None)
+    for cache in caches_in_files(caches):
+        return cache.store.name
+    return None
 
 
-def books(prompt_cache: list) -> list:
+def caches_in_files(prompt_cache: list) -> list:
     """Return the caches whose entries are in files."""
     return [cache for cache in layer_caches(prompt_cache) if cache.in_files]

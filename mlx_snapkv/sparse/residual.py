@@ -75,20 +75,20 @@ class Residual(NamedTuple):
             positions: positions of the chosen entries, uint32 `(B, n_kv_heads, k)`.
         """
         n_unread = self.unread(positions)[:, :, None, None]
-        logits = scale * grouped_logits(queries, self.clusters.keys)
-        bias = _bias(logits, n_unread, self.log_mass, self.temperature)
+        mean_logits = scale * grouped_logits(queries, self.clusters.keys)
+        bias = _mean_bias(mean_logits, n_unread, self.log_mass, self.temperature)
         if queries.dtype == mx.float16:  # an infinite bias would turn the output into NaN
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
 
 
 @partial(mx.compile, shapeless=True)
-def _bias(
-    logits: mx.array, n_unread: mx.array, log_mass: mx.array, temperature: mx.array
+def _mean_bias(
+    mean_logits: mx.array, n_unread: mx.array, log_mass: mx.array, temperature: mx.array
 ) -> mx.array:
     """Compute `Residual.bias` per KV head, float32 `(B, n_kv_heads, group, L, n_clusters)`."""
     log_unread = mx.log(mx.maximum(n_unread, SMALLEST_MASS))
-    bias = logits * (temperature - 1) + log_unread + log_mass
+    bias = mean_logits * (temperature - 1) + log_unread + log_mass
     is_visible = (n_unread > 0) & (log_mass > HIDDEN_LOGIT)
     return mx.where(is_visible, bias, HIDDEN_LOGIT)
 
@@ -101,13 +101,33 @@ def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
         keys: `(B, n_kv_heads, n, head_dim)`.
     """
     B, H, _, D = keys.shape
-    by_head = queries.astype(mx.float32).reshape(B, H, -1, D)
-    logits = by_head @ keys.astype(mx.float32).mT
-    return mx.unflatten(logits, 2, (-1, queries.shape[2]))
+    queries_by_kv_head = queries.astype(mx.float32).reshape(B, H, -1, D)
+    logits = queries_by_kv_head @ keys.astype(mx.float32).mT
+    n_tokens = queries.shape[2]
+    return mx.unflatten(logits, 2, (-1, n_tokens))
 
 
-# The softmax denominator of some entries and the weighted sum of their values, both scaled by `exp(-top logit)`.
-Sums = tuple[mx.array, mx.array]
+class AttentionSums(NamedTuple):
+    """Sums over some entries, both scaled by `exp(-top logit)`.
+
+    Attributes:
+        weight: the softmax denominator, `(B, n_kv_heads, group, m, 1)`.
+        value: the weighted sum of the values, `(B, n_kv_heads, group, m, head_dim)`.
+    """
+
+    weight: mx.array
+    value: mx.array
+
+    def rescaled(self, factor: mx.array) -> AttentionSums:
+        """Return the sums for another top logit. `factor` is `exp(this top logit - the other one)`."""
+        return AttentionSums(self.weight * factor, self.value * factor)
+
+    def plus(self, weights: mx.array, values: mx.array) -> AttentionSums:
+        """Return the sums with additional entries of the given softmax weights."""
+        weight = weights.sum(axis=-1, keepdims=True)
+        return AttentionSums(self.weight + weight, self.value + weights @ values)
+
+
 PAIRS = list(product(MASSES, TEMPERATURES))  # the first pair has no residual
 
 
@@ -117,21 +137,23 @@ class Example:
 
     Attributes:
         queries: scaled queries, `(B, n_heads, m, head_dim)`, with the heads of a GQA group adjacent.
-        read: mask of the entries that each query would read, bool `(B, n_kv_heads, m, n)`.
+        is_read: mask of the entries that each query would read, bool `(B, n_kv_heads, m, n)`.
         middle: positions of the entries that the queries choose among. A query reads all other entries up to its own.
-        first: position of the first query.
+        start: position of the first query.
         sinks: logits of the model's attention sinks, `(n_heads,)`, or None.
     """
 
     queries: mx.array
-    read: mx.array
+    is_read: mx.array
     middle: range
-    first: int
+    start: int
     sinks: mx.array | None = None
 
     def sees(self, positions: mx.array) -> mx.array:
         """Return a causal mask for the entries at `positions` `(n,)`: bool `(m, n)`."""
-        return positions <= mx.arange(self.first, self.first + self.queries.shape[2])[:, None]
+        stop = self.start + self.queries.shape[2]
+        query_positions = mx.arange(self.start, stop)[:, None]
+        return positions <= query_positions
 
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
         """Yield `(spans, weight)`: spans to read together, and how many entries each of their entries represents.
@@ -139,31 +161,33 @@ class Example:
         In a short text, the spans cover all entries. In a long text, they cover a sample of the middle and everything
         else.
         """
-        n_entries = self.read.shape[-1]
-        # Here, a page has `SAMPLED_RUN` entries. The middle contains the whole pages `[first, stop)`.
-        first = math.ceil(self.middle.start / SAMPLED_RUN)
-        stop = self.middle.stop // SAMPLED_RUN
-        step = math.ceil((stop - first) * SAMPLED_RUN / SAMPLED_ENTRIES)
+        n_entries = self.is_read.shape[-1]
+        # The middle contains the whole runs `[first_run, stop_run)`, of `SAMPLED_RUN` entries each.
+        first_run = math.ceil(self.middle.start / SAMPLED_RUN)
+        stop_run = self.middle.stop // SAMPLED_RUN
+        n_runs = stop_run - first_run
+        step = math.ceil(n_runs * SAMPLED_RUN / SAMPLED_ENTRIES)
         if step <= 1:
             for span in spans(0, n_entries):
                 yield [span], 1
             return
-        pages = range(first + step // 2, stop, step)
-        pages_at_once = BLOCK_SIZE // SAMPLED_RUN
-        for i in range(0, len(pages), pages_at_once):
-            at_once = pages[i : i + pages_at_once]
-            page_spans = [(page * SAMPLED_RUN, (page + 1) * SAMPLED_RUN) for page in at_once]
-            yield page_spans, (stop - first) / len(pages)
-        # Read all entries outside these pages.
-        for span in (*spans(0, first * SAMPLED_RUN), *spans(stop * SAMPLED_RUN, n_entries)):
+        sampled_runs = range(first_run + step // 2, stop_run, step)
+        runs_at_once = BLOCK_SIZE // SAMPLED_RUN
+        for i in range(0, len(sampled_runs), runs_at_once):
+            runs = sampled_runs[i : i + runs_at_once]
+            run_spans = [(run * SAMPLED_RUN, (run + 1) * SAMPLED_RUN) for run in runs]
+            yield run_spans, n_runs / len(sampled_runs)
+        # Read all entries outside these runs.
+        for span in (*spans(0, first_run * SAMPLED_RUN), *spans(stop_run * SAMPLED_RUN, n_entries)):
             yield [span], 1
 
     def mass_of_sinks(self, top: mx.array) -> mx.array:
         """Return the sinks' `exp(logit - top)`, or 0 without sinks. `top` is `(B, n_kv_heads, group, m, 1)` float32."""
         if self.sinks is None:
             return mx.array(0.0)
-        by_head = mx.unflatten(self.sinks.astype(mx.float32), 0, (top.shape[1], -1))
-        return mx.exp(by_head[None, :, :, None, None] - top)
+        n_kv_heads = top.shape[1]
+        sinks_by_kv_head = mx.unflatten(self.sinks.astype(mx.float32), 0, (n_kv_heads, -1))
+        return mx.exp(sinks_by_kv_head[None, :, :, None, None] - top)
 
 
 def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
@@ -178,27 +202,31 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
     Returns: squared distances, summed over the queries, `(len(PAIRS), B, n_kv_heads, group)` float32.
     """
     top, full_sums, read_sums = _attention_sums(entries, example)
-    full_output = full_sums[1] / full_sums[0]
-    unread = example.sees(mx.arange(len(entries))) & ~example.read
-    counts = clusters.sizes_where(unread)[:, :, None]
-    values = clusters.values.astype(mx.float32)[:, :, None]
-    logits = grouped_logits(example.queries, clusters.keys)
-    mean_sums = {}
+    full_output = full_sums.value / full_sums.weight
+    is_unread = example.sees(mx.arange(len(entries))) & ~example.is_read
+    n_unread = clusters.sizes_where(is_unread)[:, :, None]
+    mean_values = clusters.values.astype(mx.float32)[:, :, None]
+    mean_logits = grouped_logits(example.queries, clusters.keys)
+    mean_sums: dict[float, AttentionSums] = {}  # temperature -> sums over the cluster means
     for temperature in TEMPERATURES:
-        weights = counts * mx.exp(logits * temperature - top)
-        mean_sums[temperature] = weights.sum(axis=-1, keepdims=True), weights @ values
-    results = []
+        weights = n_unread * mx.exp(mean_logits * temperature - top)
+        weight_sum = weights.sum(axis=-1, keepdims=True)
+        mean_sums[temperature] = AttentionSums(weight_sum, weights @ mean_values)
+    squared_distances: list[mx.array] = []
     for mass, temperature in PAIRS:
-        total, weighted = (x + mass * y for x, y in zip(read_sums, mean_sums[temperature]))
-        difference = weighted / total - full_output
-        results.append(mx.square(difference).sum(axis=-1).sum(axis=-1))
-    return mx.stack(results)
+        weight = read_sums.weight + mass * mean_sums[temperature].weight
+        value = read_sums.value + mass * mean_sums[temperature].value
+        difference = value / weight - full_output
+        squared_distances.append(mx.square(difference).sum(axis=-1).sum(axis=-1))
+    return mx.stack(squared_distances)
 
 
-def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sums]:
-    """Return each query's top logit, and its `Sums` over all entries and over the entries that it would read."""
+def _attention_sums(
+    entries: Any, example: Example
+) -> tuple[mx.array, AttentionSums, AttentionSums]:
+    """Return each query's top logit, and its sums over all entries and over the entries that it would read."""
     top = mx.array(HIDDEN_LOGIT)
-    full = read = mx.array(0.0), mx.array(0.0)
+    full_sums = read_sums = AttentionSums(mx.array(0.0), mx.array(0.0))
     for entry_spans, weight in example.sampled_spans():
         positions = mx.concatenate([mx.arange(*span) for span in entry_spans])
         keys = mx.concatenate([entries.read_keys(*span) for span in entry_spans], axis=2)
@@ -206,30 +234,25 @@ def _attention_sums(entries: Any, example: Example) -> tuple[mx.array, Sums, Sum
         values = values.astype(mx.float32)[:, :, None]
         logits = grouped_logits(example.queries, keys) + math.log(weight)
         logits = mx.where(example.sees(positions), logits, HIDDEN_LOGIT)
-        is_read = mx.take(example.read, positions, axis=-1)[:, :, None]
+        is_read = mx.take(example.is_read, positions, axis=-1)[:, :, None]
         earlier_top = top
         top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
-        weights = mx.exp(logits - top)
         factor = mx.exp(earlier_top - top)
-        full = _add(full, factor, weights, values)
-        read = _add(read, factor, mx.where(is_read, weights, 0), values)
-        mx.async_eval(top, full, read)
-    sinks = example.mass_of_sinks(top)
-    return top, (full[0] + sinks, full[1]), (read[0] + sinks, read[1])
-
-
-def _add(sums: Sums, factor: mx.array, weights: mx.array, values: mx.array) -> Sums:
-    """Rescale `sums` to a new top logit by `factor`, then add weights and weighted values."""
-    total, weighted = sums
-    return total * factor + weights.sum(
-        axis=-1, keepdims=True
-    ), weighted * factor + weights @ values
+        weights = mx.exp(logits - top)
+        full_sums = full_sums.rescaled(factor).plus(weights, values)
+        read_sums = read_sums.rescaled(factor).plus(mx.where(is_read, weights, 0), values)
+        mx.async_eval(top, full_sums, read_sums)
+    sink_mass = example.mass_of_sinks(top)
+    full_sums = full_sums._replace(weight=full_sums.weight + sink_mass)
+    read_sums = read_sums._replace(weight=read_sums.weight + sink_mass)
+    return top, full_sums, read_sums
 
 
 def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
     """Return the log mass and temperature with the smallest distance, `(B, n_kv_heads, group, 1, 1)` each."""
+    best_pair = mx.argmin(distances, axis=0)
+    masses, temperatures = zip(*PAIRS)
     # Return separate arrays, because a kernel would copy views for every token.
-    best = mx.argmin(distances, axis=0)
-    mass, temperature = (mx.array(factors)[best] for factors in zip(*PAIRS))
+    mass, temperature = mx.array(masses)[best_pair], mx.array(temperatures)[best_pair]
     log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN_LOGIT)
     return log_mass[..., None, None], temperature[..., None, None]

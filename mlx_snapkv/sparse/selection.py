@@ -4,6 +4,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from ..entries.quantization import Stored, flat_arrays, map_arrays
+
 MAGNITUDE_BITS = 0x7FFFFFFF  # all bits of a float except the sign
 INFINITY_BITS = 0x7F800000  # bits of infinity; those of NaN are larger
 
@@ -20,34 +22,38 @@ def best_positions(scores: mx.array, k: int, first: int = 0) -> mx.array:
 
     Returns: uint32 `(B, n_kv_heads, min(k, m))`, unordered.
     """
-    m = scores.shape[-1]
-    if k >= m:
-        return mx.broadcast_to(mx.arange(first, first + m, dtype=mx.uint32), scores.shape)
-    positions = mx.arange(first, first + m, dtype=mx.uint64)
-    costs = _costs(mx.view(scores, mx.uint32), positions)
-    return mx.partition(costs, k - 1, axis=-1)[..., :k].astype(mx.uint32)
+    n_scores = scores.shape[-1]
+    if k >= n_scores:
+        all_positions = mx.arange(first, first + n_scores, dtype=mx.uint32)
+        return mx.broadcast_to(all_positions, scores.shape)
+    positions = mx.arange(first, first + n_scores, dtype=mx.uint64)
+    score_bits = mx.view(scores, mx.uint32)
+    costs = _costs(score_bits, positions)
+    lowest_costs = mx.partition(costs, k - 1, axis=-1)[..., :k]
+    return lowest_costs.astype(mx.uint32)  # the low bits, which are the positions
 
 
 @partial(mx.compile, shapeless=True)
-def _costs(bits: mx.array, positions: mx.array) -> mx.array:
+def _costs(score_bits: mx.array, positions: mx.array) -> mx.array:
     """Pack scores and positions into uint64 costs. A higher score, or a lower position among ties, costs less."""
     # For floats of at most 0, the bits without the sign increase as the float decreases.
-    costs = mx.minimum(bits & MAGNITUDE_BITS, INFINITY_BITS).astype(mx.uint64)
-    return (costs << 32) | positions
+    score_costs = mx.minimum(score_bits & MAGNITUDE_BITS, INFINITY_BITS).astype(mx.uint64)
+    return (score_costs << 32) | positions
 
 
-def take_entries(buffers: tuple[mx.array, ...], positions: mx.array) -> list[mx.array]:
-    """Return each buffer's entries at `positions` `(B, n_kv_heads, n)`, `(B, n_kv_heads, n, ...)` each.
+def take_entries(buffers: Stored, positions: mx.array) -> Stored:
+    """Return the entries at `positions` `(B, n_kv_heads, n)` from keys and values, plain or quantised.
 
     Buffers `(B, n_kv_heads, T, ...)` should be contiguous, or MLX will copy them.
     """
+    first_buffer, *_ = flat_arrays(buffers)
+    B, H, T, _ = first_buffer.shape
     # Taking from a flat array is 2 to 6 times faster than `take_along_axis`.
-    B, H, T, _ = buffers[0].shape
     starts = mx.arange(0, B * H * T, T, dtype=mx.uint32).reshape(B, H, 1)
     row_numbers = (positions + starts).flatten()
-    return [_take(x, row_numbers) for x in buffers]
 
+    def take_rows(buffer: mx.array) -> mx.array:
+        rows = mx.take(mx.flatten(buffer, 0, 2), row_numbers, axis=0)
+        return mx.unflatten(rows, 0, (B, H, -1))
 
-def _take(buffer: mx.array, row_numbers: mx.array) -> mx.array:
-    taken = mx.take(mx.flatten(buffer, 0, 2), row_numbers, axis=0)
-    return mx.unflatten(taken, 0, (*buffer.shape[:2], -1))
+    return map_arrays(take_rows, buffers)

@@ -16,7 +16,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import concatenate_rows, count_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
-from .clusters import WholeBlocks
+from .clusters import CompleteBlocks
 from .index import KeyIndex
 from .options import PAGE_SIZE
 from .page_means import PageMeans
@@ -56,7 +56,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     grows = converts_to_save = True
     store: Store
     page_means: PageMeans
-    clusters: WholeBlocks | None
+    clusters: CompleteBlocks | None
     index: KeyIndex | None = None
     growing: KVCache
     keys = keys_property(attrgetter("growing"))
@@ -81,7 +81,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def _n_stored(self) -> int:
         """Return the number of entries in the store that are not in `growing`."""
-        return 0 if self.growing is self.store.cache else self.store.n_entries
+        return 0 if self._grows_in_store else self.store.n_entries
+
+    @property
+    def _grows_in_store(self) -> bool:
+        """Return whether the store is plain memory, so that all of its entries are in `growing`."""
+        return self.growing is self.store.cache
 
     @property
     def offset(self) -> int:  # type: ignore[override]
@@ -90,12 +95,15 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return the keys and values of all entries."""
-        if self._n_stored:
-            mx.eval(keys, values)  # also evaluates the previous layer, which frees its entries
+        entries_are_read_from_store = self._n_stored > 0
+        if entries_are_read_from_store:
+            # Also evaluates the previous layer's attention, so that the entries that it has read can be freed before
+            # this layer's are read.
+            mx.eval(keys, values)
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
 
-    def add(self, keys: mx.array, values: mx.array) -> None:
+    def append(self, keys: mx.array, values: mx.array) -> None:
         """Append keys and values, after moving earlier entries from `growing` to the store."""
         self.offload()
         self.growing.update_and_fetch(keys, values)
@@ -105,7 +113,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         if self._n_stored == 0:
             return self.growing.keys_and_values()
         keys, values = self.store.entries()
-        if self.growing.offset:
+        if self.growing.offset > 0:
             keys, values = concatenate_rows((keys, values), self.growing.keys_and_values())
         mx.eval(keys)
         mx.eval(values)
@@ -127,9 +135,11 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def cache_to_save(self) -> Any:
         """Return this cache if entries are in files, otherwise an mlx-lm cache with all entries."""
         self.offload()
-        return self if self.in_files else full_cache(self.store.all_entries(), self.sparse_from)
+        if self.in_files:
+            return self
+        return full_cache(self.store.all_entries(), self.sparse_from)
 
-    def extend(self, keys: mx.array, values: mx.array) -> None:
+    def append_sparsely_computed(self, keys: mx.array, values: mx.array) -> None:
         """Append keys and values of tokens that were computed with sparse attention."""
         if self.sparse_from is None:
             self.sparse_from = self.offset
@@ -138,18 +148,22 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     def offload(self) -> None:
         """Move all entries to the store. Raises: SnapKVError: the disk is full; entries then stay in memory."""
-        if self.growing is not self.store.cache and self.growing.offset:
+        if not self._grows_in_store and self.growing.offset > 0:
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
 
-    def views(self) -> list[Store]:
-        """Return the non-empty stores, in order of position."""
-        stores = [*([self.store] if self._n_stored else []), MemoryStore(cache=self.growing)]
-        return [store for store in stores if store.n_entries]
+    def nonempty_stores(self) -> list[Store]:
+        """Return the store and a store around `growing`, in order of position, without empty ones."""
+        stores: list[Store] = []
+        if self._n_stored > 0:
+            stores.append(self.store)
+        if self.growing.offset > 0:
+            stores.append(MemoryStore(cache=self.growing))
+        return stores
 
     def fill(self, entries: Entries) -> None:
         """Fill this cache, which must be empty."""
-        if self.growing is self.store.cache:
+        if self._grows_in_store:
             self.growing.keys, self.growing.values = entries.dequantized()
             self.growing.offset = len(entries)
         else:
@@ -157,18 +171,18 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the current entries and index. It can be called more than once."""
-        trim = super().restorer()
-        n_stored = self._n_stored
-        growing = copy.copy(self.growing)
-        index = self.index
+        trim_new_tokens = super().restorer()
+        n_stored_before = self._n_stored
+        growing_before = copy.copy(self.growing)
+        index_before = self.index
 
         def restore() -> None:
-            was_offloaded = self._n_stored > n_stored
-            self.index = index  # a turn may have replaced the index
-            trim()
+            was_offloaded = self._n_stored > n_stored_before
+            self.index = index_before  # a turn may have replaced the index
+            trim_new_tokens()
             if was_offloaded:  # restore plain entries: quantised ones would be quantised again
-                self.store.truncate(n_stored)
-                self.growing = copy.copy(growing)
+                self.store.truncate(n_stored_before)
+                self.growing = copy.copy(growing_before)
 
         return restore
 
@@ -191,14 +205,15 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def trim(self, n: int) -> int:
         """Drop the `n` newest tokens, or all if there are fewer. Return the number dropped."""
         n = min(self.offset, n)
-        left = n - self.growing.trim(n)
-        if left:
-            self.store.truncate(self._n_stored - left)
+        n_trimmed_from_memory = self.growing.trim(n)
+        n_in_store = n - n_trimmed_from_memory
+        if n_in_store > 0:
+            self.store.truncate(self._n_stored - n_in_store)
         if self.index is not None:
             self.index.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE_SIZE)
         if self.clusters is not None:
-            self.clusters = self.clusters.of_first(self.offset)
+            self.clusters = self.clusters.within_first(self.offset)
         if self.sparse_from is not None and self.offset <= self.sparse_from:
             self.sparse_from = None
         return n
@@ -206,18 +221,22 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of entries in memory, without index and means."""
-        return sum(store.nbytes for store in self.views())
+        return sum(store.nbytes for store in self.nonempty_stores())
 
     @property
     def full_nbytes(self) -> int:
         """Return the size in bytes that all entries would have in a full, unquantised cache."""
-        return self.offset * count_bytes(self.views()[0].entries(0, 1)) if self.offset else 0
+        if self.offset == 0:
+            return 0
+        first_store, *_ = self.nonempty_stores()
+        first_entry = first_store.entries(0, 1)
+        return self.offset * count_bytes(first_entry)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of entries, codes and page means in files."""
-        codes = 0 if self.index is None else self.index.codes.spilled_nbytes
-        return self.store.file_nbytes + codes + self.page_means.file_nbytes
+        code_nbytes = 0 if self.index is None else self.index.codes.spilled_nbytes
+        return self.store.file_nbytes + code_nbytes + self.page_means.file_nbytes
 
     @property
     def kv_nbytes(self) -> int:
@@ -227,7 +246,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def _means_nbytes(self) -> int:
         """Return the size in bytes of page means and clusters in memory."""
-        return self.page_means.nbytes + (0 if self.clusters is None else self.clusters.nbytes)
+        cluster_nbytes = 0 if self.clusters is None else self.clusters.nbytes
+        return self.page_means.nbytes + cluster_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -249,15 +269,19 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
         If the entries are in files and no request is running, return the arrays to save instead.
         """
-        first = None if self.growing.offset else self.store.first_entry
-        if first is not None:
-            return *first, None if self.index is None else self.index.state
+        first_entry = None if self.growing.offset > 0 else self.store.first_entry
+        if first_entry is not None:  # between requests
+            index_state = None if self.index is None else self.index.state
+            return *first_entry, index_state
         # Include the queries, because mlx-lm's prefill loop evaluates the state.
         return self.growing.keys, self.growing.values, self._queries, self.moments.sums
 
     @state.setter
-    def state(self, v: Sequence) -> None:
-        keys, values, index = v
-        store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=(keys, values))
+    def state(self, state: Sequence) -> None:
+        first_key, first_value, index_state = state
+        first_entry = (first_key, first_value)
+        store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
-        self.index = None if index is None else KeyIndex.from_state(index, keys, SpillFile)
+        self.index = None
+        if index_state is not None:
+            self.index = KeyIndex.from_state(index_state, first_key, SpillFile)

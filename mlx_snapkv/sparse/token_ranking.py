@@ -12,7 +12,7 @@ from ..entries.attention import attention_votes
 from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import Quota
-from .clusters import Clusters, WholeBlocks, clusters_of
+from .clusters import Clusters, CompleteBlocks, cluster_entries
 from .full_view import FullView
 from .residual import WEIGHING_QUERIES, Example, Residual, best_factors, distances
 from .selection import best_positions
@@ -26,9 +26,9 @@ class TokenRanking:
 
     Entries are numbered by their position in the prompt and the answer:
 
-        [0 : n_first)      the sink, which every token reads
-        [n_first : stop)   entries that a token chooses among; the residual represents the unchosen ones
-        [stop : n)         the window and the answer's newest entries, which every token reads
+        [0 : n_sink)              the sink, which every token reads
+        [n_sink : choice_stop)    entries that a token chooses among; the residual represents the unchosen ones
+        [choice_stop : n)         the window and the answer's newest entries, which every token reads
 
     Args:
         prompt: all of the prompt's entries. Without an index, they are ranked by exact votes.
@@ -39,8 +39,8 @@ class TokenRanking:
         answer: all of the answer's entries.
         residual: cluster means of unread entries. None before `weigh_residual`, or if tokens read all entries.
         n_prompt: number of entries in the prompt.
-        n_first: number of entries in the sink.
-        stop: position after the last entry that tokens choose among.
+        n_sink: number of entries in the sink.
+        choice_stop: position after the last entry that tokens choose among.
     """
 
     residual: Residual | None = None
@@ -52,19 +52,20 @@ class TokenRanking:
         self._heads = prompt.key_reader().shape[:2]  # B and n_kv_heads
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
-        self.n_first = min(quota.n_sink, n)
-        self.stop = max(self.n_first, n - quota.n_window)
-        self._n_chosen = max(0, quota.entries - quota.n_sink - (n - self.stop))
+        self.n_sink = min(quota.n_sink, n)
+        self.choice_stop = max(self.n_sink, n - quota.n_window)
+        n_window = n - self.choice_stop
+        self._max_chosen = max(0, quota.entries - quota.n_sink - n_window)
         self._set_always_read()
 
     def __deepcopy__(self, memo: dict) -> TokenRanking:
         """Copy the ranking, but share the prompt's entries."""
-        other = copy.copy(self)
-        other.answer = copy.deepcopy(self.answer, memo)
-        other.view = self._prompt.followed_by(MemoryStore(cache=other.answer))
-        other.view.index = copy.deepcopy(self.view.index)
-        other.view.extend(len(self.view))
-        return other
+        duplicate = copy.copy(self)
+        duplicate.answer = copy.deepcopy(self.answer, memo)
+        duplicate.view = self._prompt.followed_by(MemoryStore(cache=duplicate.answer))
+        duplicate.view.index = copy.deepcopy(self.view.index)
+        duplicate.view.extend(len(self.view))
+        return duplicate
 
     @property
     def prompt_buffers(self) -> Pair | None:
@@ -81,31 +82,31 @@ class TokenRanking:
     @property
     def n_window(self) -> int:
         """Return the number of entries at the end of the prompt that every token reads."""
-        return max(0, self.n_prompt - self.stop)
+        return max(0, self.n_prompt - self.choice_stop)
 
     @property
-    def n_read(self) -> int:
+    def n_chosen(self) -> int:
         """Return the number of entries that a token chooses."""
-        return min(self._n_chosen, self.stop - self.n_first)
+        return min(self._max_chosen, self.choice_stop - self.n_sink)
 
     @property
     def n_newest(self) -> int:
         """Return the number of entries from the start of the window on, all of which every token reads."""
-        return self.n_prompt + self.answer.offset - self.stop
+        return self.n_prompt + self.answer.offset - self.choice_stop
 
     @property
     def n_means(self) -> int:
         """Return the number of cluster means that a token reads."""
-        return 0 if self.residual is None else self.residual.clusters.n
+        return 0 if self.residual is None else self.residual.clusters.n_clusters
 
     def choose(self, captured: CapturedQueries, start: int) -> mx.array:
         """Choose one set of entries for the queries of all tokens from position `start` on.
 
-        Returns: positions, uint32 `(B, n_kv_heads, n_read)`.
+        Returns: positions, uint32 `(B, n_kv_heads, n_chosen)`.
         """
-        heads, scale, sinks, *_ = captured
-        queries = Queries(heads, range(start, start + heads.shape[2]), scale, sinks)
-        return self._best(queries, self.stop)
+        indices = range(start, start + captured.queries.shape[2])
+        queries = Queries(captured.queries, indices, captured.scale, captured.sinks)
+        return self._best_positions(queries, self.choice_stop)
 
     def read(self, positions: mx.array | None) -> Pair:
         """Return the keys and values that a token reads: cluster means, chosen entries, and what all tokens read.
@@ -115,16 +116,18 @@ class TokenRanking:
                 all tokens read.
         """
         parts: list[Pair] = []
-        always = mx.broadcast_to(self._always_read, (*self._heads, self._always_read.size))
+        gathered_positions = mx.broadcast_to(
+            self._always_read, (*self._heads, self._always_read.size)
+        )
         if positions is not None:
             if self.residual is not None:
                 parts.append((self.residual.clusters.keys, self.residual.clusters.values))
-            always = mx.concatenate([positions, always], axis=-1)
-        if always.size:
-            parts.append(self.view.gather(always))
-        if self.answer.offset:
-            start = max(0, self.stop - self.n_prompt)
-            parts.append(slice_rows(self.answer_buffers, start, self.answer.offset))
+            gathered_positions = mx.concatenate([positions, gathered_positions], axis=-1)
+        if gathered_positions.size > 0:
+            parts.append(self.view.gather(gathered_positions))
+        if self.answer.offset > 0:
+            first_row = max(0, self.choice_stop - self.n_prompt)
+            parts.append(slice_rows(self.answer_buffers, first_row, self.answer.offset))
         return concatenate_rows(*parts)
 
     def choose_up_to(self, stop: int) -> None:
@@ -132,76 +135,85 @@ class TokenRanking:
 
         Entries of the answer are indexed, and form a new cluster.
         """
-        n_before = len(self.view)
-        has_new_entries = stop > n_before
-        self.stop = stop
+        n_indexed = len(self.view)
+        reaches_new_entries = stop > n_indexed
+        self.choice_stop = stop
         self._set_always_read()
-        if has_new_entries:
+        if reaches_new_entries:
             self.view.extend(stop)
         if self.residual is None:
             return
         clusters = self.residual.clusters
-        if has_new_entries:
-            clusters = clusters.followed_by(clusters_of(self.view, n_before))
-        choosable = self._choosable(clusters)
+        if reaches_new_entries:
+            new_clusters = cluster_entries(self.view, n_indexed)
+            clusters = clusters.followed_by(new_clusters)
+        choosable = self._count_choosable(clusters)
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
         """Update the positions in the prompt that every token reads: sink and window."""
-        window = range(min(self.stop, self.n_prompt), self.n_prompt)
-        self._always_read = mx.array([*range(self.n_first), *window], mx.uint32)
+        sink = range(self.n_sink)
+        window = range(min(self.choice_stop, self.n_prompt), self.n_prompt)
+        self._always_read = mx.array([*sink, *window], mx.uint32)
 
-    def _best(self, queries: Queries, stop: int) -> mx.array:
+    def _best_positions(self, queries: Queries, stop: int) -> mx.array:
         """Return the positions of the best entries between the sink and `stop`, uint32 `(B, n_kv_heads, n)`."""
         if self.view.index is not None:
             scores = self.view.index.relevance(queries, stop)
         else:
+            # `best_positions` needs scores of at most 0.
             scores = -1 / attention_votes(self.view.key_reader(), queries)
-        return best_positions(scores[..., self.n_first : stop], self._n_chosen, self.n_first)
+        return best_positions(scores[..., self.n_sink : stop], self._max_chosen, self.n_sink)
 
-    def _choosable(self, clusters: Clusters) -> mx.array:
+    def _count_choosable(self, clusters: Clusters) -> mx.array:
         """Count the entries in each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
-        return clusters.sizes_between(self.n_first, self.stop)
+        return clusters.sizes_between(self.n_sink, self.choice_stop)
 
-    def weigh_residual(self, queries: Queries, earlier: WholeBlocks | None = None) -> None:
+    def weigh_residual(
+        self, queries: Queries, earlier_clusters: CompleteBlocks | None = None
+    ) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
         Do nothing if tokens read all entries.
 
         Args:
             queries: the prompt's last queries.
-            earlier: clusters of the first entries from an earlier turn, if there are any.
+            earlier_clusters: clusters of the first entries from an earlier turn, if there are any.
         """
-        if self.n_read in (0, self.stop - self.n_first):
+        n_choosable = self.choice_stop - self.n_sink
+        reads_all_entries = self.n_chosen in (0, n_choosable)
+        if reads_all_entries:
             return
-        clusters = self._clusters(earlier)
+        clusters = self._cluster_all(earlier_clusters)
         queries = queries.latest(WEIGHING_QUERIES)
-        read = []
+        read_masks: list[mx.array] = []
         for i in range(len(queries.indices)):
-            read.append(self._would_read(queries.between(i, i + 1)))
-            mx.async_eval(read)  # limits memory to the scores of one query
+            read_masks.append(self._mask_of_read_entries(queries.between(i, i + 1)))
+            mx.async_eval(read_masks)  # limits memory to the scores of one query
         start = queries.indices.start
         example = Example(
-            queries.vectors * queries.scale,
-            mx.concatenate(read, axis=2),
-            range(self.n_first, max(self.n_first, start - self.n_window)),
-            start,
-            queries.sinks,
+            queries=queries.vectors * queries.scale,
+            is_read=mx.concatenate(read_masks, axis=2),
+            middle=range(self.n_sink, max(self.n_sink, start - self.n_window)),
+            start=start,
+            sinks=queries.sinks,
         )
         # Process all queries together, because entries may have to be read from files.
-        factors = best_factors(distances(self.view, clusters, example))
-        self.residual = Residual(clusters, self._choosable(clusters), *factors)
+        log_mass, temperature = best_factors(distances(self.view, clusters, example))
+        choosable = self._count_choosable(clusters)
+        self.residual = Residual(clusters, choosable, log_mass, temperature)
 
-    def _clusters(self, earlier: WholeBlocks | None) -> Clusters:
-        """Return the clusters of all entries. Only entries without an `earlier` cluster are clustered."""
-        if earlier is None:
-            return clusters_of(self.view)
-        clusters = earlier.clusters()
-        if earlier.n_entries == len(self.view):
+    def _cluster_all(self, earlier_clusters: CompleteBlocks | None) -> Clusters:
+        """Return the clusters of all entries. Only entries without an earlier cluster are clustered."""
+        if earlier_clusters is None:
+            return cluster_entries(self.view)
+        n_clustered = earlier_clusters.n_entries
+        clusters = earlier_clusters.to_clusters()
+        if n_clustered == len(self.view):
             return clusters
-        return clusters.followed_by(clusters_of(self.view, earlier.n_entries))
+        return clusters.followed_by(cluster_entries(self.view, n_clustered))
 
-    def _would_read(self, query: Queries) -> mx.array:
+    def _mask_of_read_entries(self, query: Queries) -> mx.array:
         """Return the mask of entries that a prompt token would read if it belonged to the answer.
 
         Args:
@@ -209,11 +221,13 @@ class TokenRanking:
 
         Returns: bool `(B, n_kv_heads, 1, n)`.
         """
-        position = query.indices.start
+        own_position = query.indices.start
+        window_start = max(self.n_sink, own_position - self.n_window)
         positions = mx.arange(len(self.view))
-        stop = max(self.n_first, position - self.n_window)
-        read = (positions < self.n_first) | ((positions >= stop) & (positions <= position))
-        read = mx.broadcast_to(read, (*self._heads, positions.size))
-        if stop > self.n_first:
-            read = mx.put_along_axis(read, self._best(query, stop), mx.array(True), axis=-1)
-        return read[:, :, None]
+        is_sink = positions < self.n_sink
+        is_in_window = (positions >= window_start) & (positions <= own_position)
+        is_read = mx.broadcast_to(is_sink | is_in_window, (*self._heads, positions.size))
+        if window_start > self.n_sink:
+            chosen = self._best_positions(query, window_start)
+            is_read = mx.put_along_axis(is_read, chosen, mx.array(True), axis=-1)
+        return is_read[:, :, None]

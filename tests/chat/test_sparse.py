@@ -13,7 +13,7 @@ from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.sparse import token_ranking
 from mlx_snapkv.sparse.options import PAGE_SIZE
-from mlx_snapkv.sparse.prompt_caches import books
+from mlx_snapkv.sparse.prompt_caches import caches_in_files
 
 # A chunk reads 128 entries besides its sink and window, and a token of the answer 128 in all.
 SPARSE = "top_k=92,n_window=32,read_top_k=128,when=always"
@@ -32,8 +32,8 @@ def about_a_text(model, tokenizer, n_tokens, n_facts, **options):
 def read(last=False):
     """Return how many entries a chunk may read, as a range. `last` is for questions with entries in files."""
     reach = Sparse.from_string(SPARSE).reach(2048)
-    reach = reach.of_last(in_files=True) if last else reach
-    return range(reach.most + 1 - PAGE_SIZE, reach.most + 1)
+    reach = reach.for_last_tokens(in_files=True) if last else reach
+    return range(reach.max_read + 1 - PAGE_SIZE, reach.max_read + 1)
 
 
 def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
@@ -44,7 +44,7 @@ def test_six_questions_in_six_turns_are_answered_from_files(demo_llama):
         assert conversation.report.read_per_chunk in read(last=True)
     report = conversation.report
     assert report.policy == f"sparse:{IN_FILES}" and 100 < report.read_per_token <= 128
-    caches = books(conversation.prompt_cache)
+    caches = caches_in_files(conversation.prompt_cache)
     assert report.file_bytes and [cache.nbytes for cache in caches] == [0] * len(caches)
     # The means of pages stay in memory for later turns.
     assert 0 < kv_bytes(conversation.prompt_cache) < report.file_bytes / 50

@@ -66,7 +66,7 @@ def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
         model(tokens[:, :119], cache=caches)
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0])
-        everything = FullView(full.views(), layer)
+        everything = FullView(full.nonempty_stores(), layer)
         cache = SparseKVCache(TokenRanking(everything, Quota(30, 2, 8)))
         seen = []
         choose = cache.ranking.choose

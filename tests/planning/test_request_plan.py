@@ -43,7 +43,7 @@ def test_a_request_follows_its_plan(llama, method):
     (report,) = reports
     assert report.entries == plan.decode_quota.entries
     if how.sparse:
-        assert report.read_per_chunk <= plan.sparse_reading.last_reach.most
+        assert report.read_per_chunk <= plan.sparse_reading.last_reach.max_read
 
 
 def test_a_chunk_that_may_choose_little_still_chooses(llama):

@@ -42,10 +42,10 @@ def test_grouping_changes_the_clusters_within_its_block(way):
     keys = mx.random.normal((1, 2, 2 * BLOCK_SIZE, 8), key=mx.random.key(1))
     before, (group, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
     with measure_rest.grouping(group, size):
-        made = clusters.clusters_of(Entries(keys, keys))
+        made = clusters.cluster_entries(Entries(keys, keys))
         assert made.n == 2 * BLOCK_SIZE // size
         # Clusters kept between turns must have the new size, too.
-        assert mx.array_equal(made.whole_blocks().clusters().ids, made.ids)
+        assert mx.array_equal(made.complete_blocks().to_clusters().ids, made.ids)
     assert before == clusters.CLUSTER_SIZE
 
 

@@ -149,7 +149,7 @@ def test_ranking_pages_of_a_file_holds_one_block_of_keys_at_a_time():
     view = FullView([store], attention_layers(model, make_prompt_cache(model))[0])
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval([means() for means in PageMeans().parts(view, range(8 * BLOCK_SIZE // PAGE_SIZE))])
+    mx.eval([means() for means in PageMeans().readers(view, range(8 * BLOCK_SIZE // PAGE_SIZE))])
     assert mx.get_peak_memory() - before < keys.nbytes / 2
 
 
@@ -181,7 +181,7 @@ def test_attention_over_the_chosen_entries_equals_numpys():
     queries, keys, values, out = (np.float64(x)[0] for x in seen[0])
     all_keys, all_queries, scale = entries_and_queries(model)
     n = keys.shape[1] - CHUNK_SIZE
-    assert n <= REACH.most
+    assert n <= REACH.max_read
     assert np.allclose(queries, all_queries[0, :, START:], atol=1e-4)
     for head, pages in enumerate(chosen_pages(all_keys, all_queries, scale)):
         positions = np.arange(N)
@@ -346,12 +346,12 @@ def test_follow_ups_continue_from_a_prompt_that_was_read_sparsely(name, store):
     )
     assert 0 < nearly < 0.7 * little
     assert [r.prompt_tokens for r in reports[:2]] == [LONG.size, LONG.size + 1 + FOLLOW_UP.size]
-    most = Reach(PAGE_SIZE, (n_pages - 1) * PAGE_SIZE, CHUNK_WINDOW).most
+    most = Reach(PAGE_SIZE, (n_pages - 1) * PAGE_SIZE, CHUNK_WINDOW).max_read
     # No chunk of the first request had more pages than it may read.
     assert (
         reports[0].read_per_chunk is None and most - PAGE_SIZE < reports[1].read_per_chunk <= most
     )
-    assert all(REACH.most > r.read_per_chunk > CHUNK_WINDOW for r in reports[2:])
+    assert all(REACH.max_read > r.read_per_chunk > CHUNK_WINDOW for r in reports[2:])
 
 
 def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
@@ -363,7 +363,7 @@ def test_prefill_reads_as_a_request_does_and_keeps_all_entries():
         for a, b in zip(mine.keys_and_values(), theirs.keys_and_values()):
             assert mx.allclose(a, b, atol=1e-5)
     assert (
-        REACH.most - PAGE_SIZE < report.read_per_chunk <= REACH.most
+        REACH.max_read - PAGE_SIZE < report.read_per_chunk <= REACH.max_read
         and report.entries_kept == [LONG.size] * 2
     )
 

@@ -162,7 +162,7 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     cache, _, _ = choosing(observed)
     wanted = arrays(cache.ranking.residual)
     for n in (BLOCKED, N):
-        known = cache.ranking.residual.clusters.whole_blocks().of_first(n)
+        known = cache.ranking.residual.clusters.complete_blocks().within_first(n)
         ranking = TokenRanking(cache.ranking.view, QUOTA)
         ranking.weigh_residual(observed, known)
         assert all(map(mx.array_equal, arrays(ranking.residual), wanted))
@@ -175,8 +175,8 @@ def arrays(weighed):
 
 def test_clusters_of_whole_blocks_are_kept_for_the_next_turn(small_clusters, monkeypatch):
     """Caches with entries in files store the clusters, and drop those of trimmed entries."""
-    model, made = make_llama(), mock.Mock(wraps=clusters.clusters_of)
-    monkeypatch.setattr(token_ranking, "clusters_of", made)
+    model, made = make_llama(), mock.Mock(wraps=clusters.cluster_entries)
+    monkeypatch.setattr(token_ranking, "cluster_entries", made)
     cache, known = make_prompt_cache(model), 0
     layers = attention_layers(model, cache)
     for seed, n in ((1, 300), (2, 100)):
@@ -204,7 +204,7 @@ def test_a_long_texts_factors_are_estimated_from_some_of_its_pages(small_cluster
     read = mx.broadcast_to(read, (1, H, M, read.size))
     queries = normal(1, H * GROUP, M, D, seed=3) * SCALE
     example = residual.Example(queries, read, ends, 16 * 42 - M)
-    found = clusters.clusters_of(entries)
+    found = clusters.cluster_entries(entries)
     wanted, reads = residual.distances(entries, found, example), mock.Mock(wraps=entries.read_keys)
     monkeypatch.setattr(residual, "SAMPLED_ENTRIES", 100)
     monkeypatch.setattr(entries, "read_keys", reads)

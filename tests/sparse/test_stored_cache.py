@@ -97,13 +97,13 @@ def test_recorded_queries_do_not_keep_their_chunk_alive():
 def feed(cache, rows, chunks):
     start = 0
     for n in chunks:
-        cache.add(*(x[:, :, start : start + n] for x in rows))
+        cache.append(*(x[:, :, start : start + n] for x in rows))
         start += n
     return start
 
 
 def assert_stored(cache, rows):
-    (view,) = cache.views()
+    (view,) = cache.nonempty_stores()
     assert view.n_entries == cache.offset
     for found, wanted in zip(view.entries(), rows):
         assert mx.array_equal(found, wanted[:, :, : cache.offset])
@@ -146,7 +146,10 @@ def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
     for n in (48, 300, 400, 800):
         feed(cache, (keys[:, :, n_before:], values[:, :, n_before:]), [n - n_before])
         cache.offload()
-        cache.index, n_before = FullView(cache.views(), layer).extend_index(cache.index, None), n
+        cache.index, n_before = (
+            FullView(cache.nonempty_stores(), layer).extend_index(cache.index, None),
+            n,
+        )
         assert (cache.index is None) == (n == 48)
     assert len(cache.index) == 800 and 2 * cache.index.n_sampled_from > 800
     queries = mx.random.normal((1, 2, 1, 16), key=mx.random.key(2))
@@ -165,7 +168,7 @@ def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
 
     def grown(n):
         feed(cache, [x[:, :, cache.offset :] for x in rows], [n - cache.offset])
-        view = FullView(cache.views(), layer)
+        view = FullView(cache.nonempty_stores(), layer)
         cache.index = view.extend_index(cache.index, None)
         return cache.index
 
@@ -177,7 +180,7 @@ def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
     of_first, codes = relevance(first), copy.deepcopy(first)
     restore = cache.restorer()
     feed(cache, others, [90])
-    assert len(FullView(cache.views(), layer).extend_index(cache.index, None)) == 190
+    assert len(FullView(cache.nonempty_stores(), layer).extend_index(cache.index, None)) == 190
     restore()
     assert len(cache.index) == 100 and mx.array_equal(relevance(cache.index), of_first)
     feed(cache, others, [60])

@@ -67,7 +67,7 @@ def saved(folder, rows):
     files, n = [], rows[0].shape[2]
     for path, x in zip((folder / "keys", folder / "values"), rows):
         layout = Layout.of(x)
-        raw, size = bytes(layout.to_bytes(x)), PIECE * layout.token
+        raw, size = bytes(layout.to_bytes(x)), PIECE * layout.token_bytes
         path.write_bytes(raw)
         sums = [zlib.crc32(raw[i : i + size]) for i in range(0, len(raw), size)]
         files.append(SavedFile(path, layout, n, np.array(sums, np.uint32), PIECE))
@@ -150,7 +150,7 @@ def test_the_turns_of_a_conversation_use_the_same_files():
     for seed in range(20):
         store = copy.deepcopy(store)
         turns.append(holding(store, rows_of(10, seed)))
-    assert [len(each._parts) for each in turns] == [1] * 20
+    assert [len(each._views) for each in turns] == [1] * 20
     assert_bits_equal(turns[0].entries(), wanted)
 
 
@@ -184,9 +184,9 @@ def test_a_file_without_space_is_left_as_it_was(n_before):
     ):
         holding(store, rows_of(60, seed=1, dtype=mx.float32))
     assert store.n_entries == n_before
-    for part in store._parts:
+    for part in store._views:
         for file in part.files:
-            assert os.fstat(file._file.fileno()).st_size == n_before * file.layout.token
+            assert os.fstat(file._file.fileno()).st_size == n_before * file.layout.token_bytes
     holding(store, rows)
     assert_bits_equal([x[:, :, n_before:] for x in store.entries()], rows)
 
@@ -206,7 +206,7 @@ def flip(path, place):
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     store, paths = saved(tmp_path, rows_of(50))
-    place = 40 * Layout.of(rows_of(1)[kind]).token
+    place = 40 * Layout.of(rows_of(1)[kind]).token_bytes
     flip(paths[kind], place)
     early = mx.broadcast_to(mx.arange(10, dtype=mx.uint32), (*HEADS, 10))
     store.read(KEYS, 0, 10)
@@ -247,7 +247,7 @@ def test_an_open_file_may_be_removed_but_a_removed_file_cannot_be_opened(tmp_pat
 def test_a_file_that_was_cut_short_is_neither_read_nor_appended_to(kind):
     """The system would fill the gap before the appended bytes with zeros."""
     store = holding(FileStore(), rows_of(20))
-    file = store._parts[0].files[kind]
+    file = store._views[0].files[kind]
     mend = cut_short(file._file.fileno())
     for failing in (store.entries, lambda: holding(store, rows_of(7, seed=1))):
         with pytest.raises(SnapKVError, match=r"^entries kept in a file can't be read: "):
@@ -264,14 +264,14 @@ def test_a_disk_without_room_for_offloaded_rows_is_one_sentence():
         full_disk(1000),
         pytest.raises(SnapKVError, match=r"TMPDIR or --store-dir .* another store"),
     ):
-        SpillFile().put(mx.zeros((1, 2, 300, 64)))
+        SpillFile().append(mx.zeros((1, 2, 300, 64)))
 
 
 @pytest.mark.parametrize("damage", [cut_short, unreadable])
 def test_offloaded_rows_that_can_not_be_read_are_one_sentence(damage):
     pair = rows_of(20)
     spill = SpillFile()
-    reads = [spill.put(tuple(pair)) for _ in range(2)]
+    reads = [spill.append(tuple(pair)) for _ in range(2)]
     mend = damage(spill._file._file.fileno())
     for read in reads:
         with pytest.raises(SnapKVError, match="entries kept in a file can't be read"):

@@ -103,12 +103,14 @@ def choose(
         `(1, n_kv_heads, n_means)`, or None without means.
     """
     shape = Shape.of(queries, codes)
-    H = shape.n_kv_heads
+    n_heads, H, _, _ = shape
     n_means = 0 if choosable is None else choosable.shape[2]
     n_blocks = math.ceil(stop / SCORE_BLOCK)
     n_groups = min(n_blocks, max(1, SCORE_GROUPS // H))
-    clusters = (_absent(mx.uint16), _absent(mx.int32)) if choosable is None else (ids, choosable)
-    params = params_of(
+    cluster_inputs: list[mx.array | None] = [ids, choosable]
+    if choosable is None:
+        cluster_inputs = [_placeholder(mx.uint16), _placeholder(mx.int32)]
+    params = make_params(
         n_means=n_means,
         n_chosen=k,
         first=first,
@@ -120,13 +122,13 @@ def choose(
     )
     scores = run(
         "score", shape, [queries, projection, codes, powers, params], (n_groups, H),
-        [(shape.n_heads, n_blocks), (shape.n_heads, stop)],
+        [(n_heads, n_blocks), (n_heads, stop)],
     )  # fmt: skip
-    positions, unread, _ = run(
-        "select", shape, [*scores, *clusters, params], (H, 1),
+    positions, n_unread, _ = run(
+        "select", shape, [*scores, *cluster_inputs, params], (H, 1),
         [(1, H, k), (1, H, max(1, n_means)), (H, stop)],
     )  # fmt: skip
-    return positions, None if choosable is None else unread
+    return positions, None if choosable is None else n_unread
 
 
 def attend(
@@ -163,8 +165,9 @@ def attend(
     shape = Shape.of(queries, prompt[0])
     n_means = 0 if means is None else means.keys.shape[2]
     n_chosen = 0 if positions is None else positions.shape[2]
-    items_per_split, n_splits = _splits(n_means + n_chosen + first + n - stop)
-    params = params_of(
+    n_sink, n_newest = first, n - stop
+    items_per_split, n_splits = _divide_into_splits(n_means + n_chosen + n_sink + n_newest)
+    params = make_params(
         n_means=n_means,
         n_chosen=n_chosen,
         first=first,
@@ -176,14 +179,17 @@ def attend(
         scale=scale,
     )
     entries = [*prompt, *answer, *(means or _no_means(queries.dtype))]
-    chosen = _absent(mx.uint32) if positions is None else positions
-    per_split = shape.n_heads, n_splits
-    parts = run(
+    chosen = _placeholder(mx.uint32) if positions is None else positions
+    split_shape = shape.n_heads, n_splits
+    partial_results = run(
         "attend", shape, [queries, *entries, chosen, params], (n_splits, shape.n_kv_heads),
-        [(*per_split, shape.head_dim), per_split, per_split],
+        [(*split_shape, shape.head_dim), split_shape, split_shape],
     )  # fmt: skip
     sinks = _no_sinks(shape.n_heads) if sinks is None else sinks
-    return run("merge", shape, [*parts, sinks, params], (shape.n_heads, 1), [queries.shape])[0]
+    [output] = run(
+        "merge", shape, [*partial_results, sinks, params], (shape.n_heads, 1), [queries.shape]
+    )
+    return output
 
 
 class Shape(NamedTuple):
@@ -222,19 +228,19 @@ def run(
 def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..., list[mx.array]]:
     """Build a kernel for the given head size, GQA group size, and dtype of queries and entries."""
     on_cuda = mx.cuda.is_available()
-    make: Any = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
-    built = make(
+    make_kernel: Any = mx.fast.cuda_kernel if on_cuda else mx.fast.metal_kernel
+    kernel_function = make_kernel(
         name=f"snapkv_{name}",
         input_names=INPUTS[name],
         output_names=list(OUTPUTS[name]),
-        source=_read(f"{name}.metal"),
-        header=header(name) + _read("cuda.h" if on_cuda else "metal.h"),
+        source=_read_source(f"{name}.metal"),
+        header=header(name) + _read_source("cuda.h" if on_cuda else "metal.h"),
         ensure_row_contiguous=True,  # copies non-contiguous views, but no whole buffers
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
 
     def launch(**arguments: Any) -> list[mx.array]:
-        return built(template=template, **arguments)
+        return kernel_function(template=template, **arguments)
 
     return launch
 
@@ -250,12 +256,12 @@ def header(name: str) -> str:
     return "".join(f"#define {constant} {value}\n" for constant, value in constants.items())
 
 
-def _read(name: str) -> str:
-    return Path(__file__).with_name(name).read_text()
+def _read_source(file_name: str) -> str:
+    return Path(__file__).with_name(file_name).read_text()
 
 
 @lru_cache(256)
-def params_of(
+def make_params(
     *,
     n_means: int,
     n_chosen: int,
@@ -271,16 +277,18 @@ def params_of(
     n_score_groups: int = 0,
 ) -> mx.array:
     """Return the array `params`, which all layers share for a token."""
-    items = n_means, n_chosen, first, stop, n, n_prompt
+    counts = n_means, n_chosen, first, stop, n, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
-    index = code_capacity, id_capacity, n_score_groups
-    return mx.array(np.array([*items, *strides, *splits, scale_bits, *index], np.uint32))
+    capacities = code_capacity, id_capacity
+    params = [*counts, *strides, *splits, scale_bits, *capacities, n_score_groups]
+    return mx.array(np.array(params, np.uint32))
 
 
-def _splits(n_items: int) -> tuple[int, int]:
+def _divide_into_splits(n_items: int) -> tuple[int, int]:
     """Return the number of items per split, which is a multiple of `ATTEND_BLOCK`, and the number of splits."""
-    n_blocks = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
-    return ATTEND_BLOCK * n_blocks, math.ceil(n_items / (ATTEND_BLOCK * n_blocks))
+    blocks_per_split = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
+    items_per_split = ATTEND_BLOCK * blocks_per_split
+    return items_per_split, math.ceil(n_items / items_per_split)
 
 
 def _strides(buffer: mx.array) -> tuple[int, int]:
@@ -290,15 +298,16 @@ def _strides(buffer: mx.array) -> tuple[int, int]:
 
 
 @lru_cache(None)
-def _absent(dtype: mx.Dtype) -> mx.array:
+def _placeholder(dtype: mx.Dtype) -> mx.array:
     """Return a placeholder for an argument that the kernel won't read."""
     return mx.array([0] * N_PARAMS, dtype)
 
 
 def _no_means(dtype: mx.Dtype) -> tuple[mx.array, ...]:
     """Return placeholders for the fields of `Means`."""
-    numbers = _absent(dtype)
-    return numbers, numbers, _absent(mx.uint32), _absent(mx.float32), _absent(mx.float32)
+    keys = values = _placeholder(dtype)
+    log_mass = temperature = _placeholder(mx.float32)
+    return keys, values, _placeholder(mx.uint32), log_mass, temperature
 
 
 @lru_cache(None)

@@ -53,16 +53,17 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
 def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     """Run the self-test, and return the reason if it fails, otherwise None."""
     try:
-        return found_difference(head_dim, group, dtype)
+        return describe_difference(head_dim, group, dtype)
     except Exception as error:  # raised by the compiler or the device
-        message = " ".join(str(error).split()) or type(error).__name__
+        message_on_one_line = " ".join(str(error).split())
+        message = message_on_one_line or type(error).__name__
         return f"the self-test failed: {message[:300]}"
 
 
-def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
+def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     """Compare the kernels with the plain path on random entries. Describe the difference, if there is one."""
     case = _Case(head_dim, group, dtype)
-    positions, unread = choose(
+    positions, n_unread = choose(
         case.queries,
         case.scale,
         projection=case.projection,
@@ -74,15 +75,21 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
         ids=case.residual.clusters.ids,
         choosable=case.residual.choosable,
     )
-    assert unread is not None
-    mx.eval(positions, unread)
+    assert n_unread is not None
+    mx.eval(positions, n_unread)
     with mx.stream(mx.cpu):
         if not case.are_best(positions):
             return "the kernels choose other entries than the plain path"
-        if not mx.array_equal(unread, case.unread(positions)).item():
+        if not mx.array_equal(n_unread, case.count_unread(positions)).item():
             return "the kernels count other unread entries than the plain path"
-    clusters = case.residual.clusters
-    means = Means(clusters.keys, clusters.values, unread, *case.residual[2:])
+    residual = case.residual
+    means = Means(
+        keys=residual.clusters.keys,
+        values=residual.clusters.values,
+        unread=n_unread,
+        log_mass=residual.log_mass,
+        temperature=residual.temperature,
+    )
     output = attend(
         case.queries,
         case.prompt,
@@ -98,11 +105,12 @@ def found_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     )
     mx.eval(output)
     with mx.stream(mx.cpu):
-        expected = case.attention(positions)
-        difference = mx.abs(output.astype(mx.float32) - expected).max()
-        error = float((difference / mx.abs(expected).max()).item())  # type: ignore[arg-type]
-    if not error <= TOLERANCES[dtype]:  # true for NaN as well
-        return f"the kernels' attention differs from the plain path by {error:.1g} of its largest number"
+        expected_output = case.compute_attention(positions)
+        largest_difference = mx.abs(output.astype(mx.float32) - expected_output).max()
+        largest_number = mx.abs(expected_output).max()
+        relative_error = float((largest_difference / largest_number).item())  # type: ignore[arg-type]
+    if not relative_error <= TOLERANCES[dtype]:  # true for NaN as well
+        return f"the kernels' attention differs from the plain path by {relative_error:.1g} of its largest number"
     return None
 
 
@@ -115,12 +123,11 @@ class _Case:
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)
         # Imitate real keys, whose channels differ in magnitude and which all share a component.
-        sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
+        channel_sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
-        self.prompt, self.answer = (
-            _buffers(sizes, n, dtype, seeds[i]) for i, n in ((2, N_PROMPT), (3, N_ANSWER))
-        )
-        keys, values = (x[:, :, :N_PROMPT] for x in self.prompt)
+        self.prompt = _buffers(channel_sizes, N_PROMPT, dtype, seeds[2])
+        self.answer = _buffers(channel_sizes, N_ANSWER, dtype, seeds[3])
+        keys, values = (buffer[:, :, :N_PROMPT] for buffer in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
         with mx.stream(mx.cpu):  # because GPUs may round the inputs of float32 matrix products
@@ -140,50 +147,60 @@ class _Case:
 
     def are_best(self, positions: mx.array) -> bool:
         """Return whether `positions` are ascending and have the K highest scores, up to half-precision rounding."""
-        scores = np.array(self._scores)[0, :, N_SINK:]
-        for row, chosen in zip(scores, np.array(positions)[0].astype(np.int64) - N_SINK):
-            if chosen[0] < 0 or chosen[-1] >= row.size or (np.diff(chosen) <= 0).any():
+        scores_by_head = np.array(self._scores)[0, :, N_SINK:]
+        indices_by_head = np.array(positions)[0].astype(np.int64) - N_SINK
+        for scores, indices in zip(scores_by_head, indices_by_head):
+            are_in_range = indices[0] >= 0 and indices[-1] < scores.size
+            are_ascending = (np.diff(indices) > 0).all()
+            if not are_in_range or not are_ascending:
                 return False
-            others = np.delete(row, chosen)
-            if others.max() - row[chosen].min() > HALF_ROUNDING * (1 - others.max()):
+            lowest_chosen = scores[indices].min()
+            highest_other = np.delete(scores, indices).max()
+            if highest_other - lowest_chosen > HALF_ROUNDING * (1 - highest_other):
                 return False
         return True
 
-    def unread(self, positions: mx.array) -> mx.array:
+    def count_unread(self, positions: mx.array) -> mx.array:
         """Count the unread entries in each cluster, `(1, n_kv_heads, n_clusters)`."""
         return self.residual.choosable - self.residual.clusters.sizes(positions)
 
-    def attention(self, positions: mx.array) -> mx.array:
+    def compute_attention(self, positions: mx.array) -> mx.array:
         """Compute the attention with the plain path in float32, `(1, n_heads, 1, head_dim)`."""
         queries = self.queries.astype(mx.float32)
-        n_always = N_SINK + N_PROMPT - STOP
-        always = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)]).astype(mx.uint32)
-        always = mx.broadcast_to(always, (1, N_KV_HEADS, n_always))
-        rows = mx.concatenate([positions, always], axis=-1)[..., None]
+        sink_and_window = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)])
+        always_read = mx.broadcast_to(
+            sink_and_window.astype(mx.uint32), (1, N_KV_HEADS, sink_and_window.size)
+        )
+        prompt_rows = mx.concatenate([positions, always_read], axis=-1)[..., None]
+
+        def join_parts(means: mx.array, prompt: mx.array, answer: mx.array) -> mx.array:
+            prompt_entries = mx.take_along_axis(prompt, prompt_rows, axis=2)
+            parts = [means, prompt_entries, answer[:, :, :N_ANSWER]]
+            return mx.concatenate(parts, axis=2).astype(mx.float32)
+
+        prompt_keys, prompt_values = self.prompt
+        answer_keys, answer_values = self.answer
         clusters = self.residual.clusters
-        read = []
-        for means, prompt, answer in zip(
-            (clusters.keys, clusters.values), self.prompt, self.answer
-        ):
-            parts = [means, mx.take_along_axis(prompt, rows, axis=2), answer[:, :, :N_ANSWER]]
-            read.append(mx.concatenate(parts, axis=2).astype(mx.float32))
+        keys = join_parts(clusters.keys, prompt_keys, answer_keys)
+        values = join_parts(clusters.values, prompt_values, answer_values)
         bias = self.residual.bias(queries, self.scale, positions)
-        n_entries = read[0].shape[2] - bias.shape[3]
+        n_entries = keys.shape[2] - clusters.n_clusters
         mask = mx.pad(bias, [(0, 0), (0, 0), (0, 0), (0, n_entries)])
         return mx.fast.scaled_dot_product_attention(
-            queries, *read, scale=self.scale, mask=mask, sinks=self.sinks
+            queries, keys, values, scale=self.scale, mask=mask, sinks=self.sinks
         )
 
 
-def _buffers(sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
+def _buffers(channel_sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
     """Return buffers with `n` random entries. Unused rows are NaN, so that the test fails if a kernel reads them."""
-    shape = 1, N_KV_HEADS, n, sizes.shape[-1]
-    of_keys, of_values = mx.random.split(seed)
-    keys = (mx.random.normal(shape, key=of_keys) + 2) * sizes
-    values = mx.random.normal(shape, key=of_values)
-    free = [(0, 0), (0, 0), (0, FREE_ROWS), (0, 0)]
-    padded = [
-        mx.pad(x.astype(dtype), free, constant_values=mx.array(mx.nan, dtype))
-        for x in (keys, values)
-    ]
-    return padded[0], padded[1]
+    shape = 1, N_KV_HEADS, n, channel_sizes.shape[-1]
+    key_seed, value_seed = mx.random.split(seed)
+    keys = (mx.random.normal(shape, key=key_seed) + 2) * channel_sizes
+    values = mx.random.normal(shape, key=value_seed)
+    return _with_unused_rows(keys.astype(dtype)), _with_unused_rows(values.astype(dtype))
+
+
+def _with_unused_rows(entries: mx.array) -> mx.array:
+    """Append rows of NaN."""
+    pad_widths = [(0, 0), (0, 0), (0, FREE_ROWS), (0, 0)]
+    return mx.pad(entries, pad_widths, constant_values=mx.array(mx.nan, entries.dtype))

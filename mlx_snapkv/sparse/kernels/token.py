@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..token_ranking import TokenRanking
 
 
-def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
+def why_plain_path(ranking: TokenRanking, queries: mx.array) -> str | None:
     """Return the reason why the kernels can't compute the attention of these queries, or None if they can.
 
     Args:
@@ -31,40 +31,44 @@ def why_plain(ranking: TokenRanking, queries: mx.array) -> str | None:
         return "keys, values and queries differ in size"
     if not keys.dtype == values.dtype == queries.dtype:
         return "keys, values and queries differ in dtype"
-    if ranking.n_read == 0:
+    if ranking.n_chosen == 0:
         return "a token chooses no entries"
     return why_unused(head_dim, n_heads // keys.shape[1], queries.dtype)
 
 
 def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int) -> mx.array:
-    """Compute one token's attention, `(1, n_heads, 1, head_dim)`. Call this only if `why_plain` returns None.
+    """Compute one token's attention, `(1, n_heads, 1, head_dim)`. Call this only if `why_plain_path` returns None.
 
     Args:
         ranking: chooses the entries that the token reads.
         captured: the token's queries. The token's own entry is already in `ranking.answer`.
         position: position of the token, counted from the start of the prompt.
     """
-    queries, scale, sinks, *_ = captured
     assert ranking.prompt_buffers is not None
-    positions, unread = _choose(ranking, captured, position)
+    positions, n_unread = _choose(ranking, captured, position)
+    residual = ranking.residual
     means = None
-    if ranking.residual is not None:
-        assert unread is not None
-        clusters = ranking.residual.clusters
-        factors = ranking.residual.log_mass, ranking.residual.temperature
-        means = Means(clusters.keys, clusters.values, unread, *factors)
+    if residual is not None:
+        assert n_unread is not None
+        means = Means(
+            keys=residual.clusters.keys,
+            values=residual.clusters.values,
+            unread=n_unread,
+            log_mass=residual.log_mass,
+            temperature=residual.temperature,
+        )
     return attend(
-        queries,
+        captured.queries,
         ranking.prompt_buffers,
         ranking.answer_buffers,
-        scale,
+        captured.scale,
         n_prompt=ranking.n_prompt,
         n=position + 1,
-        first=ranking.n_first,
-        stop=ranking.stop,
+        first=ranking.n_sink,
+        stop=ranking.choice_stop,
         positions=positions,
         means=means,
-        sinks=sinks,
+        sinks=captured.sinks,
     )
 
 
@@ -75,22 +79,22 @@ def _choose(
 
     If there is no index in memory, or more clusters than the kernels can count, plain MLX operations are used.
     """
-    queries, scale, *_ = captured
     index, residual = ranking.view.index, ranking.residual
-    buffers = None if index is None else index.codes.buffers
-    if index is None or buffers is None or ranking.n_means > MAX_MEANS:
+    code_buffers = None if index is None else index.codes.buffers
+    has_too_many_means = ranking.n_means > MAX_MEANS
+    if index is None or code_buffers is None or has_too_many_means:
         positions = ranking.choose(captured, position)
         return positions, None if residual is None else residual.unread(positions)
-    codes, powers = buffers
+    codes, powers = code_buffers
     return choose(
-        queries,
-        scale,
+        captured.queries,
+        captured.scale,
         projection=index.projection,
         codes=codes,
         powers=powers,
-        k=ranking.n_read,
-        first=ranking.n_first,
-        stop=ranking.stop,
+        k=ranking.n_chosen,
+        first=ranking.n_sink,
+        stop=ranking.choice_stop,
         ids=None if residual is None else residual.clusters.ids,
         choosable=None if residual is None else residual.choosable,
     )

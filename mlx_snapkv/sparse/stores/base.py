@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -86,8 +86,18 @@ class Store(EntryView):
 
     def all_entries(self) -> Entries:
         """Return all entries as they are stored."""
-        keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
+        keys = self.stored(KEYS, 0, self.n_entries)
+        values = self.stored(VALUES, 0, self.n_entries)
         return Entries(keys, values, quantization=self.quantization)
+
+
+class _Overlap(NamedTuple):
+    """Entries `[first, stop)` of a view whose first entry is at position `view_start`."""
+
+    view: Any
+    view_start: int
+    first: int
+    stop: int
 
 
 class JoinedView(EntryView):
@@ -101,62 +111,70 @@ class JoinedView(EntryView):
 
     def __init__(self, views: Sequence[EntryView]):
         """Join views, given in order of position."""
-        self._parts: list[Any] = list(views)
+        self._views: list[Any] = list(views)
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
         """Return the number of entries in this view."""
-        n = sum(part.n_entries for part in self._parts)
-        return n if self.limit is None else min(n, self.limit)
+        n_in_all_views = sum(view.n_entries for view in self._views)
+        return n_in_all_views if self.limit is None else min(n_in_all_views, self.limit)
 
     @property
     def reads_allocate(self) -> bool:  # type: ignore[override]
         """Return whether reading any of the views allocates memory."""
-        return any(part.reads_allocate for part in self._parts)
+        return any(view.reads_allocate for view in self._views)
 
     @property
     def make_spill(self) -> MakeSpill | None:  # type: ignore[override]
         """Return the first view's function for creating spill files, or None if all entries are in memory."""
-        return next((part.make_spill for part in self._parts if part.make_spill is not None), None)
+        functions = (view.make_spill for view in self._views)
+        return next((make_spill for make_spill in functions if make_spill is not None), None)
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
         """Return the whole buffers, or None if there are several views or entries are not plain and in memory."""
-        return self._parts[0].buffers if len(self._parts) == 1 else None
+        if len(self._views) != 1:
+            return None
+        [view] = self._views
+        return view.buffers
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield each view that overlaps `[start, stop)`, with the overlap's start and stop in this view."""
-        first = 0
-        for part in self._parts:
-            a, b = max(start - first, 0), min(stop - first, part.n_entries)
-            if a < b:
-                yield part, a, b
-            first += part.n_entries
+    def _overlaps(self, start: int, stop: int) -> Iterator[_Overlap]:
+        """Yield the overlap of each view with `[start, stop)`, unless it is empty."""
+        view_start = 0  # position of the view's first entry
+        for view in self._views:
+            first = max(start - view_start, 0)
+            end = min(stop - view_start, view.n_entries)
+            if first < end:
+                yield _Overlap(view, view_start, first, end)
+            view_start += view.n_entries
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         """Return the stored KEYS or VALUES of entries `[start, stop)`. All views must have the same quantisation."""
+        overlaps = self._overlaps(start, stop)
         return concatenate_rows(
-            *(part.stored(which, a, b) for part, a, b in self._within(start, stop))
+            *(overlap.view.stored(which, overlap.first, overlap.stop) for overlap in overlaps)
         )
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
         """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
+        overlaps = self._overlaps(start, stop)
         return concatenate_rows(
-            *(part.read(which, a, b) for part, a, b in self._within(start, stop))
+            *(overlap.view.read(which, overlap.first, overlap.stop) for overlap in overlaps)
         )
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, gathered from all views."""
-        gathered: Any = ()
-        first = 0
-        for part, _, n in self._within(0, self.n_entries):
-            if n == self.n_entries:
-                return part.gather(positions)
+        earlier_entries: tuple[mx.array, ...] | None = None
+        for view, view_start, _, n_in_view in self._overlaps(0, self.n_entries):
+            has_all_entries = n_in_view == self.n_entries
+            if has_all_entries:
+                return view.gather(positions)
             # Clip positions that belong to other views. This gathers placeholders, which are replaced below.
-            entries = part.gather(mx.clip(positions, first, first + n - 1) - first)
-            if gathered:
-                from_part = (positions >= first)[..., None]
-                entries = tuple(mx.where(from_part, *pair) for pair in zip(entries, gathered))
-            gathered = entries
-            first += n
-        return gathered
+            view_stop = view_start + n_in_view
+            entries = view.gather(mx.clip(positions, view_start, view_stop - 1) - view_start)
+            if earlier_entries is not None:
+                is_in_view = (positions >= view_start)[..., None]
+                pairs = zip(entries, earlier_entries)
+                entries = tuple(mx.where(is_in_view, new, earlier) for new, earlier in pairs)
+            earlier_entries = entries
+        return earlier_entries or ()

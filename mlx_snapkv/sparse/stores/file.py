@@ -37,30 +37,36 @@ class Layout:
     @classmethod
     def of(cls, stored: Stored) -> Layout:
         """Return the layout for one layer's keys or values, plain or quantised."""
-        parts = flat_arrays(stored)
-        return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
+        arrays = flat_arrays(stored)
+        B, H, _, _ = arrays[0].shape
+        return cls(heads=(B, H), parts=tuple((array.dtype, array.shape[-1]) for array in arrays))
 
     @property
-    def row(self) -> int:
+    def row_bytes(self) -> int:
         """Return the size of a row in bytes. A row is one token of one head."""
         return sum(dtype.size * width for dtype, width in self.parts)
 
     @property
-    def token(self) -> int:
+    def token_bytes(self) -> int:
         """Return the size in bytes of a token's rows for all heads."""
-        return math.prod(self.heads) * self.row
+        return math.prod(self.heads) * self.row_bytes
 
     def to_bytes(self, stored: Stored) -> memoryview:
         """Convert rows `(B, n_kv_heads, n, ...)` to bytes for the file."""
-        parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in flat_arrays(stored)]
-        return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
+        token_major = [array.transpose(2, 0, 1, 3) for array in flat_arrays(stored)]
+        byte_arrays = [mx.contiguous(array).view(mx.uint8) for array in token_major]
+        return np.asarray(mx.concatenate(byte_arrays, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:
         """Convert the file's items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`."""
-        whole = mx.array(np.ascontiguousarray(items).view(np.uint8).reshape(*items.shape, self.row))
-        edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
-        split = zip(mx.split(whole, edges, axis=-1), self.parts)
-        parts = tuple(mx.contiguous(x).view(dtype) for x, (dtype, _) in split)
+        item_bytes = np.ascontiguousarray(items).view(np.uint8)
+        row_arrays = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
+        part_sizes = [dtype.size * width for dtype, width in self.parts]
+        part_edges = np.cumsum(part_sizes)[:-1].tolist()
+        parts = tuple(
+            mx.contiguous(part_bytes).view(dtype)
+            for part_bytes, (dtype, _) in zip(mx.split(row_arrays, part_edges, axis=-1), self.parts)
+        )
         return parts[0] if len(parts) == 1 else parts
 
 
@@ -85,53 +91,59 @@ class EntryFile:
 
     def append(self, stored: Stored) -> None:
         """Append rows. Raises: OSError; EntryFileError: earlier rows are missing."""
-        start = self.n_rows * self.layout.token
-        self._require(start)  # or the system would fill the gap with zeros
+        data_start = self.n_rows * self.layout.token_bytes
+        self._require_size(data_start)  # or the system would fill the gap with zeros
         data = self.layout.to_bytes(stored)
-        write_at(self._file, data, start)
-        self.n_rows += len(data) // self.layout.token
+        write_at(self._file, data, data_start)
+        self.n_rows += len(data) // self.layout.token_bytes
 
-    def cut(self, n: int) -> None:
+    def truncate(self, n: int) -> None:
         """Drop everything after the first `n` rows, including incomplete rows."""
         self.n_rows = n
-        size = n * self.layout.token
+        new_size = n * self.layout.token_bytes
         with contextlib.suppress(OSError):
-            if os.fstat(self._file.fileno()).st_size > size:
-                os.ftruncate(self._file.fileno(), size)
+            if self._file_size > new_size:
+                os.ftruncate(self._file.fileno(), new_size)
 
     def read(self, start: int, stop: int) -> Stored:
         """Return the rows of tokens `[start, stop)`."""
-        rows = self._rows(np.arange(start, stop))[start:stop]
+        rows = self._map_rows(np.arange(start, stop))[start:stop]
         return self.layout.from_bytes(rows.transpose(1, 2, 0))
 
     def gather(self, positions: np.ndarray) -> Stored:
         """Return the rows at `positions` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
-        rows = self._rows(positions)
+        rows = self._map_rows(positions)
         return self.layout.from_bytes(rows[positions, batch[..., None], head[..., None]])
 
-    def _rows(self, positions: np.ndarray) -> np.ndarray:
+    @property
+    def _file_size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _map_rows(self, positions: np.ndarray) -> np.ndarray:
         """Check that the rows at `positions` exist, and map the file as items `(n, B, n_kv_heads)`, one per row."""
-        n = int(positions.max(initial=0)) + 1
-        self._require(n * self.layout.token)
-        if self._map is None or len(self._map) < n:  # the file has grown
-            row = np.dtype((np.void, self.layout.row))
-            shape = os.fstat(self._file.fileno()).st_size // self.layout.token, *self.layout.heads
+        n_needed = int(positions.max(initial=0)) + 1
+        self._require_size(n_needed * self.layout.token_bytes)
+        if self._map is None or len(self._map) < n_needed:  # the file has grown
+            row_dtype = np.dtype((np.void, self.layout.row_bytes))
+            n_in_file = self._file_size // self.layout.token_bytes
+            shape = n_in_file, *self.layout.heads
             try:
-                self._map = np.asarray(np.memmap(self._file, row, "r", shape=shape))
+                self._map = np.asarray(np.memmap(self._file, row_dtype, "r", shape=shape))
             except OSError as error:
                 raise EntryFileError(f"entries kept in a file can't be read: {error}") from error
         return self._map
 
-    def _require(self, n_bytes: int) -> None:
+    def _require_size(self, n_bytes: int) -> None:
         """Check that the file has at least `n_bytes`. Reading a memory map past the end of the file kills the process.
 
         Raises: EntryFileError: the file is too short.
         """
-        if (size := os.fstat(self._file.fileno()).st_size) < n_bytes:
-            why = f"it should have {n_bytes:,} bytes and has {size:,}"
-            raise EntryFileError(f"entries kept in a file can't be read: {why}")
+        file_size = self._file_size
+        if file_size < n_bytes:
+            reason = f"it should have {n_bytes:,} bytes and has {file_size:,}"
+            raise EntryFileError(f"entries kept in a file can't be read: {reason}")
 
 
 class SavedFile(EntryFile):
@@ -156,59 +168,70 @@ class SavedFile(EntryFile):
         self._checksums = checksums
         self._piece = piece
         self._unchecked = np.ones(len(checksums), np.bool_)  # one flag per piece
-        self._require(n_rows * layout.token)
+        self._require_size(n_rows * layout.token_bytes)
 
-    def _rows(self, positions: np.ndarray) -> np.ndarray:
+    def _map_rows(self, positions: np.ndarray) -> np.ndarray:
         """Map the file, and verify the checksums of pieces that have not been read before."""
-        rows = super()._rows(positions)
-        pieces = positions // self._piece
-        pieces = np.unique(pieces[self._unchecked[pieces]])
-        if pieces.size:
-            parts = (rows[i * self._piece : (i + 1) * self._piece] for i in pieces.tolist())
-            with ThreadPoolExecutor(os.cpu_count()) as threads:
-                checksums = list(threads.map(lambda part: zlib.crc32(part.view(np.uint8)), parts))
-            sound = self._checksums[pieces] == checksums
-            self._unchecked[pieces[sound]] = False
-            if not sound.all():
-                start = pieces[~sound][0] * self._piece * self.layout.token
-                raise EntryFileError(
-                    f"{self.path} is damaged: a checksum does not fit from byte {start:,} on; "
-                    "put back the file that was saved, or save the prompt again",
-                    self.path,
-                )
+        rows = super()._map_rows(positions)
+        pieces_to_read = positions // self._piece
+        is_unchecked = self._unchecked[pieces_to_read]
+        unchecked_pieces = np.unique(pieces_to_read[is_unchecked])
+        if unchecked_pieces.size:
+            self._verify_checksums(rows, unchecked_pieces)
         return rows
 
-    def _require(self, n_bytes: int) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        expected = self.n_rows * self.layout.token
-        if size != expected:
-            why = f"it should have {expected:,} bytes and has {size:,}"
-            raise EntryFileError(f"{self.path} is damaged: {why}", self.path)
+    def _verify_checksums(self, rows: np.ndarray, pieces: np.ndarray) -> None:
+        """Verify the checksums of some pieces. Raises: EntryFileError: a checksum does not fit."""
+
+        def checksum(piece: int) -> int:
+            piece_rows: Any = rows[piece * self._piece : (piece + 1) * self._piece]
+            return zlib.crc32(piece_rows.view(np.uint8))
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            checksums = list(threads.map(checksum, pieces.tolist()))
+        is_intact = self._checksums[pieces] == checksums
+        self._unchecked[pieces[is_intact]] = False
+        if not is_intact.all():
+            first_damaged_piece = pieces[~is_intact][0]
+            damage_start = first_damaged_piece * self._piece * self.layout.token_bytes
+            raise EntryFileError(
+                f"{self.path} is damaged: a checksum does not fit from byte {damage_start:,} on; "
+                "put back the file that was saved, or save the prompt again",
+                self.path,
+            )
+
+    def _require_size(self, n_bytes: int) -> None:
+        """Check that the file has exactly the bytes of its `n_rows` rows. Raises: EntryFileError: it does not."""
+        file_size = self._file_size
+        expected_size = self.n_rows * self.layout.token_bytes
+        if file_size != expected_size:
+            reason = f"it should have {expected_size:,} bytes and has {file_size:,}"
+            raise EntryFileError(f"{self.path} is damaged: {reason}", self.path)
 
 
 class SpillFile:
     """A temporary file for rows that don't stay in memory, such as an index's codes."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """Store the folder. The file itself is created by the first `put`."""
+        """Store the folder. The file itself is created by the first `append`."""
         self._folder = folder  # None means TMPDIR
         self._file: EntryFile | None = None
 
-    def put(self, stored: Stored) -> Callable[[], Stored]:
+    def append(self, stored: Stored) -> Callable[[], Stored]:
         """Append rows, and return a function that reads them. Raises: EntryFileError: the disk is full."""
         try:
             if self._file is None:
                 self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))
             file = self._file
-            start = self._file.n_rows
+            first_row = file.n_rows
             file.append(stored)
         except OSError as error:
-            raise no_room(error, self._folder) from error
-        return partial(file.read, start, file.n_rows)
+            raise write_error(error, self._folder) from error
+        return partial(file.read, first_row, file.n_rows)
 
 
 @dataclass(frozen=True)
-class _Part(EntryView):
+class _FilePair(EntryView):
     """The first `n_entries` entries of a pair of files, with keys and values."""
 
     files: Sequence[EntryFile]
@@ -218,15 +241,15 @@ class _Part(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: no file is a saved one, and none continues after this part."""
+        """Return whether entries can be appended: no file is a saved one, and none has more entries than this pair."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
         return self.files[which].read(start, stop)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
-        chosen = np.array(positions)
-        return tuple(file.gather(chosen) for file in self.files)  # type: ignore[misc]
+        numpy_positions = np.array(positions)
+        return tuple(file.gather(numpy_positions) for file in self.files)  # type: ignore[misc]
 
 
 class FileStore(JoinedView, Store):
@@ -259,7 +282,7 @@ class FileStore(JoinedView, Store):
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
-        super().__init__([_Part(files, n_entries)] if n_entries else [])
+        super().__init__([_FilePair(files, n_entries)] if n_entries else [])
 
     def make_spill(self) -> SpillFile:
         """Create a spill file for rows that are computed from the entries."""
@@ -267,43 +290,51 @@ class FileStore(JoinedView, Store):
 
     def append(self, entries: Entries) -> None:
         """Append entries, starting new files if the last ones can't grow. An error leaves the store unchanged."""
-        new = entries.with_quantization(None)
-        stored = new.stored_keys, new.stored_values
-        earlier_parts = self._parts
-        part = None
-        if self._parts and self._parts[-1].may_grow:
-            *earlier_parts, part = self._parts
+        plain_entries = entries.with_quantization(None)
+        keys_and_values = plain_entries.stored_keys, plain_entries.stored_values
+        earlier_pairs = self._views
+        pair = None
+        if self._views and self._views[-1].may_grow:
+            *earlier_pairs, pair = self._views
         try:
-            if part is None:
-                part = _Part([EntryFile(Layout.of(x), temporary_file(self.folder)) for x in stored])
-            for file, x in zip(part.files, stored):
-                file.append(x)
+            if pair is None:
+                pair = self._new_file_pair(keys_and_values)
+            for file, rows in zip(pair.files, keys_and_values):
+                file.append(rows)
         except (OSError, EntryFileError) as error:
-            if part is not None:
-                for file in part.files:
-                    file.cut(part.n_entries)
+            if pair is not None:
+                for file in pair.files:
+                    file.truncate(pair.n_entries)
             if isinstance(error, OSError):
-                raise no_room(error, self.folder) from error
+                raise write_error(error, self.folder) from error
             raise
-        self._parts = [*earlier_parts, replace(part, n_entries=part.n_entries + len(new))]
+        longer_pair = replace(pair, n_entries=pair.n_entries + len(plain_entries))
+        self._views = [*earlier_pairs, longer_pair]
+
+    def _new_file_pair(self, keys_and_values: Sequence[Stored]) -> _FilePair:
+        """Create empty files for keys and values. Raises: OSError."""
+        layouts = [Layout.of(stored) for stored in keys_and_values]
+        return _FilePair([EntryFile(layout, temporary_file(self.folder)) for layout in layouts])
 
     def truncate(self, n: int) -> None:
         """Drop all but the first `n` entries. Files that belong to a copy or a saved prompt are not truncated."""
         while self.n_entries > n:
-            part = self._parts.pop()
-            if (left := n - self.n_entries) <= 0:
+            last_pair = self._views.pop()
+            n_left_in_pair = n - self.n_entries
+            if n_left_in_pair <= 0:
                 continue
-            self._parts.append(replace(part, n_entries=left))
-            for file in part.files:
+            self._views.append(replace(last_pair, n_entries=n_left_in_pair))
+            for file in last_pair.files:
                 if file.path is None and not file.is_shared:
-                    file.cut(left)
+                    file.truncate(n_left_in_pair)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         """Return a store that shares the files. Shared files are no longer truncated."""
         other = FileStore(first_entry=self._first_entry, folder=self.folder)
-        other._parts = list(self._parts)
-        for file in (file for part in self._parts for file in part.files):
-            file.is_shared = True
+        other._views = list(self._views)
+        for pair in self._views:
+            for file in pair.files:
+                file.is_shared = True
         return other
 
     @property
@@ -315,13 +346,13 @@ class FileStore(JoinedView, Store):
 
     def reads(self, path: Path) -> bool:
         """Return whether the store reads the saved file at `path`."""
-        return any(file.path == path for part in self._parts for file in part.files)
+        return any(file.path == path for pair in self._views for file in pair.files)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of the entries in all files."""
         return sum(
-            file.layout.token * part.n_entries for part in self._parts for file in part.files
+            file.layout.token_bytes * pair.n_entries for pair in self._views for file in pair.files
         )
 
 
@@ -333,16 +364,20 @@ def temporary_file(folder: str | None) -> Any:
 def write_at(file: Any, data: memoryview, start: int) -> None:
     """Write bytes at offset `start`. Raises: OSError."""
     while data:
-        n = os.pwrite(file.fileno(), data, start)
-        data = data[n:]
-        start = start + n
+        n_written = os.pwrite(file.fileno(), data, start)
+        data = data[n_written:]
+        start += n_written
 
 
-def no_room(error: OSError, folder: str | None) -> EntryFileError:
+def write_error(error: OSError, folder: str | None) -> EntryFileError:
     """Build the error for a file that can't be created or written in `folder`."""
-    why = f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room"
-    if error.errno == errno.EMFILE:
-        why = f"{error.strerror}; run ulimit -n 4096 before it"
+    has_too_many_open_files = error.errno == errno.EMFILE
+    if has_too_many_open_files:
+        reason_and_remedy = f"{error.strerror}; run ulimit -n 4096 before it"
+    else:
+        reason = error.strerror or error
+        reason_and_remedy = f"{reason}; set TMPDIR or --store-dir to a folder with room"
     return EntryFileError(
-        f"entries can't be kept in a file in {folder or tempfile.gettempdir()}: {why}, or use another store"
+        f"entries can't be kept in a file in {folder or tempfile.gettempdir()}: {reason_and_remedy}, "
+        "or use another store"
     )

@@ -11,7 +11,6 @@ from ...entries.quantization import (
     Stored,
     count_bytes,
     count_rows,
-    flat_arrays,
     slice_rows,
     unpack,
     with_new_rows,
@@ -49,21 +48,25 @@ class MemoryStore(Store):
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
         """Return the cache's buffers, or None if they are quantised or not allocated yet."""
-        is_plain = self.quantization is None and self.n_entries > 0
-        return (self.cache.keys, self.cache.values) if is_plain else None
+        if self.quantization is not None or self.n_entries == 0:
+            return None
+        return self.cache.keys, self.cache.values
 
     def append(self, entries: Entries) -> None:
         """Append entries to the cache's buffers, quantised like the store."""
-        new = entries.with_quantization(self.quantization)
+        new_entries = entries.with_quantization(self.quantization)
+        new_rows = new_entries.stored_keys, new_entries.stored_values
+        n_new = len(new_entries)
+        n_before = self.n_entries
         cache = self.cache
-        n = self.n_entries
-        stored = new.stored_keys, new.stored_values
-        if cache.keys is None or n + len(new) > count_rows(cache.keys):
-            before = slice_rows((cache.keys, cache.values) if n else stored, 0, n)
+        if cache.keys is None or n_before + n_new > count_rows(cache.keys):
+            buffers = (cache.keys, cache.values) if n_before else new_rows
+            earlier_rows = slice_rows(buffers, 0, n_before)
             # Reallocation copies all entries, so buffers grow by at least an eighth.
-            cache.keys, cache.values = with_new_rows(before, max(KVCache.step, len(new), n // 8))
-        write_rows((cache.keys, cache.values), n, stored)
-        cache.offset += len(new)
+            n_allocated = max(KVCache.step, n_new, n_before // 8)
+            cache.keys, cache.values = with_new_rows(earlier_rows, n_allocated)
+        write_rows((cache.keys, cache.values), n_before, new_rows)
+        cache.offset += n_new
         mx.eval(cache.keys)
         mx.eval(cache.values)  # after the keys, to limit memory
 
@@ -77,16 +80,16 @@ class MemoryStore(Store):
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
-        keys, values = flat_arrays(self.cache.keys), flat_arrays(self.cache.values)
-        taken = take_entries((*keys, *values), positions)
-        parts = taken[: len(keys)], taken[len(keys) :]
-        plain = self.quantization is None
-        return tuple(unpack(x[0] if plain else tuple(x), self.quantization) for x in parts)
+        # One call for keys and values computes the row numbers only once.
+        keys, values = take_entries((self.cache.keys, self.cache.values), positions)
+        return unpack(keys, self.quantization), unpack(values, self.quantization)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size of all entries in bytes, not counting unused rows."""
-        return count_bytes(self.cache.keys_and_values()) if self.n_entries else 0
+        if self.n_entries == 0:
+            return 0
+        return count_bytes(self.cache.keys_and_values())
 
 
 class EightBitStore(MemoryStore):

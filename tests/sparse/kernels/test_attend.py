@@ -23,8 +23,8 @@ def test_a_split_may_have_several_blocks(shim, variant, monkeypatch):
 
 
 def test_a_split_may_have_no_items(shim, monkeypatch):
-    split = launch._splits
-    monkeypatch.setattr(launch, "_splits", lambda n: (split(n)[0], split(n)[1] + 1))
+    split = launch._divide_into_splits
+    monkeypatch.setattr(launch, "_divide_into_splits", lambda n: (split(n)[0], split(n)[1] + 1))
     assert Token(VARIANTS[1]).difference() < TOLERANCES[mx.float16]
 
 

@@ -21,7 +21,7 @@ def launches(shim, monkeypatch):
     """Return the launches of the four kernels for a token, with several iterations of every loop."""
     monkeypatch.setattr(launch, "MAX_SPLITS", 1)
     monkeypatch.setattr(launch, "SCORE_GROUPS", 2)
-    assert self_test.found_difference(*VARIANTS[1]) is None
+    assert self_test.describe_difference(*VARIANTS[1]) is None
     return {launched.name: launched for launched in shim.launches}
 
 

@@ -6,14 +6,14 @@ import pytest
 from kernel_cases import LEAST_HALF, VARIANTS, Index, normal, ranks
 
 from mlx_snapkv.sparse.kernels import launch
-from mlx_snapkv.sparse.kernels.launch import SCORE_BLOCK, Shape, choose, params_of, run
+from mlx_snapkv.sparse.kernels.launch import SCORE_BLOCK, Shape, choose, make_params, run
 
 
 def scored(queries, index, scale, n_groups):
     """Return the outputs of `score`: block maxima, and the distances of the logits from them."""
     n_heads, H, n = queries.shape[1], index.codes.shape[1], index.n
     n_blocks = -(-n // SCORE_BLOCK)
-    params = params_of(
+    params = make_params(
         n_means=0, n_chosen=1, first=0, stop=n, scale=scale, code_capacity=index.codes.shape[2],
         n_score_groups=n_groups,
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_selection_equals_a_stable_sort(shim, kind, group, n, first, k):
     ids = rng.integers(0, n_means, (H, n + spare)).astype(np.uint16)
     counts = [np.bincount(row[first:n], minlength=n_means) for row in ids]
     shape = Shape(H * group, H, head_dim, dtype)
-    params = params_of(
+    params = make_params(
         n_means=n_means, n_chosen=k, first=first, stop=n, scale=1, id_capacity=n + spare
     )
     inputs = [*map(mx.array, (maxima, below, ids, np.stack(counts).astype(np.int32))), params]
@@ -107,7 +107,7 @@ def test_selection_handles_a_long_text_and_many_clusters(shim):
     n, k, n_means = 70_001, 4375, launch.MAX_MEANS
     maxima, below = blocks(rng, "ties", 1, n)
     ids = (np.arange(n) * n_means // n).astype(np.uint16)
-    params = params_of(n_means=n_means, n_chosen=k, first=4, stop=n, scale=1, id_capacity=n)
+    params = make_params(n_means=n_means, n_chosen=k, first=4, stop=n, scale=1, id_capacity=n)
     counts = np.bincount(ids[4:], minlength=n_means).astype(np.int32)
     outputs = run(
         "select", Shape(1, 1, 64, mx.float32), [*map(mx.array, (maxima, below, ids, counts)), params],

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from kernel_cases import TOKENS, TOLERANCES, VARIANTS, Token
 
-from mlx_snapkv.sparse.kernels.self_test import DTYPES, HEAD_SIZES, found_difference
+from mlx_snapkv.sparse.kernels.self_test import DTYPES, HEAD_SIZES, describe_difference
 
 if not (mx.metal.is_available() or mx.cuda.is_available()):
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -15,7 +15,7 @@ if not (mx.metal.is_available() or mx.cuda.is_available()):
 @pytest.mark.parametrize("group", [1, 4, 8, 16])
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
 def test_kernels_equal_the_plain_path(head_dim, group, dtype):
-    assert found_difference(head_dim, group, dtype) is None
+    assert describe_difference(head_dim, group, dtype) is None
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

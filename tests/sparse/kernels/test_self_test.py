@@ -5,12 +5,12 @@ import pytest
 from kernel_cases import VARIANTS
 
 from mlx_snapkv.sparse.kernels import launch, self_test
-from mlx_snapkv.sparse.kernels.self_test import found_difference, why_unused
+from mlx_snapkv.sparse.kernels.self_test import describe_difference, why_unused
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_correct_kernels_pass(shim, variant):
-    assert found_difference(*variant) is None
+    assert describe_difference(*variant) is None
     assert [launched.name for launched in shim.launches] == ["score", "select", "attend", "merge"]
 
 
@@ -36,14 +36,14 @@ def test_a_wrong_output_of_any_kernel_is_found(shim, monkeypatch, name, output, 
         return run_wrongly
 
     monkeypatch.setattr(launch, "kernel", wrong)
-    assert words in found_difference(*VARIANTS[1])
+    assert words in describe_difference(*VARIANTS[1])
 
 
 def test_nan_is_a_difference(shim, monkeypatch):
     monkeypatch.setattr(launch, "NO_SINK", -1e30)
     attend = self_test.attend
     monkeypatch.setattr(self_test, "attend", lambda *a, **k: attend(*a, **k) * mx.nan)
-    assert "differs from the plain path by nan" in found_difference(*VARIANTS[1])
+    assert "differs from the plain path by nan" in describe_difference(*VARIANTS[1])
 
 
 def test_without_a_gpu_the_kernels_are_not_used():
