@@ -86,20 +86,20 @@ class CompressedBatchCache(BatchCache, _BaseCache):
     Each step decodes one token per request.
 
     Attributes:
-        members: the requests' caches.
+        request_caches: the requests' caches.
         keys: keys that a step reads. mlx-lm's pipelines add a dependency to them.
     """
 
     keys: Any
 
-    def __init__(self, members: Sequence[Any]):
+    def __init__(self, request_caches: Sequence[Any]):
         """Take over the requests' caches, which will change with the batch."""
-        self.members = list(members)
+        self.request_caches = list(request_caches)
 
     @property
     def offset(self) -> mx.array:
         """Return the position of each request's next token, int32 `(B,)`."""
-        return mx.array([member.offset for member in self.members], mx.int32)
+        return mx.array([cache.offset for cache in self.request_caches], mx.int32)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -110,15 +110,15 @@ class CompressedBatchCache(BatchCache, _BaseCache):
 
     def extend(self, other: Any) -> None:
         """Append the requests of another batch, which must not be used any more."""
-        self.members += other.members
+        self.request_caches += other.request_caches
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep only the requests at the indices `keep`."""
-        self.members = [self.members[i] for i in keep]
+        self.request_caches = [self.request_caches[i] for i in keep]
 
     def size(self) -> int:
         """Return the number of entries in the longest request."""
-        return max(member.n_entries for member in self.members)
+        return max(cache.n_entries for cache in self.request_caches)
 
     def empty(self) -> bool:
         """Return False, because requests only join after prefill."""
@@ -129,13 +129,13 @@ class SparseBatchCache(CompressedBatchCache):
     """Sparse caches of several requests. Requests attend one after another, each to its own entries."""
 
     chooses = observes = True
-    members: list[SparseKVCache]
-    keys = keys_property(lambda batch: batch.members[0])
+    request_caches: list[SparseKVCache]
+    keys = keys_property(lambda batch: batch.request_caches[0])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append one token per request, `(B, n_kv_heads, 1, head_dim)`, and return the keys and values unchanged."""
-        for i, member in enumerate(self.members):
-            member.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+        for i, request_cache in enumerate(self.request_caches):
+            request_cache.update_and_fetch(keys[i : i + 1], values[i : i + 1])
         return keys, values
 
     def attend(
@@ -149,12 +149,12 @@ class SparseBatchCache(CompressedBatchCache):
     ) -> mx.array:
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
-        for i, member in enumerate(self.members):
+        for i, request_cache in enumerate(self.request_caches):
             # Depend on the previous request's output, so that only one request at a time takes memory.
-            member_queries = mx.depends(queries[i : i + 1], outputs[-1:])
+            request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
-            output = member.attend(member_queries, new_keys, new_values, scale, mask, sinks)
+            output = request_cache.attend(request_queries, new_keys, new_values, scale, mask, sinks)
             outputs.append(output)
         return mx.concatenate(outputs)
 
@@ -165,12 +165,12 @@ class SparseBatchCache(CompressedBatchCache):
 
     def extract(self, idx: int) -> SparseKVCache:
         """Return a copy of the cache of the request at index `idx`."""
-        return copy.deepcopy(self.members[idx])
+        return copy.deepcopy(self.request_caches[idx])
 
     @property
     def nbytes(self) -> int:
         """Return the memory that all requests' caches take."""
-        return sum(member.nbytes for member in self.members)
+        return sum(cache.nbytes for cache in self.request_caches)
 
 
 class EvictingBatchCache(CompressedBatchCache, Quantised):
@@ -185,32 +185,34 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     chooses = False
     values: Any
 
-    def __init__(self, members: Sequence[EvictingCache]):
+    def __init__(self, request_caches: Sequence[EvictingCache]):
         """Copy all requests' entries to shared arrays, and free the originals."""
-        super().__init__(members)
-        self.quantization = members[0].quantization
-        for member in members:
-            member.compact()
-        self.keys, self.values = _stack([member.keys_and_values() for member in members])
-        self._make_room(self._n_needed())
-        for member in members:
-            member.keys = member.values = None
+        super().__init__(request_caches)
+        self.quantization = request_caches[0].quantization
+        for request_cache in request_caches:
+            request_cache.compact()
+        self.keys, self.values = _stack([cache.keys_and_values() for cache in request_caches])
+        self._enlarge(self._n_rows_needed())
+        for request_cache in request_caches:
+            request_cache.keys = request_cache.values = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Append one entry per request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for attention."""
-        for i, member in enumerate(self.members):
-            if member.must_evict():
-                with self._lend_slot(i, write_back=True):
-                    member.evict()
-        next_rows = [member.claim_row() for member in self.members]
-        self._make_room(max(next_rows) + 1)
+        for i, request_cache in enumerate(self.request_caches):
+            if request_cache.must_evict():
+                with self._entries_lent_to(i, write_back=True):
+                    request_cache.evict()
+        next_rows = [cache.claim_row() for cache in self.request_caches]
+        self._enlarge(max(next_rows) + 1)
         entries = pack(keys, self.quantization), pack(values, self.quantization)
-        if len(set(next_rows)) == 1:
+        if len(set(next_rows)) == 1:  # all requests write to the same row
             write_rows(self._stored, next_rows[0], entries)
-        else:  # all requests write to the same row
-            index = mx.array(next_rows)[:, None, None, None]
+        else:
+            row_indices = mx.array(next_rows)[:, None, None, None]
             self.keys, self.values = map_arrays(
-                lambda held, new: mx.put_along_axis(held, index, new, axis=2), self._stored, entries
+                lambda buffer, new: mx.put_along_axis(buffer, row_indices, new, axis=2),
+                self._stored,
+                entries,
             )
         return self.keys_and_values()
 
@@ -219,7 +221,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     ) -> mx.array | None:
         """Return a bool mask `(B, 1, 1, rows)` for the next step, or None if all requests have the same length."""
         super().make_mask(N, return_array, window_size)
-        counts = [member.n_after_next for member in self.members]
+        counts = [cache.n_after_next for cache in self.request_caches]
         if len(set(counts)) == 1:
             return None
         is_entry = mx.arange(max(counts)) < mx.array(counts)[:, None]  # (B, rows)
@@ -227,38 +229,42 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the arrays without the rows that no request uses."""
-        n = self.size()
-        return self._stored if n == count_rows(self.keys) else slice_rows(self._stored, 0, n)
+        n_used = self.size()
+        if n_used == count_rows(self.keys):
+            return self._stored
+        return slice_rows(self._stored, 0, n_used)
 
     def record(self, captured: CapturedQueries) -> None:
         """Pass each request's query to its cache if the cache observes; see `Recorder.record`."""
-        for i, member in enumerate(self.members):
-            if member.observes:
-                member_queries = captured._replace(queries=captured.queries[i : i + 1])
-                with self._lend_slot(i):
-                    member.record(member_queries)
+        for i, request_cache in enumerate(self.request_caches):
+            if request_cache.observes:
+                request_queries = captured._replace(queries=captured.queries[i : i + 1])
+                with self._entries_lent_to(i):
+                    request_cache.record(request_queries)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
         """Return whether other layers still have to read a request's newest entries."""
-        return any(member.waits_for_readers for member in self.members)
+        return any(cache.waits_for_readers for cache in self.request_caches)
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
         """Return whether any request records queries for evictions during decoding."""
-        return any(member.observes for member in self.members)
+        return any(cache.observes for cache in self.request_caches)
 
     @property
     def recorded(self) -> Sequence[mx.array]:
         """Return the arrays recorded by all requests that observe."""
-        return [array for member in self.members if member.observes for array in member.recorded]
+        return [
+            array for cache in self.request_caches if cache.observes for array in cache.recorded
+        ]
 
     @property
     def kind(self) -> tuple:
         """Return a kind such that requests of equal kinds can share arrays and mlx-lm's single mask."""
-        member = self.members[0]
-        n_next = member.n_after_next
-        is_fixed = n_next == member.n_entries
+        request_cache = self.request_caches[0]
+        n_next = request_cache.n_after_next
+        is_fixed = n_next == request_cache.n_entries
         # Lengths with the same bit length differ by less than a factor of 2, which limits padding.
         return is_fixed, n_next.bit_length(), self.quantization
 
@@ -270,52 +276,58 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def filter(self, keep: Sequence[int]) -> None:
         """Keep only the requests at the indices `keep`, and drop rows that none of them needs."""
         super().filter(keep)
-        index = mx.array(list(keep))
-        n = self._n_needed()
-        self.keys, self.values = map_arrays(
-            lambda slots: mx.contiguous(mx.take(slots, index, axis=0)[:, :, :n]), self._stored
-        )
+        slot_indices = mx.array(list(keep))
+        n_rows = self._n_rows_needed()
+
+        def kept_slots(buffer: mx.array) -> mx.array:
+            return mx.contiguous(mx.take(buffer, slot_indices, axis=0)[:, :, :n_rows])
+
+        self.keys, self.values = map_arrays(kept_slots, self._stored)
 
     def extract(self, idx: int) -> EvictingCache:
         """Return a copy of the cache of the request at index `idx`, including its entries."""
-        member = copy.deepcopy(self.members[idx])
-        member.keys, member.values = self._copy_entries(idx, member.n_entries)
-        return member
+        request_cache = copy.deepcopy(self.request_caches[idx])
+        request_cache.keys, request_cache.values = self._copy_entries(idx, request_cache.n_entries)
+        return request_cache
 
     @contextlib.contextmanager
-    def _lend_slot(self, i: int, write_back: bool = False) -> Iterator[None]:
+    def _entries_lent_to(self, i: int, write_back: bool = False) -> Iterator[None]:
         """Give a request's cache its entries back within the `with` block.
 
         Args:
             i: index of the request.
             write_back: whether to copy the entries back to the shared arrays after the block.
         """
-        member = self.members[i]
-        member.keys, member.values = self._copy_entries(i, member.n_entries)
+        request_cache = self.request_caches[i]
+        request_cache.keys, request_cache.values = self._copy_entries(i, request_cache.n_entries)
         try:
             yield
             if write_back:
-                n = member.n_entries
-                self._make_room(n)
-                changed = flat_arrays(slice_rows((member.keys, member.values), 0, n))
-                for shared, new in zip(flat_arrays(self._stored), changed):
-                    shared[i : i + 1, :, :n] = new
+                self._write_back(i, request_cache)
         finally:
-            member.keys = member.values = None
+            request_cache.keys = request_cache.values = None
+
+    def _write_back(self, i: int, request_cache: EvictingCache) -> None:
+        """Copy a request's entries from its cache to its slot of the shared arrays."""
+        n = request_cache.n_entries
+        self._enlarge(n)
+        entries = slice_rows((request_cache.keys, request_cache.values), 0, n)
+        for buffer, array in zip(flat_arrays(self._stored), flat_arrays(entries)):
+            buffer[i : i + 1, :, :n] = array
 
     def _copy_entries(self, i: int, n: int) -> Stored:
         """Copy a request's first `n` entries, keeping a batch axis of 1."""
-        return map_arrays(lambda slots: mx.contiguous(slots[i : i + 1, :, :n]), self._stored)
+        return map_arrays(lambda buffer: mx.contiguous(buffer[i : i + 1, :, :n]), self._stored)
 
-    def _n_needed(self) -> int:
+    def _n_rows_needed(self) -> int:
         """Return how many rows the longest request needs now or for its next token."""
-        return max(max(member.n_entries, member.n_after_next) for member in self.members)
+        return max(max(cache.n_entries, cache.n_after_next) for cache in self.request_caches)
 
-    def _make_room(self, n: int) -> None:
-        """Enlarge the arrays to at least `n` rows."""
-        n_now = count_rows(self.keys)
-        if n > n_now:
-            n_added = rows_to_allocate(n) - n_now
+    def _enlarge(self, n_rows: int) -> None:
+        """Enlarge the arrays to at least `n_rows` rows."""
+        n_allocated = count_rows(self.keys)
+        if n_rows > n_allocated:
+            n_added = rows_to_allocate(n_rows) - n_allocated
             self.keys, self.values = with_new_rows(self._stored, n_added)
 
     @property
@@ -329,14 +341,14 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return count_bytes(self._stored)
 
 
-def _stack(slots: list[Stored]) -> Stored:
+def _stack(entries_of_requests: list[Stored]) -> Stored:
     """Concatenate arrays along the batch axis, padding shorter ones."""
-    n = max(map(count_rows, slots))
+    n_rows = max(map(count_rows, entries_of_requests))
     padded = []
-    for slot in slots:
-        n_missing = n - count_rows(slot)
-        padded.append(with_new_rows(slot, n_missing) if n_missing else slot)
-    return map_arrays(lambda *parts: mx.concatenate(list(parts)), *padded)
+    for entries in entries_of_requests:
+        n_missing = n_rows - count_rows(entries)
+        padded.append(with_new_rows(entries, n_missing) if n_missing else entries)
+    return map_arrays(lambda *arrays: mx.concatenate(list(arrays)), *padded)
 
 
 def batch_caches(prompt_cache: list) -> list[BatchCache]:
@@ -348,12 +360,11 @@ def batch_caches(prompt_cache: list) -> list[BatchCache]:
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches. Requests with equal kinds can decode together."""
     caches = batch_caches(prompt_cache)
-    has_choosing = any(cache.chooses for cache in caches)
-    has_padded = any(cache.pads for cache in caches)
     # mlx-lm computes one mask for all layers. If some layers of a sparse request read all entries, they would need a
     # different mask, so the request has to decode alone. The id of its first cache makes its kind unique.
-    own_identity = id(prompt_cache[0]) if has_choosing and has_padded else None
-    return own_identity, *(cache.kind for cache in caches)
+    needs_two_masks = any(cache.chooses for cache in caches) and any(cache.pads for cache in caches)
+    unique_id = id(prompt_cache[0]) if needs_two_masks else None
+    return unique_id, *(cache.kind for cache in caches)
 
 
 def batch_of_one(cache: Any) -> Any:

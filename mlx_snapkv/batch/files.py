@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 from ..completions.body import Body, parse
 from ..errors import Option, SnapKVError
@@ -84,9 +84,9 @@ class RequestsFile:
         for number, raw in self._raw_lines():
             line = _parse_line(number, raw)
             if line.custom_id is not None:
-                first = first_lines.setdefault(line.custom_id, number)
-                if first != number:
-                    problem = f"custom_id {line.custom_id!r} is line {first}'s already"
+                first_number = first_lines.setdefault(line.custom_id, number)
+                if first_number != number:
+                    problem = f"custom_id {line.custom_id!r} is line {first_number}'s already"
                     line = Line(number, line.custom_id, problem=problem, code=DUPLICATE)
             yield line
 
@@ -157,38 +157,38 @@ class AnswersFile:
         self._keys: set[str | int] = set()
         self.n_answered = self.n_errors = 0
         for number, line in self._lines.read():
-            self._note(number, line)
+            self._add_line(number, line)
 
-    def _note(self, number: int, raw: bytes) -> None:
+    def _add_line(self, number: int, raw: bytes) -> None:
         """Register an answer or error from the file.
 
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
         try:
-            key, run, is_error = _parse_outcome(raw)
-            self._keys.add(key)
+            outcome = _parse_outcome(raw)
+            self._keys.add(outcome.key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
                 why = " exists, and mlx-snapkv did not write it: give another --output"
             else:
                 why = f": line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{why}") from None
-        if run:
-            self._require_same(run)
-        if is_error:
+        if outcome.run:
+            self._require_same_run(outcome.run)
+        if outcome.is_error:
             self.n_errors += 1
         else:
             self.n_answered += 1
 
-    def _require_same(self, run: dict[str, Any]) -> None:
+    def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
         """Check that an answer in the file belongs to this run. Raises: SnapKVError."""
         for name, value in self._run.items():
-            earlier = run.get(name)
-            if earlier != value:
-                was = "none" if earlier is None else repr(earlier)
-                now = "none" if value is None else repr(value)
+            earlier_value = earlier_run.get(name)
+            if earlier_value != value:
+                earlier_text = "none" if earlier_value is None else repr(earlier_value)
+                text = "none" if value is None else repr(value)
                 raise SnapKVError(
-                    f"{self.path} belongs to another run, with {{}} {was} instead of {now}: "
+                    f"{self.path} belongs to another run, with {{}} {earlier_text} instead of {text}: "
                     "give another --output, or delete the file",
                     Option(name),
                 )
@@ -209,26 +209,38 @@ class AnswersFile:
     def answer(self, line: Line, body: dict[str, Any]) -> None:
         """Write a request's answer, where `body` is the completion. Raises: OSError."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
-        self._add(line, response=response, error=None)
+        self._append(line, response=response, error=None)
         self.n_answered += 1
 
     def error(self, line: Line, code: str, sentence: str) -> None:
         """Write an error in place of a request's answer. Raises: OSError."""
         why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
-        self._add(line, response=None, error=why)
+        self._append(line, response=None, error=why)
         self.n_errors += 1
 
-    def _add(self, line: Line, **outcome: Any) -> None:
+    def _append(self, line: Line, **outcome: Any) -> None:
         """Append a line atomically. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)
 
 
-def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
-    """Parse a line in a file of answers.
+class _Outcome(NamedTuple):
+    """The answer or error in a line of a file of answers.
 
-    Returns: The key of the request, the run's fields (empty for errors), and whether the line is an error.
+    Attributes:
+        key: the key of the request; see `Line.key`.
+        run: the run's fields, which are empty for errors.
+        is_error: whether the line is an error.
+    """
+
+    key: str | int
+    run: dict[str, Any]
+    is_error: bool
+
+
+def _parse_outcome(raw: bytes) -> _Outcome:
+    """Parse a line in a file of answers.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
@@ -238,11 +250,11 @@ def _parse_outcome(raw: bytes) -> tuple[str | int, dict[str, Any], bool]:
     custom_id = record["custom_id"]
     error = record["error"]
     if error is not None:
-        has_own_id = custom_id is not None and error["code"] != DUPLICATE
-        key = custom_id if has_own_id else error["line"]
-        return key, {}, True
+        has_unique_id = custom_id is not None and error["code"] != DUPLICATE
+        key = custom_id if has_unique_id else error["line"]
+        return _Outcome(key, run={}, is_error=True)
     if custom_id is None:  # only errors may have no id
         raise ValueError
     body = record["response"]["body"]
     run = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
-    return custom_id, run, False
+    return _Outcome(custom_id, run, is_error=False)

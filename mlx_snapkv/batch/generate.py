@@ -80,7 +80,7 @@ def batch_generate(
     Raises: SnapKVError: the options, the model or a prompt are not supported. It is raised before anything is read.
     """
     token_lists = _token_lists(model, prompts)
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    answer_limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     longest = max(map(len, token_lists), default=0)
     warn_beyond_trained_length(model, longest)
     config, options, recommendation = resolve(
@@ -91,7 +91,7 @@ def batch_generate(
         snapkv=snapkv,
         policy=policy,
         sparse=sparse,
-        max_tokens=max(limits, default=0),
+        max_tokens=max(answer_limits, default=0),
     )
     report_to = explaining(recommendation, on_report)
     if config.setting is None:
@@ -112,7 +112,14 @@ def batch_generate(
             **mlx_options,
         )
     answers, stats = _answer_all(
-        model, tokenizer, token_lists, limits, prompt_caches, config, options, return_logprobs
+        model,
+        tokenizer,
+        token_lists,
+        answer_limits,
+        prompt_caches,
+        config,
+        options,
+        return_logprobs,
     )
     for answer in answers:
         if answer.report is not None:
@@ -163,7 +170,7 @@ def _answer_all(
     model,
     tokenizer,
     prompts: list[list[int]],
-    limits: list[int],
+    answer_limits: list[int],
     prompt_caches: list[list[Any]] | None,
     config: CompressionConfig,
     options: dict[str, Any],
@@ -175,7 +182,7 @@ def _answer_all(
         model: an mlx-lm model.
         tokenizer: the model's tokenizer. Its end-of-sequence tokens stop an answer.
         prompts: token ids of each prompt.
-        limits: maximum length of each answer in tokens.
+        answer_limits: maximum length of each answer in tokens.
         prompt_caches: the caches that each prompt continues from. By default, all caches are new.
         config: the config of all prompts.
         options: mlx-lm's keyword arguments for the generator.
@@ -191,7 +198,7 @@ def _answer_all(
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:
-        generator.insert(prompts, limits, caches=prompt_caches)  # uids count up from 0
+        generator.insert(prompts, answer_limits, caches=prompt_caches)  # uids count up from 0
         while responses := generator.next_generated():
             for response in responses:
                 answers[response.uid].add(response, with_logprobs)

@@ -141,9 +141,9 @@ class CompressedBatchGenerator(BatchGenerator):
             caches = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in caches]
             max_tokens = max_tokens or [self.max_tokens] * len(segments)
-            lengths = [sum(map(len, parts)) for parts in segments]
-            plans = self._make_plans(lengths, caches, max_tokens, in_full)
-            samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
+            prompt_lengths = [sum(map(len, prompt_segments)) for prompt_segments in segments]
+            plans = self._make_plans(prompt_lengths, caches, max_tokens, in_full)
+            samplers = [sampler and Guard(sampler, greedy_sampler) for sampler in samplers or []]
             logits_processors = [
                 [Guard(processor, lambda logits: logits) for processor in processors or ()]
                 for processors in logits_processors or []
@@ -155,12 +155,16 @@ class CompressedBatchGenerator(BatchGenerator):
         return uids
 
     def _make_plans(
-        self, lengths: list[int], caches: list[list[Any]], max_tokens: list[int], in_full: bool
+        self,
+        prompt_lengths: list[int],
+        caches: list[list[Any]],
+        max_tokens: list[int],
+        in_full: bool,
     ) -> list[Plan]:
         """Plan the requests. Empty prompts are skipped, because mlx-lm rejects them anyway.
 
         Args:
-            lengths: length of each prompt in tokens.
+            prompt_lengths: length of each prompt in tokens.
             caches: the caches that each request continues from.
             max_tokens: maximum length of each answer in tokens.
             in_full: see `insert_segments`.
@@ -169,13 +173,13 @@ class CompressedBatchGenerator(BatchGenerator):
         """
         config = CompressionConfig(turns=self._config.turns) if in_full else self._config
         plans = []
-        for n_prompt, cache, limit in zip(lengths, caches, max_tokens):
+        for n_prompt, cache, n_answer in zip(prompt_lengths, caches, max_tokens):
             if n_prompt == 0:
                 continue
-            plan = plan_request(self.model, config, n_prompt, cache, max_tokens=limit)
+            plan = plan_request(self.model, config, n_prompt, cache, max_tokens=n_answer)
             if plan.adapts:
                 # Batched requests decode in lockstep, so a single one can't switch to full attention.
-                plan = replace(plan, adapts=False, reason=self._slower_reason(plan, limit))
+                plan = replace(plan, adapts=False, reason=self._slower_reason(plan, n_answer))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
 
@@ -221,10 +225,10 @@ class CompressedBatchGenerator(BatchGenerator):
         """Start the next waiting request, and return a batch in which its `Job` reads the prompt."""
         if self._settings is None:
             return super()._make_batch(n)
-        uid, segments, limit, cache, *others = self._unprocessed_sequences[0]
+        uid, segments, max_tokens, prompt_cache, *others = self._unprocessed_sequences[0]
         # The job takes the caches. Leave none for mlx-lm, which would merge them.
-        self._unprocessed_sequences[0] = (uid, segments, limit, [], *others)
-        job = Job(self._settings, uid, self._plans.pop(uid), cache)
+        self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *others)
+        job = Job(self._settings, uid, self._plans.pop(uid), prompt_cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
         batch = super()._make_batch(n)
         batch.model = PacedModel(job.loop_model, self._on_pause)

@@ -101,7 +101,7 @@ class Group(GenerationBatch):
         try:
             with self.recording():
                 responses = super().next()
-            mx.eval(self._recorded())
+            mx.eval(self._recorded_arrays())
         except request_errors() as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
@@ -120,7 +120,7 @@ class Group(GenerationBatch):
                     errors[uid] = function.error
         return errors
 
-    def _recorded(self) -> list[Sequence[mx.array]]:
+    def _recorded_arrays(self) -> list[Sequence[mx.array]]:
         """Return the arrays that were recorded in this step."""
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
@@ -198,7 +198,7 @@ class Single(Group):
                 return self._without_failed(responses, {job.uid: error})
         return responses
 
-    def _recorded(self) -> list[Sequence[mx.array]]:
+    def _recorded_arrays(self) -> list[Sequence[mx.array]]:
         """Return the arrays that were recorded in this step."""
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
@@ -266,9 +266,9 @@ class Groups:
 
     def next(self) -> list[Any]:
         """Decode one token per request, group by group, and return the responses."""
-        groups = [
-            group for group in self._groups if not (self.only_uncompressed and group.can_join)
-        ]
+        groups = self._groups
+        if self.only_uncompressed:
+            groups = [group for group in groups if not group.can_join]
         responses = [response for group in groups for response in group.next()]
         self._regroup()
         return responses
@@ -280,11 +280,11 @@ class Groups:
 
     def filter(self, keep: list[int]) -> None:
         """Keep only the requests at the indices `keep`, and drop empty groups."""
-        kept = [self._locate(idx) for idx in keep]
+        kept_places = [self._locate(idx) for idx in keep]
         for group in self._groups:
-            kept_of_group = [i for owner, i in kept if owner is group]
-            if len(kept_of_group) < len(group):
-                group.filter(kept_of_group)
+            kept_indices = [i for owner, i in kept_places if owner is group]
+            if len(kept_indices) < len(group):
+                group.filter(kept_indices)
         self._regroup()
 
     def _locate(self, idx: int) -> tuple[Group, int]:
@@ -294,8 +294,8 @@ class Groups:
 
     def _regroup(self) -> None:
         """Drop empty groups, and let requests whose prompts were just compressed join other groups."""
-        groups = [group for group in self._groups if len(group)]
-        ready = [group for group in groups if isinstance(group, Single) and group.can_join]
-        self._groups = [group for group in groups if group not in ready]
-        for group in ready:
+        non_empty = [group for group in self._groups if len(group) > 0]
+        joining = [group for group in non_empty if isinstance(group, Single) and group.can_join]
+        self._groups = [group for group in non_empty if group not in joining]
+        for group in joining:
             self.extend(group)

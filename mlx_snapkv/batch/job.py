@@ -53,12 +53,12 @@ class Job:
         self.request: Request | None = None
         self.caches = copy.deepcopy(prompt_cache)
         try:
-            if plan.reason is None:
-                self.request = make_request(self.model, plan, self.caches)
-                self.caches = self.request.caches
-            else:
+            if plan.is_left_to_mlx_lm:
                 self.caches = caches_to_batch(self.model, self.caches)
                 self._report(CompressionReport.of_full_cache(plan))
+            else:
+                self.request = make_request(self.model, plan, self.caches)
+                self.caches = self.request.caches
         except Exception as error:  # must not affect other requests
             self.error = error
 
@@ -97,18 +97,18 @@ class Job:
         on_read = self._settings.on_read
         # Keep a reference to the full caches only if `on_read` needs them. Without one, each layer's full cache is
         # freed when the layer is compressed.
-        read_caches = None if on_read is None else self._all_entries(request)
+        full_caches = None if on_read is None else self._full_caches(request)
         report = request.compress()
         self.request = None
         self.caches = request.caches
-        if on_read is not None and read_caches is not None:
-            lengths = {layer.layer_cache_in(read_caches).offset for layer in request.layers}
+        if on_read is not None and full_caches is not None:
+            lengths = {layer.layer_cache_in(full_caches).offset for layer in request.layers}
             if len(lengths) == 1:  # lengths differ if a model call was interrupted
                 (n_tokens,) = lengths
-                on_read(self.uid, read_caches, list(tokens[:n_tokens]))
+                on_read(self.uid, full_caches, list(tokens[:n_tokens]))
         self._report(report)
 
-    def _all_entries(self, request: Request) -> list | None:
+    def _full_caches(self, request: Request) -> list | None:
         """Return caches with all entries so far, or None if entries were evicted during prefill."""
         if request.plan.sparse is not None:
             return request.prompt_cache
@@ -118,10 +118,10 @@ class Job:
 
     def copy_caches(self) -> list:
         """Return copies of the caches with the tokens read so far, from which other requests can continue."""
-        read_caches = self.caches if self.request is None else self.request.caches_so_far
-        caches = caches_to_save(self.model, copy.deepcopy(read_caches))
+        caches_so_far = self.caches if self.request is None else self.request.caches_so_far
+        caches = caches_to_save(self.model, copy.deepcopy(caches_so_far))
         for cache in all_caches(caches):
-            if isinstance(cache, KVCache) and cache.offset:
+            if isinstance(cache, KVCache) and cache.offset > 0:
                 # Free the rows that are allocated for the rest of the prompt.
                 cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
         mx.eval([cache.state for cache in caches])

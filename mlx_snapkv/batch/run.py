@@ -105,13 +105,11 @@ class Run:
         """Create the generator, which checks the options and the model."""
         require_batchable(self.model)
         self.progress = Progress()
-        limit = self.max_kv_bytes
-        self._bounds = Bounds(
-            trained_length(self.model) or sys.maxsize, vocabulary_size(self.model)
-        )
-        self._memory = (
-            None if limit == NO_KV_LIMIT else Memory(EntrySizes(self.model), self.options, limit)
-        )
+        max_length = trained_length(self.model) or sys.maxsize
+        self._bounds = Bounds(max_length, vocabulary_size(self.model))
+        self._memory: Memory | None = None
+        if self.max_kv_bytes != NO_KV_LIMIT:
+            self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -129,17 +127,17 @@ class Run:
     def answer(self, lines: Iterable[Line]) -> None:
         """Write an answer or an error for every line that does not have one yet."""
         started = time.perf_counter()
-        requests = self._requests(lines)
+        requests = self._requests_of(lines)
         try:
             while self._admit(requests):
-                self._step()
+                self._run_step()
                 self.progress.seconds = time.perf_counter() - started
                 self.on_progress(self.progress)
         finally:
             self._generator.close()
         self.on_progress(self.progress)
 
-    def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
+    def _requests_of(self, lines: Iterable[Line]) -> Iterator[Request]:
         """Yield a request for every valid line that has no answer yet, and write an error for every invalid one.
 
         This also updates `progress` with the skipped lines and the length of the longest prompt.
@@ -152,7 +150,7 @@ class Run:
             try:
                 completion = self._completion_of(line)
                 self.progress.longest = max(self.progress.longest, len(completion.prompt))
-                request = self._request(line, completion)
+                request = self._make_request(line, completion)
             except Exception as error:  # an invalid line must not end the run
                 self._fail(line, line.code, error)
             else:
@@ -173,10 +171,11 @@ class Run:
         """
         if self.seed is None:
             return secrets.randbits(64)
-        name = f"{self.seed} {line.custom_id}".encode(errors="replace")
-        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+        seed_and_id = f"{self.seed} {line.custom_id}".encode(errors="replace")
+        first_64_bits = hashlib.sha256(seed_and_id).digest()[:8]
+        return int.from_bytes(first_64_bits, "big")
 
-    def _request(self, line: Line, completion: CompletionRequest) -> Request:
+    def _make_request(self, line: Line, completion: CompletionRequest) -> Request:
         """Create the batch request for a completion. Raises: SnapKVError: it is too large, or not supported."""
         need = None
         if self._memory is not None:
@@ -222,28 +221,29 @@ class Run:
         peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
         return peak_bytes is not None
 
-    def _step(self) -> None:
-        """Read one prompt chunk, and decode one token per answer.
-
-        If the generator fails, all requests in the batch fail, and a new generator is created for later requests.
-        """
+    def _run_step(self) -> None:
+        """Read one prompt chunk, and decode one token per answer."""
         try:
-            prompts, responses = self._generator.next()
+            prompt_responses, answer_responses = self._generator.next()
         except Exception as error:  # without a policy, there is no telling which request failed
-            failed = list(self._active.values())
-            self._active = {}
-            self._generator.close()
-            self._generator = self._new_generator()
-            for request in failed:
-                self._fail(request.line, "failed", error)
+            self._fail_all_active(error)
             return
-        for prompt in prompts:
-            request = self._active[prompt.uid]
-            n_read, _ = prompt.progress
+        for response in prompt_responses:
+            request = self._active[response.uid]
+            n_read, _ = response.progress
             self.progress.prompt_tokens += n_read - request.n_read
             request.n_read = n_read
-        for response in responses:
+        for response in answer_responses:
             self._add_response(response)
+
+    def _fail_all_active(self, error: Exception) -> None:
+        """Write an error for every request in the batch, and create a new generator for later requests."""
+        requests = list(self._active.values())
+        self._active = {}
+        self._generator.close()
+        self._generator = self._new_generator()
+        for request in requests:
+            self._fail(request.line, "failed", error)
 
     def _add_response(self, response: Any) -> None:
         """Add a response to its answer. Write the answer once it is complete, or an error if the request failed."""
@@ -294,7 +294,7 @@ def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
         "kv_bytes_before": report.kv_bytes_before,
     }
     for name in STAYING:
-        figure = getattr(report, name)
-        if figure:
-            fields[name] = figure
+        size = getattr(report, name)
+        if size > 0:
+            fields[name] = size
     return fields

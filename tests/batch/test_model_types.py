@@ -43,6 +43,6 @@ def test_a_batch_answers_as_each_request_by_itself(name, policy, few, monkeypatc
     sizes = set()
     while run.step():
         caches = all_caches(run.generator._generation_batch.prompt_cache)
-        sizes |= {len(cache.members) for cache in caches if hasattr(cache, "members")}
+        sizes |= {len(cache.request_caches) for cache in caches if hasattr(cache, "request_caches")}
     assert max(sizes) > 1
     run.assert_alone(uids, prompts, (14, 9, 10))
