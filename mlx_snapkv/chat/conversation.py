@@ -30,11 +30,11 @@ from .states import STATE_FIELDS, StateBefore, load
 
 def _require_options(options: dict[str, Any]) -> None:
     """Check that mlx-lm's `generate_step` has all of these options. Raises: UnknownOptionError."""
-    known = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
-    known -= {"prompt_cache", "input_embeddings"}  # set by the conversation
+    known_names = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
+    known_names -= {"prompt_cache", "input_embeddings"}  # set by the conversation
     for name in options:
-        if name not in known:
-            advice = f"{suggestion(name, known)}; known: {', '.join(sorted(known))}"
+        if name not in known_names:
+            advice = f"{suggestion(name, known_names)}; known: {', '.join(sorted(known_names))}"
             raise UnknownOptionError(f"unknown option {name!r} of a conversation{advice}")
 
 
@@ -126,7 +126,7 @@ class Conversation:
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
-        self._before_last: StateBefore | None = None
+        self._state_before_turn: StateBefore | None = None
 
     def attach(self, text: str) -> int:
         """Attach a document to the next message, and return its length in tokens.
@@ -157,10 +157,10 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
-        parts = [*self.attached, text]
-        messages = [*self.messages, {"role": "user", "content": "\n\n".join(parts)}]
+        user_input = [*self.attached, text]
+        messages = [*self.messages, {"role": "user", "content": "\n\n".join(user_input)}]
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
-        return self._answers(messages, parts, self._unread(messages), options)
+        return self._responses(messages, user_input, self._unread_tokens(messages), options)
 
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the typed text.
@@ -173,16 +173,16 @@ class Conversation:
         """
         if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
-        *documents, typed = self.user_inputs[-1]
-        if self._before_last is None:
-            self._go_back_to_messages()
+        *documents, typed_text = self.user_inputs[-1]
+        if self._state_before_turn is None:
+            self._drop_last_turn()
         else:
-            self._before_last.restore()
-            self._before_last = None
+            self._state_before_turn.restore()
+            self._state_before_turn = None
         self.attached = [*documents, *self.attached]
-        return typed
+        return typed_text
 
-    def _go_back_to_messages(self) -> None:
+    def _drop_last_turn(self) -> None:
         """Drop the last turn's messages, and trim or empty the cache."""
         if self.n_unknown:
             raise SnapKVError(
@@ -190,22 +190,22 @@ class Conversation:
             )
         self.messages = self.messages[:-2]  # the user's message and the answer
         self.user_inputs = self.user_inputs[:-1]
-        remaining: list[int] = []
+        remaining_tokens: list[int] = []
         if self.user_inputs:
-            remaining = self._render(self.messages, add_generation_prompt=False)
-        n_shared = common_prefix([remaining, self.read])
-        read = self.read[:n_shared]
-        caches = self.prompt_cache
+            remaining_tokens = self._render(self.messages, add_generation_prompt=False)
+        n_shared = common_prefix([remaining_tokens, self.read])
+        shared_tokens = self.read[:n_shared]
+        prompt_cache = self.prompt_cache
         self._empty_cache()
-        can_trim = n_shared > 0 and not is_compressed(caches)
-        if can_trim and trim_to(n_shared, caches):
-            self.read = read
-            self.prompt_cache = caches
+        may_trim = n_shared > 0 and not is_compressed(prompt_cache)
+        if may_trim and trim_to(n_shared, prompt_cache):
+            self.read = shared_tokens
+            self.prompt_cache = prompt_cache
 
     @property
     def undo_nbytes(self) -> int:
         """Return how many KV bytes are kept only for `undo`."""
-        return 0 if self._before_last is None else self._before_last.caches.kv_nbytes
+        return 0 if self._state_before_turn is None else self._state_before_turn.caches.kv_nbytes
 
     def save(self, path: str | Path) -> None:
         """Save the conversation to a `.safetensors` file atomically.
@@ -251,8 +251,8 @@ class Conversation:
         vars(conversation).update(state)
         return conversation
 
-    def _answers(
-        self, messages: list, parts: list[str], tokens: list[int], options: dict[str, Any]
+    def _responses(
+        self, messages: list, user_input: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
 
@@ -261,11 +261,11 @@ class Conversation:
 
         Args:
             messages: the chat, including the new user message.
-            parts: the documents and the text of this message.
+            user_input: the documents and the text of this message.
             tokens: tokens of the chat that are not in the cache yet.
             options: keyword arguments for mlx-lm's `stream_generate`.
         """
-        before = StateBefore(self)
+        state_before = StateBefore(self)
         text = ""
         answer_tokens: list[int] = []
         responses = serve(
@@ -282,7 +282,7 @@ class Conversation:
         try:
             for response in responses:
                 if not answer_tokens:
-                    self._before_last = None  # free its copy of the caches
+                    self._state_before_turn = None  # free its copy of the caches
                 answer_tokens.append(response.token)
                 text += response.text
                 yield response
@@ -291,38 +291,39 @@ class Conversation:
             mx.clear_cache()  # the next turn needs buffers of different sizes
             if answer_tokens:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
-                self.user_inputs = [*self.user_inputs, parts]
+                self.user_inputs = [*self.user_inputs, user_input]
                 self.attached = []
-                self._remember(tokens + answer_tokens, before)
-                self._before_last = before if before.is_cheap else None
+                self._add_tokens(tokens + answer_tokens, state_before)
+                self._state_before_turn = state_before if state_before.is_cheap else None
             else:
-                before.restore()
+                state_before.restore()
 
-    def _unread(self, messages: list[dict[str, str]]) -> list[int]:
+    def _unread_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of the chat that are not in the cache yet."""
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
-        whole = self._render(messages, add_generation_prompt=True)
-        known = self.read + self.pending_tokens
-        if whole[: len(known)] == known:
-            return whole[len(self.read) :]
+        chat_tokens = self._render(messages, add_generation_prompt=True)
+        known_tokens = self.read + self.pending_tokens
+        if chat_tokens[: len(known_tokens)] == known_tokens:
+            return chat_tokens[len(self.read) :]
         # The rendered chat does not start with the known tokens, either because the template changes earlier answers or
         # because their text is tokenized differently than it was generated.
-        earlier = self._render(self.messages, add_generation_prompt=False)
-        return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
+        earlier_tokens = self._render(self.messages, add_generation_prompt=False)
+        n_shared = common_prefix([earlier_tokens, chat_tokens])
+        return self.pending_tokens + chat_tokens[n_shared:]
 
-    def _remember(self, tokens: list[int], before: StateBefore) -> None:
+    def _add_tokens(self, tokens: list[int], state_before: StateBefore) -> None:
         """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
         If a step was interrupted after only some layers had read its token, the token is trimmed. If the caches can't
         be trimmed, they are restored to the state before this turn, and the next turn reads this turn again.
         """
-        sequence = self.read + tokens
-        n_read = len(sequence)
-        if not trim_to(len(sequence), self.prompt_cache):
-            before.caches.restore()
+        all_tokens = self.read + tokens
+        n_read = len(all_tokens)
+        if not trim_to(len(all_tokens), self.prompt_cache):
+            state_before.caches.restore()
             n_read = len(self.read)
         elif self.policy is not None:
             n_read = n_tokens_read(self.model, self.prompt_cache)
-        self.read = sequence[:n_read]
-        self.pending_tokens = sequence[n_read:]
+        self.read = all_tokens[:n_read]
+        self.pending_tokens = all_tokens[n_read:]

@@ -24,9 +24,9 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix of two prompts."""
-    for n, (token, other) in enumerate(zip(first, second)):
-        if token != other:
-            return n
+    for i, (token, other_token) in enumerate(zip(first, second)):
+        if token != other_token:
+            return i
     return min(len(first), len(second))
 
 
@@ -53,28 +53,25 @@ class Rendering:
 
         Raises: SnapKVError: the chat template fails.
         """
-        if self._cuts is None:
+        if self._cut_pattern is None:
             return list(apply_template(self._tokenizer, messages, **options))
         text = apply_template(self._tokenizer, messages, tokenize=False, **options)
-        starts = [match.start() for match in self._cuts.finditer(text)]
-        pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
-        known = self._tokens_by_piece
+        cuts = [match.start() for match in self._cut_pattern.finditer(text)]
+        spans = pairwise([0, *cuts, len(text)])
+        pieces = [text[start:end] for start, end in spans if start < end]
+        cached_tokens = self._tokens_by_piece
         # Forget pieces that are no longer used, to free memory.
         self._tokens_by_piece = {
-            piece: known.get(piece) or self._encode(piece) for piece in pieces if piece
+            piece: cached_tokens.get(piece) or self._encode(piece) for piece in pieces
         }
-        tokens: list[int] = []
-        for piece in pieces:
-            if piece:
-                tokens += self._tokens_by_piece[piece]
-        return tokens
+        return [token for piece in pieces for token in self._tokens_by_piece[piece]]
 
     def _encode(self, text: str) -> list[int]:
         """Encode text without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
-    def _cuts(self) -> re.Pattern[str] | None:
+    def _cut_pattern(self) -> re.Pattern[str] | None:
         """Return a pattern that matches the special tokens before which text can be split, or None.
 
         Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as this
@@ -82,34 +79,37 @@ class Rendering:
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
-        added = self._tokenizer.added_tokens_decoder
+        special_tokens = self._tokenizer.added_tokens_decoder
         # A `single_word` token is only recognised next to certain characters.
-        if any(token.single_word for token in added.values()):
+        if any(token.single_word for token in special_tokens.values()):
             return None
-        turn = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        user_message = {"role": "user", "content": "x"}
+        answer = {"role": "assistant", "content": "x"}
         try:
-            chat = apply_template(self._tokenizer, [*turn, turn[0]], add_generation_prompt=True)
+            chat_tokens = apply_template(
+                self._tokenizer, [user_message, answer, user_message], add_generation_prompt=True
+            )
         except SnapKVError:
             return None
-        special_in_chat = added.keys() & set(chat)
-        cuts = [re.escape(added[i].content) for i in special_in_chat if self._is_cut(i)]
-        return re.compile("|".join(cuts)) if cuts else None
+        ids_in_chat = special_tokens.keys() & set(chat_tokens)
+        texts = [special_tokens[i].content for i in ids_in_chat if self._is_always_encoded(i)]
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
-    def _is_cut(self, index: int) -> bool:
+    def _is_always_encoded(self, token_id: int) -> bool:
         """Return whether the text of this special token is always encoded as exactly this token."""
-        added = self._tokenizer.added_tokens_decoder
-        token = added[index]
+        special_tokens = self._tokenizer.added_tokens_decoder
+        token = special_tokens[token_id]
         if token.normalized or token.lstrip:  # it may match different text, or the spaces before it
             return False
-        contents = [other.content for other in added.values()]
+        texts = [special.content for special in special_tokens.values()]
         beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
         # A token that ends with the start of this token could be matched first.
-        if any(content.endswith(beginnings) for content in contents):
+        if any(text.endswith(beginnings) for text in texts):
             return False
-        # A token that contains this token's text would be matched instead. `contents` includes the token itself.
-        if sum(token.content in content for content in contents) > 1:
+        # A token that contains this token's text would be matched instead. `texts` includes the token itself.
+        if sum(token.content in text for text in texts) > 1:
             return False
-        return self._encode(token.content) == [index]
+        return self._encode(token.content) == [token_id]
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
@@ -125,9 +125,10 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
             messages = [{"role": "user", "content": text}]
             return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
 
-        marked = render(MARKER)
-        if MARKER not in marked:
+        text_with_marker = render(MARKER)
+        if MARKER not in text_with_marker:
             raise SnapKVError("this model's chat template drops the question")
         # The saved prompt ends just before the question.
-        question = render(question)[marked.index(MARKER) :]
+        question_start = text_with_marker.index(MARKER)
+        question = render(question)[question_start:]
     return tokenizer.encode(question, add_special_tokens=False)

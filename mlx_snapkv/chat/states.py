@@ -87,8 +87,8 @@ def load(
     if "text" in notes:
         state["attached"] = [notes["text"]]
     if is_from_mlx_lm:  # the tokens are unknown
-        n = n_tokens(prompt.prompt_cache)
-        state |= {"n_unknown": n, "read": [0] * n}
+        n_unknown = n_tokens(prompt.prompt_cache)
+        state |= {"n_unknown": n_unknown, "read": [0] * n_unknown}
     return {"policy": setting, "system": system}, state
 
 
@@ -102,10 +102,13 @@ def _resumed_setting(
     Raises: SnapKVError: the setting can't be used with the file's entries. Entries in files need sparse attention, and
         a compressed prompt needs a policy.
     """
-    named = policy if prompt.policy == NO_POLICY else prompt.policy
-    setting = setting_named(named) if isinstance(named, str) else resolve_setting(policy=named)
-    book = file_store_of(prompt.prompt_cache)
-    if book is not None and not isinstance(setting, Sparse):
+    policy_or_name = policy if prompt.policy == NO_POLICY else prompt.policy
+    if isinstance(policy_or_name, str):
+        setting = setting_named(policy_or_name)
+    else:
+        setting = resolve_setting(policy=policy_or_name)
+    file_store = file_store_of(prompt.prompt_cache)
+    if file_store is not None and not isinstance(setting, Sparse):
         raise SnapKVError(
             "{} holds a book, of which all entries stay: give {} instead of a policy",
             path,
@@ -125,4 +128,6 @@ def _resumed_setting(
     if isinstance(policy, Sparse):
         store = setting.store if policy.store == "memory" else policy.store
         setting = replace(setting, store=store, store_dir=policy.store_dir)
-    return replace(setting, store=book) if book and setting.store == "memory" else setting
+    if file_store is not None and setting.store == "memory":
+        setting = replace(setting, store=file_store)
+    return setting

@@ -36,8 +36,9 @@ Progress = Callable[[int, int], None]  # called with the number of bytes written
 
 # Each piece of this size has a checksum. Entries are read in whole pieces, each at most once.
 CHECKSUM_BYTES = 1 << 18
+# Such as "story-0123456789ab.entries", for a book "story.safetensors".
 _FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
-_AT_A_TIME = 32  # number of pieces per write
+PIECES_PER_WRITE = 32  # number of pieces per write
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def named_folder(target: Path) -> Path | None:
     to the original.
     """
     try:
-        name = json.loads(sealed.metadata(target)[BOOK_KEY])["folder"]
+        name = json.loads(sealed.read_metadata(target)[BOOK_KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
     match = _FOLDER_NAME.fullmatch(str(name))
@@ -122,7 +123,8 @@ def _is_unfinished(path: Path) -> bool:
     match = _FOLDER_NAME.fullmatch(path.name)
     if match is None:
         return False
-    return named_folder(path.with_name(f"{match[1]}.safetensors")) != path
+    book_path = path.with_name(f"{match['stem']}.safetensors")
+    return named_folder(book_path) != path
 
 
 def _last_written(path: Path) -> float:
@@ -130,7 +132,7 @@ def _last_written(path: Path) -> float:
     paths = [path]
     if path.is_dir():
         paths += path.iterdir()
-    return max(each.stat().st_mtime for each in paths)
+    return max(file_or_folder.stat().st_mtime for file_or_folder in paths)
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
@@ -153,52 +155,55 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
         )
     caches = caches_in_files(prompt_cache)
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
-        opened = []
-        for file in _files(folder, number, cache, n_entries, n_codes):
+        saved_files = []
+        for file in _files_of_layer(folder, number, cache, n_entries, n_codes):
             # The checksums of all files are concatenated in the order in which `_write_files` wrote them.
             file_checksums, checksums = np.split(checksums, [file.n_pieces])
-            opened.append(SavedFile(file.path, file.layout, file.n, file_checksums, file.piece))
-        keys, values, *codes = opened
+            saved_files.append(
+                SavedFile(file.path, file.layout, file.n_rows, file_checksums, file.rows_per_piece)
+            )
+        keys_file, values_file, *codes_files = saved_files
         cache.store = FileStore(
-            files=[keys, values], n_entries=n_entries, first_entry=cache.store.first_entry
+            files=[keys_file, values_file], n_entries=n_entries, first_entry=cache.store.first_entry
         )
-        if codes and cache.index is not None:
-            cache.index.fill(codes[0].read(*span) for span in spans(0, n_codes))
+        if codes_files and cache.index is not None:
+            (codes_file,) = codes_files
+            cache.index.fill(codes_file.read(*span) for span in spans(0, n_codes))
         if cache.offset != n_entries:
             raise SnapKVError(f"its layers should hold {n_entries} tokens")
 
 
 @dataclass(frozen=True)
 class _File:
-    """One layer's file of keys, values or codes, with `n` rows in the given layout."""
+    """One layer's file of keys, values or codes, with `n_rows` rows in the given layout."""
 
     path: Path
     layout: Layout
-    n: int
+    n_rows: int
 
     @property
-    def piece(self) -> int:
+    def rows_per_piece(self) -> int:
         """Return the number of rows per checksum."""
         return max(1, CHECKSUM_BYTES // self.layout.token_bytes)
 
     @property
     def n_pieces(self) -> int:
-        return math.ceil(self.n / self.piece)
+        return math.ceil(self.n_rows / self.rows_per_piece)
 
     def write(
-        self, stored: Callable[[int, int], Stored], on_written: Callable[[int], None]
+        self, read_rows: Callable[[int, int], Stored], on_written: Callable[[int], None]
     ) -> list[int]:
         """Write all rows, and return the CRC-32 of each piece.
 
         Args:
-            stored: `stored(start, stop)` returns the rows `[start, stop)`.
+            read_rows: `read_rows(start, stop)` returns the rows `[start, stop)`.
             on_written: called after each write with the number of bytes written.
         """
         checksums = []
-        piece_bytes = self.piece * self.layout.token_bytes
+        piece_bytes = self.rows_per_piece * self.layout.token_bytes
         with self.path.open("xb") as file:
-            for span in spans(0, self.n, self.piece * _AT_A_TIME):
-                data = self.layout.to_bytes(stored(*span))
+            for span in spans(0, self.n_rows, self.rows_per_piece * PIECES_PER_WRITE):
+                data = self.layout.to_bytes(read_rows(*span))
                 file.write(data)
                 for start in range(0, len(data), piece_bytes):
                     checksums.append(zlib.crc32(data[start : start + piece_bytes]))
@@ -211,27 +216,26 @@ class _File:
 def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
     """Write all layers' files to `folder`, and return the metadata for `open_book`."""
     n_entries = caches[0].offset
-    n_codes = [_n_codes(cache) for cache in caches]
+    n_codes = [_n_codes_to_write(cache) for cache in caches]
     files_by_layer = [
-        _files(folder, number, cache, n_entries, n_codes[number])
+        _files_of_layer(folder, number, cache, n_entries, n_codes[number])
         for number, cache in enumerate(caches)
     ]
     total_bytes = sum(
-        file.n * file.layout.token_bytes for files in files_by_layer for file in files
+        file.n_rows * file.layout.token_bytes for files in files_by_layer for file in files
     )
-    n_written = 0
+    written_bytes = 0
 
     def add_written(n_bytes: int) -> None:
-        nonlocal n_written
-        n_written += n_bytes
+        nonlocal written_bytes
+        written_bytes += n_bytes
         if progress is not None:
-            progress(n_written, total_bytes)
+            progress(written_bytes, total_bytes)
 
     checksums: list[int] = []
-
     for cache, files in zip(caches, files_by_layer):
-        for file, stored in zip(files, _stored(cache)):
-            checksums += file.write(stored, add_written)
+        for file, read_rows in zip(files, _row_readers(cache)):
+            checksums += file.write(read_rows, add_written)
     metadata = {
         "folder": folder.name,
         "entries": n_entries,
@@ -241,7 +245,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
     return json.dumps(metadata)
 
 
-def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
+def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
     """Yield a function `(start, stop) -> rows` for each file of a layer: keys, values and, if indexed, codes."""
     for which in (KEYS, VALUES):
         yield partial(cache.store.stored, which)
@@ -249,7 +253,9 @@ def _stored(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
         yield cache.index.codes.between
 
 
-def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int) -> list[_File]:
+def _files_of_layer(
+    folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
+) -> list[_File]:
     """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. There is no file for zero codes."""
     keys, values = map(Layout.of, cache.sample_entries)
     files = [
@@ -262,7 +268,7 @@ def _files(folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
     return files
 
 
-def _n_codes(cache: StoredKVCache) -> int:
+def _n_codes_to_write(cache: StoredKVCache) -> int:
     """Return how many codes to write for a layer.
 
     Return 0 if the layer has no index, or if the indexed keys are not as wide as the stored keys, as with MLA.

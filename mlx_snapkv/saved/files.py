@@ -36,7 +36,7 @@ FORMAT = 2
 SAMPLES = 64  # number of values per parameter that go into the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
-_NOTES, _TOKENS = "notes", "tokens"  # metadata encoded by `_packed`
+_NOTES, _TOKENS = "notes", "tokens"  # metadata encoded by `_encode`
 
 
 @dataclass
@@ -89,8 +89,8 @@ def save(
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
     metadata = {
-        _NOTES: _packed(json.dumps(notes or {}).encode()),
-        _TOKENS: _packed(ids.tobytes()),
+        _NOTES: _encode(json.dumps(notes or {}).encode()),
+        _TOKENS: _encode(ids.tobytes()),
         _FORMAT_KEY: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
@@ -123,8 +123,8 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
     Raises: SnapKVError: the file does not exist, is damaged, has another format version, or is for another model.
     """
     require_on_one_mac(model, "saved prompt caches can't be loaded")
-    path = _safetensors(path)
-    metadata = sealed.metadata(path)
+    path = _safetensors_path(path)
+    metadata = sealed.read_metadata(path)
     is_ours = not {_FORMAT_KEY, sealed.CHECKSUM_KEY}.isdisjoint(metadata)
     if is_ours:
         _require_readable(path, metadata)
@@ -144,8 +144,8 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
     except SnapKVError as error:
-        again = "" if is_ours else "; save the prompt with mlx-snapkv cache-prompt"
-        raise SnapKVError(f"{path} can't be used: {error}{again}") from error
+        advice = "" if is_ours else "; save the prompt with mlx-snapkv cache-prompt"
+        raise SnapKVError(f"{path} can't be used: {error}{advice}") from error
     set_missing_layers(prompt_cache, model)
     if not is_ours:
         return SavedPrompt(prompt_cache, tokens, notes=notes)
@@ -178,20 +178,20 @@ def _require_readable(path: Path, metadata: dict[str, str]) -> None:
 def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
     """Parse the notes and tokens in a file's metadata. Raises: SnapKVError: the metadata is not from `save`."""
     try:
-        notes = json.loads(_unpacked(metadata[_NOTES]))
-        tokens = np.frombuffer(_unpacked(metadata[_TOKENS]), np.uint32).tolist()
+        notes = json.loads(_decode(metadata[_NOTES]))
+        tokens = np.frombuffer(_decode(metadata[_TOKENS]), np.uint32).tolist()
         return notes, tokens
     except Exception as error:  # foreign or damaged headers may contain anything
         raise SnapKVError("the header is damaged, or mlx-lm wrote this prompt cache") from error
 
 
-def _packed(data: bytes) -> str:
+def _encode(data: bytes) -> str:
     """Compress bytes with zlib, and encode them in base64 for a file's metadata."""
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-def _unpacked(text: str) -> bytes:
-    """Decode text that `_packed` encoded."""
+def _decode(text: str) -> bytes:
+    """Decode text that `_encode` encoded."""
     return zlib.decompress(base64.b64decode(text))
 
 
@@ -200,18 +200,18 @@ def require_writable(path: str | Path) -> Path:
 
     Raises: SnapKVError: the file can't be written, or a file that `save` did not write already exists there.
     """
-    path = _safetensors(path)
+    path = _safetensors_path(path)
     metadata: dict[str, str] = {}
     if require_place(path):
         with contextlib.suppress(SnapKVError):
-            metadata = sealed.metadata(path)
+            metadata = sealed.read_metadata(path)
         if _FORMAT_KEY not in metadata:
             why = "exists, and mlx-snapkv did not save it"
             raise SnapKVError(f"{path} {why}: give another name")
     return path
 
 
-def _safetensors(path: str | Path) -> Path:
+def _safetensors_path(path: str | Path) -> Path:
     """Convert a file name to a path. Raises: SnapKVError: it does not end in .safetensors."""
     path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
@@ -231,8 +231,8 @@ def fingerprint(model) -> str:
     for _, values in parameters:
         n = min(SAMPLES, values.size)
         # Evenly spaced indices, from the first value to the last.
-        places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
-        sample = values.reshape(-1)[mx.array(places, mx.int64)]
+        indices = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
+        sample = values.reshape(-1)[mx.array(indices, mx.int64)]
         samples.append(sample.view(mx.uint8))  # NumPy has no bfloat16
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())

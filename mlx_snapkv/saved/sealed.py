@@ -15,33 +15,35 @@ from ..paths import refusing, replacing
 
 CHECKSUM_KEY = "checksum"
 UNKNOWN = "0" * 8  # placeholder for the checksum while it is computed
-_CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
+_CHECKSUM_FIELD = re.compile(rb'"0\.checksum": ?"(?P<digits>[0-9a-f]{8})"')
 _IO_BYTES = 1 << 20  # number of bytes to hash and write at a time; small enough for a CPU cache
 
 
-def metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata that was passed to `save_prompt_cache`.
 
     Raises: SnapKVError: the file can't be read, is truncated, or is not a saved prompt cache.
     """
     with refusing(f"{path} can't be read"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        head = _head(file)
+        header = _read_header(file)
     try:
-        arrays = json.loads(head[8:])
+        arrays = json.loads(header[8:])
         texts = arrays.pop("__metadata__")
-        expected_size = len(head) + max(array["data_offsets"][1] for array in arrays.values())
+        expected_size = len(header) + max(array["data_offsets"][1] for array in arrays.values())
         # mlx-lm stores the caller's metadata under "0." and the cache class names under "1.".
         if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
             raise ValueError("it names no caches")
-        own_texts = {k.removeprefix("0."): v for k, v in texts.items() if k.startswith("0.")}
+        metadata = {
+            key.removeprefix("0."): text for key, text in texts.items() if key.startswith("0.")
+        }
     except Exception as error:  # foreign or damaged files may contain anything
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
     if size != expected_size:
         raise SnapKVError(
             f"{path} is damaged: it should have {expected_size:,} bytes, but has {size:,}"
         )
-    return own_texts
+    return metadata
 
 
 class SealedWriter(io.BufferedWriter):
@@ -69,43 +71,43 @@ def open_writer(target: Path) -> Iterator[Any]:
         with SealedWriter(temporary.open("wb", buffering=0)) as writer:
             yield writer
         with temporary.open("r+b") as file:
-            file.seek(_checksum_place(_head(file)))
-            file.write(_digits(writer.crc))
+            file.seek(_checksum_offset(_read_header(file)))
+            file.write(_hex_digits(writer.crc))
 
 
 def has_valid_checksum(path: Path) -> bool:
     """Return whether a file can be read and its checksum is valid."""
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        head = _head(file)
-        place = _checksum_place(head)
-        end = place + len(UNKNOWN)
-        crc = zlib.crc32(head[:place] + UNKNOWN.encode() + head[end:])
+        header = _read_header(file)
+        start = _checksum_offset(header)
+        end = start + len(UNKNOWN)
+        crc = zlib.crc32(header[:start] + UNKNOWN.encode() + header[end:])
         while piece := file.read(_IO_BYTES):
             crc = zlib.crc32(piece, crc)
-        return head[place:end] == _digits(crc)
+        return header[start:end] == _hex_digits(crc)
     return False
 
 
-def _head(file: BinaryIO) -> bytes:
+def _read_header(file: BinaryIO) -> bytes:
     """Read the header, whose first 8 bytes are the length of the rest.
 
     If that length exceeds the file size, as it may in other kinds of files, only the 8 bytes are returned.
     """
-    head = file.read(8)
-    length = int.from_bytes(head, "little")
+    length_bytes = file.read(8)
+    length = int.from_bytes(length_bytes, "little")
     if length >= os.fstat(file.fileno()).st_size:
-        return head
-    return head + file.read(length)
+        return length_bytes
+    return length_bytes + file.read(length)
 
 
-def _checksum_place(head: bytes) -> int:
+def _checksum_offset(header: bytes) -> int:
     """Return the offset of the checksum's first digit. Raises: ValueError: there is no checksum."""
-    match = _CHECKSUM_FIELD.search(head)
-    if match is None:
+    checksum = _CHECKSUM_FIELD.search(header)
+    if checksum is None:
         raise ValueError("no checksum")
-    return match.start(1)
+    return checksum.start("digits")
 
 
-def _digits(crc: int) -> bytes:
+def _hex_digits(crc: int) -> bytes:
     """Format a checksum as eight hexadecimal digits."""
     return f"{crc:08x}".encode()

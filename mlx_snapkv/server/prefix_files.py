@@ -77,7 +77,7 @@ class PrefixFiles:
     def _read_prefix(self, path: Path) -> Prefix | None:
         """Return a file's prefix without its caches, or None if the file is damaged or has another setting."""
         try:
-            notes, tokens = notes_and_tokens(sealed.metadata(path))
+            notes, tokens = notes_and_tokens(sealed.read_metadata(path))
         except SnapKVError as error:
             log.warning("a prefix is not used: %s", error)
             return None
