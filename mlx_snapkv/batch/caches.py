@@ -263,10 +263,10 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def kind(self) -> tuple:
         """Return a kind such that requests of equal kinds can share arrays and mlx-lm's single mask."""
         request_cache = self.request_caches[0]
-        n_next = request_cache.n_after_next
-        is_fixed = n_next == request_cache.n_entries
+        next_length = request_cache.n_after_next
+        keeps_length = next_length == request_cache.n_entries
         # Lengths with the same bit length differ by less than a factor of 2, which limits padding.
-        return is_fixed, n_next.bit_length(), self.quantization
+        return keeps_length, next_length.bit_length(), self.quantization
 
     def extend(self, other: EvictingBatchCache) -> None:
         """Append the requests of another batch by copying all entries to new arrays."""

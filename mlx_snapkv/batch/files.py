@@ -73,9 +73,9 @@ class RequestsFile:
         self._start = self._stream.tell()
         self.n_lines = sum(1 for _ in self._raw_lines())
         if self.n_lines and all(line.code == NO_OBJECT for line in self):
-            first = next(iter(self))
+            first_line = next(iter(self))
             raise SnapKVError(
-                f"the file must hold one JSON object per line, and line {first.number} {first.problem}"
+                f"the file must hold one JSON object per line, and line {first_line.number} {first_line.problem}"
             )
 
     def __iter__(self) -> Iterator[Line]:

@@ -260,9 +260,9 @@ class Groups:
             if other.can_join and kind_of(other.prompt_cache) == kind:
                 other.extend(group)
                 return
-        new = Group.empty(group.model, group.fallback_sampler)
-        new.extend(group)
-        self._groups.append(new)
+        new_group = Group.empty(group.model, group.fallback_sampler)
+        new_group.extend(group)
+        self._groups.append(new_group)
 
     def next(self) -> list[Any]:
         """Decode one token per request, group by group, and return the responses."""

@@ -77,7 +77,7 @@ class Memory:
             n_answer = max(RESERVED_ANSWER, n_answer // 2)
         return n_answer
 
-    def admit(self, new: Need, active: Iterable[Any], cache_bytes: int) -> int | None:
+    def admit(self, need: Need, active: Iterable[Any], cache_bytes: int) -> int | None:
         """Return the batch's peak memory with another request, or None if the request has to wait.
 
         The peak is the larger of two estimates:
@@ -88,19 +88,19 @@ class Memory:
         An empty batch admits any request.
 
         Args:
-            new: memory that the new request needs.
+            need: memory that the new request needs.
             active: the requests in the batch. Each has a `need` and, once its prompt is compressed, a `report`.
             cache_bytes: current size of the batch's caches.
         """
         others = [request for request in active if request.need is not None]
-        extra_bytes = new.extra_in_prefill
+        extra_bytes = need.extra_in_prefill
         for request in others:
             if request.report is None:  # its prompt is being read
                 extra_bytes += request.need.extra_in_prefill
             else:
                 extra_bytes += request.need.extra_in_answer
-        cache_bytes_at_end = self._cache_bytes_at_end([*(request.need for request in others), new])
-        peak_bytes = max(cache_bytes + new.peak_entry_bytes, cache_bytes_at_end + extra_bytes)
+        cache_bytes_at_end = self._cache_bytes_at_end([*(request.need for request in others), need])
+        peak_bytes = max(cache_bytes + need.peak_entry_bytes, cache_bytes_at_end + extra_bytes)
         has_to_wait = bool(others) and peak_bytes > self.limit
         return None if has_to_wait else peak_bytes
 

@@ -229,9 +229,10 @@ def fingerprint(model) -> str:
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []
     for _, values in parameters:
-        n = min(SAMPLES, values.size)
+        n_samples = min(SAMPLES, values.size)
         # Evenly spaced indices, from the first value to the last.
-        indices = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
+        last_index = values.size - 1
+        indices = [i * last_index // max(1, n_samples - 1) for i in range(n_samples)]
         sample = values.reshape(-1)[mx.array(indices, mx.int64)]
         samples.append(sample.view(mx.uint8))  # NumPy has no bfloat16
     mx.eval(samples)
