@@ -43,7 +43,7 @@ def test_grouping_changes_the_clusters_within_its_block(way):
     before, (group, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
     with measure_rest.grouping(group, size):
         made = clusters.cluster_entries(Entries(keys, keys))
-        assert made.n == 2 * BLOCK_SIZE // size
+        assert made.n_clusters == 2 * BLOCK_SIZE // size
         # Clusters kept between turns must have the new size, too.
         assert mx.array_equal(made.complete_blocks().to_clusters().ids, made.ids)
     assert before == clusters.CLUSTER_SIZE
