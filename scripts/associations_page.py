@@ -16,28 +16,30 @@ def associations() -> list[str]:
     lines = [line for part in parts for line in measured(part)]
     rows = [row | {"model": part["model"]} for part in parts for row in part["rows"]]
     columns = dict.fromkeys([FULL_CACHE, *map(_column, rows)])
-    body = []
-    for (model, length, variant), own in grouped(rows, "model", "length", "variant").items():
-        cells = {_column(row): _found(row) for row in own}
-        found = (cells.get(column, "") for column in columns)
-        body.append((f"`{model}`", f"{length:,}", f"{variant} ({own[0]['asked']})", *found))
-    return [*lines, *table(("model", "tokens", "facts (asked)", *columns), body)]
+    table_rows = []
+    text_rows = grouped(rows, "model", "length", "variant")
+    for (model, length, variant), method_rows in text_rows.items():
+        cells = {_column(row): _found_text(row) for row in method_rows}
+        n_asked = method_rows[0]["asked"]  # the same for all methods
+        found_cells = (cells.get(column, "") for column in columns)
+        table_rows.append((f"`{model}`", f"{length:,}", f"{variant} ({n_asked})", *found_cells))
+    return [*lines, *table(("model", "tokens", "facts (asked)", *columns), table_rows)]
 
 
 def missed() -> list[str]:
     """Return facts that the full cache finds and a method misses, with the method's answer."""
     rows = [row for part in load("associations")["parts"] for row in part["missed"]]
     # Take one fact from each method in turn, so that no method fills the table.
-    turns = grouped(rows, "method", "setting").values()
-    mixed = (row for turn in itertools.zip_longest(*turns) for row in turn if row)
-    chosen = itertools.islice(mixed, MOST_MISSED)
-    body = [
+    rows_by_method = grouped(rows, "method", "setting").values()
+    turns = itertools.zip_longest(*rows_by_method)
+    rows_in_turn = (row for turn in turns for row in turn if row is not None)
+    table_rows = [
         (_column(row), f"{row['length']:,}", row["question"], row["fact"], row["answer"])
-        for row in chosen
+        for row in itertools.islice(rows_in_turn, MOST_MISSED)
     ]
-    if not body:
+    if not table_rows:
         return ["So far, none was missed."]
-    return table(("method", "tokens", "question", "fact", "answer"), body)
+    return table(("method", "tokens", "question", "fact", "answer"), table_rows)
 
 
 def _column(row: Row) -> str:
@@ -48,7 +50,7 @@ def _column(row: Row) -> str:
     return f"`{name}`" if name.startswith("sparse:") else f"`{name}`, {row['setting']}"
 
 
-def _found(row: Row) -> str:
+def _found_text(row: Row) -> str:
     """Return the number of facts found, and the share of the full cache's facts that are among them."""
     if row["method"] == FULL_CACHE or not row["full"]:
         return str(row["found"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from bench_gpu import FIRST, FULL_CACHE, Row, fits, measured, say
+from bench_gpu import FULL_CACHE, N_FIRST, Row, fits, measure, say
 from mlx.utils import tree_map
 from model_shapes import llama_8b, qwen3_30b_a3b
 
@@ -38,9 +38,11 @@ SHAPES = {"8b": llama_8b, "30b-a3b": qwen3_30b_a3b}
 
 def with_random_weights(model: Any) -> Any:
     """Replace all of a model's parameters with random bfloat16 numbers and return the model."""
-    model.update(
-        tree_map(lambda x: mx.random.normal(x.shape, mx.bfloat16, scale=0.02), model.parameters())
-    )
+
+    def random_like(weight: mx.array) -> mx.array:
+        return mx.random.normal(weight.shape, mx.bfloat16, scale=0.02)
+
+    model.update(tree_map(random_like, model.parameters()))
     mx.eval(model.parameters())
     return model
 
@@ -51,21 +53,21 @@ def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[
         if not fits(model, length, n_tokens):
             continue
         prompt = random_prompt(length).tolist()
-        full: list[Row] = []
+        full_rows: list[Row] = []
         for name, method in METHODS.items():
             for i in range(N_REQUESTS):
-                row = measured(model, prompt, n_tokens, **method)
+                row = measure(model, prompt, n_tokens, **method)
                 if name == FULL_CACHE:
-                    full.append(row)
-                yield [shape, f"{length:,}", name, str(i + 1), *as_cells(row, full[i])]
+                    full_rows.append(row)
+                yield [shape, f"{length:,}", name, str(i + 1), *figure_cells(row, full_rows[i])]
 
 
-def as_cells(row: Row, full: Row) -> list[str]:
+def figure_cells(row: Row, full_row: Row) -> list[str]:
     """Return a request's times, each with its ratio to the full cache's, and its peak memory."""
-    read, token = row["read_seconds"], row["token_seconds"]
+    read_seconds, token_seconds = row["read_seconds"], row["token_seconds"]
     return [
-        f"{read:.2f} s ({read / full['read_seconds']:.2f}x)",
-        f"{1 / token:.1f} ({full['token_seconds'] / token:.2f}x)",
+        f"{read_seconds:.2f} s ({read_seconds / full_row['read_seconds']:.2f}x)",
+        f"{1 / token_seconds:.1f} ({full_row['token_seconds'] / token_seconds:.2f}x)",
         format_bytes(row["peak_bytes"]),
     ]
 
@@ -79,8 +81,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768, 131_072])
     parser.add_argument("--tokens", type=int, default=128, help="tokens of every answer")
     args = parser.parse_args()
-    if args.tokens <= FIRST:
-        parser.error(f"--tokens must be more than {FIRST}, got {args.tokens}")
+    if args.tokens <= N_FIRST:
+        parser.error(f"--tokens must be more than {N_FIRST}, got {args.tokens}")
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         # The second request uses what the first one measured, as in normal use.

@@ -88,34 +88,38 @@ class Counts:
         return sum(self.operations[name] for name in SORTS)
 
 
-def operations(*arrays: Any) -> Counter[str]:
+def operations_of(*arrays: Any) -> Counter[str]:
     """Return the operations launched to compute arrays or trees of arrays."""
     dot = io.StringIO()
     mx.export_to_dot(dot, *arrays)
-    names = [label.split()[0] for label in re.findall(r'\[label ="([^"]+)"', dot.getvalue())]
+    labels = re.findall(r'\[label ="([^"]+)"', dot.getvalue())  # such as [label ="Slice start=0"]
+    names = [label.split()[0] for label in labels]
     return Counter(name for name in names if name not in VIEWS)
 
 
 @contextmanager
-def counted() -> Iterator[Counts]:
+def counting_operations() -> Iterator[Counts]:
     """Count the operations and waits in the block, and yield the counts."""
     counts = Counts()
 
-    def counting(function: Callable[..., Any], waits: int) -> Callable[..., Any]:
+    def with_counting(function: Callable[..., Any], waits: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            arrays = [x for _, x in tree_flatten(list(args)) if isinstance(x, mx.array)]
-            counts.operations += operations(*arrays)
-            counts.waits += waits if arrays else 0
+            leaves = [leaf for _, leaf in tree_flatten(list(args))]
+            arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
+            counts.operations += operations_of(*arrays)
+            if waits and arrays:
+                counts.waits += 1
             return function(*args, **kwargs)
 
         return call
 
-    waiting = [(mx, "eval"), *((mx.array, name) for name in CONVERSIONS), *TO_NUMPY]
-    with ExitStack() as restored:
-        for owner, name in [*waiting, (mx, "async_eval")]:
+    waiting_functions = [(mx, "eval"), *((mx.array, name) for name in CONVERSIONS), *TO_NUMPY]
+    with ExitStack() as originals:
+        for owner, name in [*waiting_functions, (mx, "async_eval")]:
             function = getattr(owner, name)
-            restored.callback(setattr, owner, name, function)
-            setattr(owner, name, counting(function, waits=int((owner, name) in waiting)))
+            originals.callback(setattr, owner, name, function)
+            waits = (owner, name) in waiting_functions
+            setattr(owner, name, with_counting(function, waits))
         yield counts
 
 
@@ -123,7 +127,7 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
     """Return the counts for reading a prompt, and for the step at its end that compresses it or builds an index."""
     options: dict[str, Any] = {"prefill_step_size": PREFILL_STEP_SIZE}
     if not method:
-        with counted() as reading:
+        with counting_operations() as reading:
             read(model, prompt, make_prompt_cache(model), options)
         return reading, Counts()
     config, _ = CompressionConfig.from_keywords(method)
@@ -133,55 +137,69 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
     request = make_request(model, plan)
     options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
     with request.recording():
-        with counted() as reading:
+        with counting_operations() as reading:
             read(request.model, prompt, request.caches, options)
-        with counted() as ending:
+        with counting_operations() as ending:
             request.compress()
     return reading, ending
 
 
-def contenders(n: int) -> list[Contender]:
-    """Return the caches that a token may be decoded from after `n` tokens, with the full cache first."""
+def contenders(n_tokens: int) -> list[Contender]:
+    """Return the caches that a token may be decoded from after `n_tokens` tokens, with the full cache first."""
     policies = [
         Compress(SnapKV(budget="6.25%")),
         Sparse(budget="6.25%", residual=None),
         Sparse(budget="6.25%"),
     ]
-    compressed = [Contender(str(policy), n // 16, policy) for policy in policies]
-    return [Contender(FULL_CACHE, n), *compressed]
+    compressed = [Contender(str(policy), n_tokens // 16, policy) for policy in policies]
+    return [Contender(FULL_CACHE, n_tokens), *compressed]
 
 
-def count_token(model: Any, contender: Contender, n: int) -> Counts:
-    """Return the counts for one token that is decoded after `n` tokens."""
-    cache = decoding_cache(model, contender, n)
+def count_token(model: Any, contender: Contender, n_tokens: int) -> Counts:
+    """Return the counts for one token that is decoded after `n_tokens` tokens."""
+    cache = decoding_cache(model, contender, n_tokens)
     token = mx.zeros((1, 1), mx.int32)
     with observing_queries(model, cache):
         mx.eval(model(token, cache=cache))  # a buffer may grow in the first step
-        with counted() as counts:
+        with counting_operations() as counts:
             mx.async_eval(model(token, cache=cache))
     return counts
 
 
-def prompts_table(model: Any, n: int, n_layers: int) -> Table:
-    """Return the counts for a prompt of `n` tokens, by method."""
-    operations = "operations per layer"
-    columns = ["prompt", f"{operations}, read", f"{operations}, at the end"]
-    table = Table("", "", [*columns, "waits, read", "waits, at the end"])
-    prompt = random_prompt(n)
+def prompts_table(model: Any, n_tokens: int, n_layers: int) -> Table:
+    """Return the counts for a prompt of `n_tokens` tokens, by method."""
+    columns = [
+        "prompt",
+        "operations per layer, read",
+        "operations per layer, at the end",
+        "waits, read",
+        "waits, at the end",
+    ]
+    table = Table("", "", columns)
+    prompt = random_prompt(n_tokens)
     for name, method in METHODS.items():
-        counts = count_prompt(model, prompt, **method)
-        per_layer = (f"{x.operations.total() / n_layers:,.0f}" for x in counts)
-        table.add(name, *per_layer, *(str(x.waits) for x in counts))
+        reading, ending = count_prompt(model, prompt, **method)
+        table.add(
+            name,
+            f"{reading.operations.total() / n_layers:,.0f}",
+            f"{ending.operations.total() / n_layers:,.0f}",
+            str(reading.waits),
+            str(ending.waits),
+        )
     return table
 
 
-def tokens_table(model: Any, n: int, n_layers: int) -> Table:
-    """Return the counts for a token that is decoded after `n` tokens, by contender."""
+def tokens_table(model: Any, n_tokens: int, n_layers: int) -> Table:
+    """Return the counts for a token that is decoded after `n_tokens` tokens, by contender."""
     table = Table("", "", ["token", "operations per layer", "sorts per layer", "waits"])
-    for contender in contenders(n):
-        counts = count_token(model, contender, n)
-        per_layer = (f"{x / n_layers:.1f}" for x in (counts.operations.total(), counts.sorts))
-        table.add(contender.name, *per_layer, str(counts.waits))
+    for contender in contenders(n_tokens):
+        counts = count_token(model, contender, n_tokens)
+        table.add(
+            contender.name,
+            f"{counts.operations.total() / n_layers:.1f}",
+            f"{counts.sorts / n_layers:.1f}",
+            str(counts.waits),
+        )
     return table
 
 

@@ -99,75 +99,81 @@ def write_folder(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"{family} is not a known family: {', '.join(MODULES_OF)}")
     save_weights(reader.tensors, metadata, folder)
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    for name, made in {
-        "config": config(metadata, tied),
-        "tokenizer_config": tokenizer_config(metadata),
-        "special_tokens_map": special_tokens(metadata),
-    }.items():
-        _write_json(folder / f"{name}.json", made)
+    is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    contents = {
+        "config.json": config(metadata, is_tied),
+        "tokenizer_config.json": tokenizer_config(metadata),
+        "special_tokens_map.json": special_tokens(metadata),
+    }
+    for file_name, content in contents.items():
+        _write_json(folder / file_name, content)
 
 
-def _write_json(path: Path, made: dict[str, Any]) -> None:
-    path.write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_weights(tensors: list[ReaderTensor], metadata: Metadata, folder: Path) -> None:
     """Write every tensor in float32, sharded like mlx-lm's files. Only one file's tensors are in memory at a time."""
-    parts, weight_map = shards(tensors), {}
-    for number, part in enumerate(parts, 1):
-        which = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
+    all_shards = shards(tensors)
+    n_shards = len(all_shards)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(all_shards, 1):
         arrays = {}
-        for tensor in part:
-            name = module_name(tensor.name, metadata["general.architecture"])
-            weight = mx.array(weight_of(tensor, name, metadata))
-            arrays[f"{name}.{tensor.name.rpartition('.')[2]}"] = weight
-        file = f"model{which}.safetensors"
+        for tensor in shard:
+            module = module_name(tensor.name, metadata["general.architecture"])
+            _, _, parameter = tensor.name.rpartition(".")  # "weight" or "bias"
+            arrays[f"{module}.{parameter}"] = mx.array(weight_of(tensor, module, metadata))
+        file = "model.safetensors"
+        if n_shards > 1:
+            file = f"model-{number:05}-of-{n_shards:05}.safetensors"
         mx.save_safetensors(str(folder / file), arrays, metadata={"format": "mlx"})
         weight_map |= dict.fromkeys(arrays, file)
-    size = sum(_size(tensor) for tensor in tensors)
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    total_bytes = sum(_float32_bytes(tensor) for tensor in tensors)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
 
 
 def shards(tensors: list[ReaderTensor]) -> list[list[ReaderTensor]]:
     """Split the tensors into files of at most `SHARD_BYTES`. A larger tensor gets its own file."""
-    found: list[list[ReaderTensor]] = []
-    room = -1
+    all_shards: list[list[ReaderTensor]] = []
+    n_free_bytes = -1  # bytes left in the last shard
     for tensor in tensors:
-        if _size(tensor) > room:
-            found.append([])
-            room = SHARD_BYTES
-        found[-1].append(tensor)
-        room -= _size(tensor)
-    return found
+        if _float32_bytes(tensor) > n_free_bytes:
+            all_shards.append([])
+            n_free_bytes = SHARD_BYTES
+        all_shards[-1].append(tensor)
+        n_free_bytes -= _float32_bytes(tensor)
+    return all_shards
 
 
-def _size(tensor: ReaderTensor) -> int:
+def _float32_bytes(tensor: ReaderTensor) -> int:
     """Return a tensor's bytes in float32."""
     return 4 * int(tensor.n_elements)
 
 
-def weight_of(tensor: ReaderTensor, name: str, metadata: Metadata) -> np.ndarray:
-    """Return a float32 tensor as mlx-lm's module `name` expects it."""
+def weight_of(tensor: ReaderTensor, module: str, metadata: Metadata) -> np.ndarray:
+    """Return a float32 tensor as mlx-lm's `module` expects it."""
     from gguf import dequantize
 
     family = metadata["general.architecture"]
     array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-    if family == "llama" and name.endswith(("q_proj", "k_proj")):
-        heads = "head_count" if name.endswith("q_proj") else "head_count_kv"
-        return halves_apart(array, metadata[f"llama.attention.{heads}"])
-    if family == "gemma3" and name.endswith("norm"):
+    if family == "llama" and module.endswith(("q_proj", "k_proj")):
+        key = "head_count" if module.endswith("q_proj") else "head_count_kv"
+        return halves_apart(array, metadata[f"llama.attention.{key}"])
+    if family == "gemma3" and module.endswith("norm"):
         return array - 1  # llama.cpp multiplies by the weight, Gemma by 1 + weight
     return array
 
 
 def module_name(name: str, family: str) -> str:
     """Return mlx-lm's module for a tensor: model.layers.3.self_attn.q_proj for blk.3.attn_q.weight."""
-    *block, part, _ = name.split(".")
-    module = (MODULES | MODULES_OF[family])[part]
-    if block:
-        return f"model.layers.{block[1]}.{module}"
+    *block_and_number, gguf_module, _ = name.split(".")
+    modules = MODULES | MODULES_OF[family]
+    module = modules[gguf_module]
+    if block_and_number:
+        _, layer = block_and_number
+        return f"model.layers.{layer}.{module}"
     return module if module == "lm_head" else f"model.{module}"
 
 
@@ -180,35 +186,41 @@ def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def config(metadata: Metadata, tied: bool) -> dict[str, Any]:
-    """Return the contents of config.json. If `tied`, the output layer shares the embedding's weights."""
+def config(metadata: Metadata, is_tied: bool) -> dict[str, Any]:
+    """Return the contents of config.json. If `is_tied`, the output layer shares the embedding's weights."""
     family = metadata["general.architecture"]
-    own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
-    hidden, heads = own["embedding_length"], own["attention.head_count"]
-    head_dim = own.get("attention.key_length", hidden // heads)
+    # Without the family's prefix: `llama.block_count` becomes `block_count`.
+    gguf_values = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
+    hidden_size, n_heads = gguf_values["embedding_length"], gguf_values["attention.head_count"]
+    head_dim = gguf_values.get("attention.key_length", hidden_size // n_heads)
     values = {
         **CONFIG_OF[family],
-        **{ours: own[theirs] for ours, theirs in CONFIG.items()},
+        **{name: gguf_values[gguf_name] for name, gguf_name in CONFIG.items()},
         "head_dim": head_dim,
-        "vocab_size": len(own["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": tied,
+        "vocab_size": len(gguf_values["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": is_tied,
         "torch_dtype": "float32",
     }
     if family == "gemma3":
-        values["sliding_window"] = own["attention.sliding_window"]
+        values["sliding_window"] = gguf_values["attention.sliding_window"]
         values["query_pre_attn_scalar"] = head_dim
     return values
 
 
 def tokenizer(metadata: Metadata) -> Tokenizer:
     """Return a tokenizer that splits text into the same tokens as llama.cpp."""
-    made = byte_level_bpe(metadata) if _is_byte_level(metadata) else sentencepiece_bpe(metadata)
-    kinds = list(zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]))
-    special = [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
-    users = [AddedToken(piece, normalized=True) for piece, kind in kinds if kind == USER_DEFINED]
-    made.add_special_tokens(special)
-    made.add_tokens(users)
-    return made
+    make_bpe = byte_level_bpe if _is_byte_level(metadata) else sentencepiece_bpe
+    bpe = make_bpe(metadata)
+    special: list[AddedToken] = []
+    user_defined: list[AddedToken] = []
+    for piece, kind in zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]):
+        if kind == SPECIAL:
+            special.append(AddedToken(piece, normalized=False))
+        elif kind == USER_DEFINED:
+            user_defined.append(AddedToken(piece, normalized=True))
+    bpe.add_special_tokens(special)
+    bpe.add_tokens(user_defined)
+    return bpe
 
 
 def _is_byte_level(metadata: Metadata) -> bool:
@@ -224,50 +236,51 @@ def pieces(metadata: Metadata) -> list[str]:
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
     """Return a byte-level BPE. SmolLM2's splits at every digit, then like GPT-2; Qwen 2's splits by `QWEN2`."""
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
+    bpe = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
     split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
     is_qwen = metadata["tokenizer.ggml.pre"] == "qwen2"
     if is_qwen:
-        made.normalizer = normalizers.NFC()
+        bpe.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(QWEN2), "isolated")
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_qwen)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
-    made.decoder = decoders.ByteLevel()
-    return made
+    bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_qwen)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_as_letters])
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
 
 
 def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
     """Return Gemma's BPE: spaces are U+2581, merges may span words, unknown characters are bytes, <bos> is first."""
-    vocabulary, named = pieces(metadata), special_tokens(metadata)
-    scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("scores", "token_type"))
+    vocabulary, names = pieces(metadata), special_tokens(metadata)
+    scores, kinds = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
     merges = merges_of(vocabulary, scores, kinds)
-    options: Any = {"unk_token": named["unk_token"], "fuse_unk": True, "byte_fallback": True}
-    made = Tokenizer(models.BPE(_numbered(vocabulary), merges, **options))
-    made.normalizer = normalizers.Replace(" ", SPACE)
+    options: Any = {"unk_token": names["unk_token"], "fuse_unk": True, "byte_fallback": True}
+    bpe = Tokenizer(models.BPE(_numbered(vocabulary), merges, **options))
+    bpe.normalizer = normalizers.Replace(" ", SPACE)
     parts = decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
-    made.decoder = decoders.Sequence(list(parts))
-    first = named["bos_token"]
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A",
-        pair=f"{first} $A {first} $B",
-        special_tokens=[(first, metadata["tokenizer.ggml.bos_token_id"])],
+    bpe.decoder = decoders.Sequence(list(parts))
+    bos = names["bos_token"]
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos} $B",
+        special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])],
     )
-    return made
+    return bpe
 
 
 def merges_of(
     vocabulary: list[str], scores: list[float], kinds: list[int]
 ) -> list[tuple[str, str]]:
     """Return SentencePiece's BPE merges: pairs of pieces that form another piece, ordered by its score, best first."""
-    known = _numbered(vocabulary)
-    found = [
-        (-score, known[piece[:cut]], known[piece[cut:]])
-        for piece, score, kind in zip(vocabulary, scores, kinds)
-        if kind == NORMAL
-        for cut in range(1, len(piece))
-        if piece[:cut] in known and piece[cut:] in known
-    ]
-    return [(vocabulary[left], vocabulary[right]) for _, left, right in sorted(found)]
+    number_of = _numbered(vocabulary)
+    scored_pairs = []
+    for piece, score, kind in zip(vocabulary, scores, kinds):
+        if kind != NORMAL:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in number_of and right in number_of:
+                scored_pairs.append((-score, number_of[left], number_of[right]))
+    return [(vocabulary[left], vocabulary[right]) for _, left, right in sorted(scored_pairs)]
 
 
 def _numbered(vocabulary: list[str]) -> dict[str, int]:
@@ -276,19 +289,26 @@ def _numbered(vocabulary: list[str]) -> dict[str, int]:
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
     """Return the contents of special_tokens_map.json."""
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    keys = {ours: f"tokenizer.ggml.{theirs}_token_id" for ours, theirs in names.items()}
+    gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     vocabulary = metadata["tokenizer.ggml.tokens"]
-    return {f"{name}_token": vocabulary[metadata[k]] for name, k in keys.items() if k in metadata}
+    tokens = {}
+    for name, gguf_name in gguf_names.items():
+        token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+        if token_id is not None:
+            tokens[f"{name}_token"] = vocabulary[token_id]
+    return tokens
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """Return the contents of tokenizer_config.json, with the chat template if the model has one."""
-    template = metadata.get("tokenizer.chat_template")
-    return {
+    family = metadata["general.architecture"]
+    values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": metadata[f"{metadata['general.architecture']}.context_length"],
+        "model_max_length": metadata[f"{family}.context_length"],
         "clean_up_tokenization_spaces": False,
         **special_tokens(metadata),
-        **({"chat_template": template} if template else {}),
     }
+    template = metadata.get("tokenizer.chat_template")
+    if template:
+        values["chat_template"] = template
+    return values

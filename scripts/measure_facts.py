@@ -53,6 +53,11 @@ def snapkv(entries: int) -> str:
     return f"snapkv:budget={entries},lookahead=0"
 
 
+def keydiff(entries: int) -> str:
+    """Return a policy that keeps `entries`, and evicts while it reads."""
+    return f"keydiff:budget={entries},{FEW_RECENT},block={BLOCK}"
+
+
 def sparse(entries: int, store: str = "memory") -> str:
     """Return sparse attention options with a budget of `entries`, and with all entries in a store."""
     return f"budget={entries},when=always,store={store}"
@@ -60,55 +65,65 @@ def sparse(entries: int, store: str = "memory") -> str:
 
 def ways(tokens: int) -> Iterator[Way]:
     """Yield the rows of all tables, for documents of `tokens` tokens."""
-    kept = tokens // SHARE
-    keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
+    budget = tokens // SHARE
+    policies = {"full cache": None, "SnapKV": snapkv(budget), "KeyDiff": keydiff(budget)}
     yield Way("memories", "full cache")
     for store in STORES:
-        yield Way("memories", f"sparse, {store}", sparse=sparse(kept, store))
-    yield Way("memories", "SnapKV", snapkv(kept))
-    yield Way("memories", "KeyDiff", keydiff)
-    for name, policy in (("full cache", None), ("SnapKV", snapkv(kept)), ("KeyDiff", keydiff)):
+        yield Way("memories", f"sparse, {store}", sparse=sparse(budget, store))
+    yield Way("memories", "SnapKV", policies["SnapKV"])
+    yield Way("memories", "KeyDiff", policies["KeyDiff"])
+    for name, policy in policies.items():
         for bits in (8, 4):
             options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
             yield Way("bits", f"{name}, {bits} bits", policy, options=options)
     for share in SHARES:
-        n = tokens // share
-        alone = f"keydiff:budget={n},{FEW_RECENT},block={BLOCK}"
-        both = f"{alone} then {snapkv(max(n, MIN_ENTRIES))}"
-        dense = f"{sparse(max(n, MIN_ENTRIES))},read=dense"
-        few = f"{sparse(max(n, MIN_ENTRIES), 'file')},read_top_k={max(n, MIN_ENTRIES)}"
-        yield Way("resident", "sparse, read densely", share=share, sparse=dense)
-        yield Way("resident", "sparse", share=share, sparse=few)
-        yield Way("resident", "KeyDiff", alone, share=share)
-        yield Way("resident", "KeyDiff, then SnapKV", both, share=share)
+        budget = tokens // share
+        decode_budget = max(budget, MIN_ENTRIES)
+        read_densely = f"{sparse(decode_budget)},read=dense"
+        read_sparsely = f"{sparse(decode_budget, 'file')},read_top_k={decode_budget}"
+        two_policies = f"{keydiff(budget)} then {snapkv(decode_budget)}"
+        yield Way("resident", "sparse, read densely", share=share, sparse=read_densely)
+        yield Way("resident", "sparse", share=share, sparse=read_sparsely)
+        yield Way("resident", "KeyDiff", keydiff(budget), share=share)
+        yield Way("resident", "KeyDiff, then SnapKV", two_policies, share=share)
 
 
 def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int) -> dict[str, Any]:
     """Ask for the facts in several documents. Return the number of right answers, bytes and seconds."""
-    weights = tree_reduce(lambda n, array: n + array.nbytes, model.parameters(), 0)
-    right, peak, first, later = 0, 0, [], []
-    for n in range(documents):
-        document, asked = make_haystack(tokenizer, random.Random(SEED + n), facts, tokens)
-        given = {"policy": way.policy, "sparse": way.sparse, "max_tokens": 24}
-        conversation = Conversation(model, tokenizer, **given, **way.options)
+    weight_bytes = tree_reduce(lambda n_bytes, array: n_bytes + array.nbytes, model.parameters(), 0)
+    n_right = peak_bytes = 0
+    first_seconds: list[float] = []
+    later_seconds: list[float] = []
+    for number in range(documents):
+        rng = random.Random(SEED + number)
+        document, hidden_facts = make_haystack(tokenizer, rng, facts, tokens)
+        setting = {"policy": way.policy, "sparse": way.sparse}
+        conversation = Conversation(model, tokenizer, max_tokens=24, **setting, **way.options)
         conversation.attach(document)
-        for i, fact in enumerate(asked):
+        for i, fact in enumerate(hidden_facts):
             mx.reset_peak_memory()
             started = clock()
             answer = "".join(response.text for response in conversation.send(fact.question))
-            (later if i else first).append(clock() - started)
-            right += is_right(fact, answer)
-            peak = max(peak, mx.get_peak_memory() if i else 0)
-    held, report = kv_bytes(conversation.prompt_cache), conversation.report
+            seconds = clock() - started
+            n_right += is_right(fact, answer)
+            is_first_turn = i == 0  # reads the document
+            if is_first_turn:
+                first_seconds.append(seconds)
+            else:
+                later_seconds.append(seconds)
+                peak_bytes = max(peak_bytes, mx.get_peak_memory())
+    cache_bytes = kv_bytes(conversation.prompt_cache)
+    report = conversation.report
+    is_compressed = report is not None and report.compressed
     return {
-        "right": right,
+        "right": n_right,
         "asked": documents * facts,
-        "held_bytes": held,
+        "held_bytes": cache_bytes,
         "file_bytes": file_bytes(conversation.prompt_cache),
-        "decoding_bytes": report.kv_bytes_read if report and report.compressed else held,
-        "peak_bytes": peak - weights,
-        "first_seconds": statistics.median(first),
-        "later_seconds": statistics.median(later),
+        "decoding_bytes": report.kv_bytes_read if is_compressed else cache_bytes,
+        "peak_bytes": peak_bytes - weight_bytes,
+        "first_seconds": statistics.median(first_seconds),
+        "later_seconds": statistics.median(later_seconds),
     }
 
 
@@ -123,8 +138,8 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         for way in ways(args.tokens):
-            found = measure(model, tokenizer, way, args.tokens, args.documents, args.facts)
-            result.add({"model": name, **asdict(way), **found})
+            figures = measure(model, tokenizer, way, args.tokens, args.documents, args.facts)
+            result.add({"model": name, **asdict(way), **figures})
 
 
 if __name__ == "__main__":

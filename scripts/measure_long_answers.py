@@ -41,7 +41,7 @@ REQUESTS = {
 
 
 def answers(
-    model: Any, tokenizer: Any, reading: Reading, method: Method, full: Sequence[int]
+    model: Any, tokenizer: Any, reading: Reading, method: Method, full_answer: Sequence[int]
 ) -> tuple[mx.array, list[int]]:
     """Return a method's predictions for the full cache's answer, and the method's own answer.
 
@@ -50,71 +50,98 @@ def answers(
         tokenizer: its tokenizer.
         reading: the prompt, read for all policies that share a reading.
         method: a policy or sparse attention.
-        full: the full cache's answer.
+        full_answer: the full cache's answer.
 
-    Returns: Log-probabilities `(m, vocab_size)` for the last `m` tokens of `full`, and the free answer's tokens.
+    Returns: Log-probabilities `(m, vocab_size)` for the last `m` tokens of `full_answer`, and the free answer's tokens.
     """
-    reference = Reference(reading, full)
+    reference = Reference(reading, full_answer)
+    max_tokens = len(full_answer)
     if not method.shares_reading:
-        cache, options = make_prompt_cache(model), {"policy": method.policy}
-        answer = decode(model, tokenizer, reading.tokens, len(full), cache, **options)
+        cache = make_prompt_cache(model)
+        answer = decode(model, tokenizer, reading.tokens, max_tokens, cache, policy=method.policy)
         return reference.generate(method.policy), answer.tokens
     cache, report = reading.compress(method.policy, answering=True)
-    found = reference.predictions(copy.deepcopy(cache))
-    begun = full[: n_tokens_read(model, cache) - len(reading.tokens) + 1]
-    answer = decode(model, tokenizer, reading.tokens, len(full), cache, report, begun)
-    return found, answer.tokens
+    logprobs = reference.predictions(copy.deepcopy(cache))
+    n_known = n_tokens_read(model, cache) - len(reading.tokens) + 1
+    first_tokens = full_answer[:n_known]
+    answer = decode(model, tokenizer, reading.tokens, max_tokens, cache, report, first_tokens)
+    return logprobs, answer.tokens
 
 
-def compared(full: Sequence[int], expected: mx.array, found: mx.array, free: list[int]) -> Row:
+def compared(
+    full_answer: Sequence[int],
+    full_logprobs: mx.array,
+    logprobs: mx.array,
+    free_answer: list[int],
+) -> Row:
     """Return a method's figures for one answer.
 
     Args:
-        full: the full cache's answer, `n` tokens.
-        expected: the full cache's log-probabilities `(n, vocab_size)`.
-        found: the method's log-probabilities for the last tokens of the answer.
-        free: the method's own answer.
+        full_answer: the full cache's answer, `n` tokens.
+        full_logprobs: the full cache's log-probabilities `(n, vocab_size)`.
+        logprobs: the method's log-probabilities for the last tokens of the answer.
+        free_answer: the method's own answer.
 
     Returns: Lists of `kl` in nats and `same` (0 or 1) for the last tokens of the answer; the answer's length `tokens`;
         and `differs`, the position of the first token that differs.
     """
-    expected = expected[-len(found) :]
-    same = mx.argmax(expected, axis=-1) == mx.argmax(found, axis=-1)
-    pairs = enumerate(zip(full, free))
-    differs = next((i for i, (theirs, ours) in pairs if theirs != ours), min(len(full), len(free)))
-    kl = divergence(expected, found).tolist()
-    return {"tokens": len(full), "kl": kl, "same": same.tolist(), "differs": differs}
+    full_logprobs = full_logprobs[-len(logprobs) :]
+    is_same = mx.argmax(full_logprobs, axis=-1) == mx.argmax(logprobs, axis=-1)
+    n_same = 0
+    for full_token, token in zip(full_answer, free_answer):
+        if full_token != token:
+            break
+        n_same += 1
+    return {
+        "tokens": len(full_answer),
+        "kl": divergence(full_logprobs, logprobs).tolist(),
+        "same": is_same.tolist(),
+        "differs": n_same,
+    }
 
 
 def by_position(rows: Sequence[Row], longest: int) -> Iterator[Row]:
     """Yield the mean `kl` and `same` for each span of positions, over the `n` tokens that answers have there."""
     for start in range(0, longest, SPAN):
-        here = []
+        stop = start + SPAN
+        span_kl: list[float] = []
+        span_same: list[float] = []
         for row in rows:
             first = row["tokens"] - len(row["kl"])  # earlier tokens were decoded on all entries
-            judged = zip(range(first, row["tokens"]), row["kl"], row["same"])
-            here += [(kl, same) for i, kl, same in judged if start <= i < start + SPAN]
-        if here:
-            kl, same = (sum(each) / len(here) for each in zip(*here))
-            yield {"start": start, "stop": start + SPAN, "n": len(here), "kl": kl, "same": same}
+            in_span = slice(max(0, start - first), max(0, stop - first))
+            span_kl += row["kl"][in_span]
+            span_same += row["same"][in_span]
+        n_tokens = len(span_kl)
+        if n_tokens > 0:
+            means = {"kl": sum(span_kl) / n_tokens, "same": sum(span_same) / n_tokens}
+            yield {"start": start, "stop": stop, "n": n_tokens, **means}
 
 
 def measure(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], methods: Sequence[Method], most: int
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    methods: Sequence[Method],
+    max_tokens: int,
 ) -> Iterator[Row]:
     """Yield a row per method: its figures by position, and where its free answers first differ."""
-    found: dict[str, list[Row]] = {method.name: [] for method in methods}
+    rows_by_method: dict[str, list[Row]] = {method.name: [] for method in methods}
+    policies = [method.policy for method in methods if method.shares_reading]
     for prompt in prompts:
-        reading = read_once(model, prompt, [m.policy for m in methods if m.shares_reading])
-        full = reading.answer(most, tokenizer.eos_token_ids)
-        expected = Reference(reading, full).logprobs
+        reading = read_once(model, prompt, policies)
+        full_answer = reading.answer(max_tokens, tokenizer.eos_token_ids)
+        full_logprobs = Reference(reading, full_answer).logprobs
         for method in methods:
-            row = compared(full, expected, *answers(model, tokenizer, reading, method, full))
-            found[method.name].append(row)
-    for name, rows in found.items():
-        tokens, differs = ([row[key] for row in rows] for key in ("tokens", "differs"))
-        spans = list(by_position(rows, most))
-        yield {"method": name, "tokens": tokens, "differs": differs, "spans": spans}
+            logprobs, free_answer = answers(model, tokenizer, reading, method, full_answer)
+            row = compared(full_answer, full_logprobs, logprobs, free_answer)
+            rows_by_method[method.name].append(row)
+    for name, rows in rows_by_method.items():
+        yield {
+            "method": name,
+            "tokens": [row["tokens"] for row in rows],
+            "differs": [row["differs"] for row in rows],
+            "spans": list(by_position(rows, max_tokens)),
+        }
 
 
 def figure(rows: list[Row]) -> Any:
@@ -122,13 +149,14 @@ def figure(rows: list[Row]) -> Any:
     from matplotlib.figure import Figure
 
     columns = grouped(rows, "model", "kind")
-    drawn = Figure(figsize=(4.2 * len(columns), 6), layout="constrained")
-    panels = drawn.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
-    for (upper, lower), ((model, kind), own) in zip(panels.T, columns.items()):
-        for row in own:
-            at = [(span["start"] + span["stop"]) / 2 for span in row["spans"]]
-            upper.plot(at, [span["kl"] for span in row["spans"]], label=row["method"], marker=".")
-            lower.plot(at, [span["same"] for span in row["spans"]], marker=".")
+    picture = Figure(figsize=(4.2 * len(columns), 6), layout="constrained")
+    panels = picture.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+    for (upper, lower), ((model, kind), method_rows) in zip(panels.T, columns.items()):
+        for row in method_rows:
+            spans = row["spans"]
+            middles = [(span["start"] + span["stop"]) / 2 for span in spans]
+            upper.plot(middles, [span["kl"] for span in spans], label=row["method"], marker=".")
+            lower.plot(middles, [span["same"] for span in spans], marker=".")
         upper.set(title=f"{kind}, {model}", yscale="log")
         lower.set(xlabel="position in the answer (tokens)", ylim=(0, 1.02))
         for axes in (upper, lower):
@@ -136,8 +164,8 @@ def figure(rows: list[Row]) -> Any:
     panels[0, 0].set_ylabel("KL to the full cache (nats a token)")
     panels[1, 0].set_ylabel("share of equal tokens")
     handles = panels[0, 0].get_legend_handles_labels()
-    drawn.legend(*handles, loc="outside lower center", ncols=2, fontsize=8)
-    return drawn
+    picture.legend(*handles, loc="outside lower center", ncols=2, fontsize=8)
+    return picture
 
 
 def main() -> None:
@@ -152,16 +180,19 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     args = parser.parse_args()
     methods = [Method(setting_named(text)) for text in args.methods]
-    result, rows = Result(args.out, length=args.length, texts=args.texts), []
+    result = Result(args.out, length=args.length, texts=args.texts)
+    rows: list[Row] = []
     for name in args.models:
         model, tokenizer = load_model(name)
         for kind, (folder, request) in REQUESTS.items():
-            frame, texts = frame_of(tokenizer, request), Texts([str(args.folder / folder)])
+            frame = frame_of(tokenizer, request)
+            texts = Texts([str(args.folder / folder)])
             pieces = texts.pieces(tokenizer, args.length, 0, args.texts)
             prompts = [[*frame.before, *piece.tokens, *frame.after] for piece in pieces]
-            for row in measure(model, tokenizer, prompts, methods, args.tokens):
-                rows.append({"model": Path(name).name, "kind": kind} | row)
-                result.add(rows[-1])
+            for figures in measure(model, tokenizer, prompts, methods, args.tokens):
+                row = {"model": Path(name).name, "kind": kind} | figures
+                rows.append(row)
+                result.add(row)
     put_figure(args.out.with_suffix(".png"), figure(rows))
 
 

@@ -52,7 +52,7 @@ SPARSE = ("budget=6.25%", "budget=3.125%")
 SPARSE_TASKS = SPARSE[:1]
 
 
-def _each(option: str, values: Iterable[str]) -> list[str]:
+def _repeat_option(option: str, values: Iterable[str]) -> list[str]:
     """Return command-line words that repeat an option for each value."""
     return [word for value in values for word in (option, value)]
 
@@ -67,7 +67,7 @@ def _fidelity(
     """Return a command that measures how far predictions move."""
     words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / texts)]
     words += ["--length", str(length), "--setting", setting]
-    return [*words, *_each("--policy", policies), *_each("--sparse", SPARSE)]
+    return [*words, *_repeat_option("--policy", policies), *_repeat_option("--sparse", SPARSE)]
 
 
 def _ruler(
@@ -81,8 +81,8 @@ def _ruler(
     """Return a command that measures RULER tasks at one length."""
     data = str(RULER / model.name / str(length))
     words = [EVALUATE, "data", "--model", str(model), "--data", data]
-    words += [*_each("--task", tasks), "--setting", setting]
-    return [*words, *_each("--policy", policies), *_each("--sparse", sparse)]
+    words += [*_repeat_option("--task", tasks), "--setting", setting]
+    return [*words, *_repeat_option("--policy", policies), *_repeat_option("--sparse", sparse)]
 
 
 def _ruler_qwen(length: int) -> list[str]:
@@ -111,20 +111,30 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "ruler-2048-gemma": (_ruler(GEMMA, 2048), 8),
     "ruler-later-smollm2": (_ruler(SMOLLM2, 2048, FEW, setting="later"), 8),
     "ruler-blocks-smollm2": (_ruler(SMOLLM2, 2048, BLOCKS, TASKS[:1], sparse=()), 8),
-    "suite": ([EVALUATE, "suite", *_each("--policy", FEW), *_each("--sparse", SPARSE_TASKS)], 10),
+    "suite": (
+        [
+            EVALUATE,
+            "suite",
+            *_repeat_option("--policy", FEW),
+            *_repeat_option("--sparse", SPARSE_TASKS),
+        ],
+        10,
+    ),
 }
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
     """Run a part's command and return its result without the records."""
-    (words, documents), out = PARTS[name], folder / name
-    given = [*words, "--documents", str(documents)]
-    command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]
+    words, n_documents = PARTS[name]
+    words = [*words, "--documents", str(n_documents)]
+    out = folder / name
+    command = [sys.executable, "scripts/numpy_attention.py", *words, "--output", str(out)]
     subprocess.run(command, check=True, cwd=ROOT)
     result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     del result["records"]
-    program = "python" if words[0] == EVALUATE else "mlx-snapkv"
-    return {"part": name, **result, "command": " ".join([program, *given])}
+    is_script = words[0] == EVALUATE
+    program = "python" if is_script else "mlx-snapkv"
+    return {"part": name, **result, "command": " ".join([program, *words])}
 
 
 def main() -> None:
@@ -135,13 +145,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    known = args.out.with_suffix(".json")
-    before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
-    parts = {part["part"]: part for part in before}
+    file = args.out.with_suffix(".json")
+    earlier_parts = json.loads(file.read_text(encoding="utf-8"))["parts"] if file.exists() else []
+    part_by_name = {part["part"]: part for part in earlier_parts}
     for name in args.only:
-        parts[name] = measure(name, args.folder)
-        found = [parts[each] for each in PARTS if each in parts]
-        result = about("measure_quality.py") | {"parts": found}
+        part_by_name[name] = measure(name, args.folder)
+        parts = [part_by_name[part_name] for part_name in PARTS if part_name in part_by_name]
+        result = about("measure_quality.py") | {"parts": parts}
         write_result(args.out, result, page(result))
 
 

@@ -38,12 +38,12 @@ FOLLOWING = 64  # tokens whose predictions are compared
 LATEST = 64
 
 
-def neighbours(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
+def neighbours(keys: mx.array, n_groups: int) -> tuple[mx.array, mx.array]:
     """Group neighbouring keys. This function replaces `k_means`."""
-    B, H, m, _ = keys.shape
-    ids = (mx.arange(m) // clusters.CLUSTER_SIZE).astype(mx.uint16)
-    ids = mx.contiguous(mx.broadcast_to(ids, (B, H, m)))
-    return ids, clusters.mean_by_cluster(keys, ids, n)
+    B, n_kv_heads, n_keys, _ = keys.shape
+    group_ids = (mx.arange(n_keys) // clusters.CLUSTER_SIZE).astype(mx.uint16)
+    group_ids = mx.contiguous(mx.broadcast_to(group_ids, (B, n_kv_heads, n_keys)))
+    return group_ids, clusters.mean_by_cluster(keys, group_ids, n_groups)
 
 
 # Name -> function that groups entries, and entries per group; 0 for no means.
@@ -66,13 +66,13 @@ def grouping(group: Callable, size: int) -> AbstractContextManager:
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
     """Return log-probabilities `(n, vocab_size)` for the tokens that follow a prompt."""
-    tokens = itertools.chain(following, itertools.repeat(0))
-    found = []
-    options |= {"sampler": lambda _: mx.array([next(tokens)]), "max_tokens": len(following)}
+    known_tokens = itertools.chain(following, itertools.repeat(0))
+    options |= {"sampler": lambda _: mx.array([next(known_tokens)]), "max_tokens": len(following)}
+    float32_logprobs = []
     for _, logprobs in generate_step(mx.array(prompt), model, **options):
-        found.append(logprobs.astype(mx.float32))
-        mx.eval(found[-1])
-    return log_softmax(mx.stack(found))
+        float32_logprobs.append(logprobs.astype(mx.float32))
+        mx.eval(float32_logprobs[-1])
+    return log_softmax(mx.stack(float32_logprobs))
 
 
 def compare(model, tokens: list[int], following: list[int], share: float) -> Iterator[Row]:
@@ -80,15 +80,16 @@ def compare(model, tokens: list[int], following: list[int], share: float) -> Ite
     cache = make_prompt_cache(model)
     read(model, mx.array(tokens[:-LATEST]), cache, {"prefill_step_size": CHUNK_SIZE})
     latest = tokens[-LATEST:]
-    full = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
+    full_logprobs = predictions(model, latest, following, prompt_cache=copy.deepcopy(cache))
     for way, (group, size) in WAYS.items():
-        chosen = share - (1 / size if size else 0)
-        sparse = f"budget={100 * chosen}%,read=dense,when=always"
-        sparse += f",residual={'means' if size else 'none'}"
+        share_of_means = 1 / size if size else 0
+        share_of_entries = share - share_of_means
+        residual = "means" if size else "none"
+        sparse = f"budget={100 * share_of_entries}%,read=dense,when=always,residual={residual}"
         with grouping(group, size):
             options = {"prompt_cache": copy.deepcopy(cache), "sparse": sparse}
-            found = predictions(model, latest, following, **options)
-        yield {"way": way, "kl": float(divergence(full, found)[1:].mean())}
+            logprobs = predictions(model, latest, following, **options)
+        yield {"way": way, "kl": float(divergence(full_logprobs, logprobs)[1:].mean())}
 
 
 def pieces(
@@ -97,9 +98,13 @@ def pieces(
     """Return disjoint pieces of a folder's joined texts, each with the tokens after it."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.*"))]
     tokens = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
-    starts = range(0, len(tokens) - length - FOLLOWING + 1, length + FOLLOWING)
-    ends = [(start + length, start + length + FOLLOWING) for start in starts[:documents]]
-    return [(tokens[stop - length : stop], tokens[stop:end]) for stop, end in ends]
+    n_needed = length + FOLLOWING
+    starts = range(0, len(tokens) - n_needed + 1, n_needed)
+    pieces_and_following = []
+    for start in starts[:documents]:
+        stop = start + length
+        pieces_and_following.append((tokens[start:stop], tokens[stop : start + n_needed]))
+    return pieces_and_following
 
 
 def main() -> None:
@@ -117,15 +122,16 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         for length in args.lengths:
-            if length > (trained_length(model) or length):
+            longest = trained_length(model)
+            if longest is not None and length > longest:
                 continue
             rows: list[Row] = []
             for tokens, following in pieces(tokenizer, args.text, length, args.documents):
                 rows += compare(model, tokens, following, 1 / args.share)
-            for (way,), own in grouped(rows, "way").items():
-                known = {"model": Path(name).name, "text": args.text.name, "length": length}
-                kl = statistics.mean(row["kl"] for row in own)
-                result.add(known | {"way": way, "n": len(own), "kl": kl})
+            for (way,), way_rows in grouped(rows, "way").items():
+                case = {"model": Path(name).name, "text": args.text.name, "length": length}
+                kl = statistics.mean(row["kl"] for row in way_rows)
+                result.add(case | {"way": way, "n": len(way_rows), "kl": kl})
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Client:
         document, self._facts = make_haystack(
             tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens
         )
-        self._begin = f"{document}\n\n"
+        self._unsent_document = f"{document}\n\n"
         self._no_end = {str(token): NEVER for token in tokenizer.eos_token_ids}
         self._messages: list[Any] = []
         self.n_right = 0
@@ -72,11 +72,13 @@ class Client:
     def ask(self, url: str) -> Answer:
         """Ask the next question and return the answer."""
         fact = self._facts[len(self._messages) // 2]
-        self._messages.append({"role": "user", "content": f"{self._begin}{fact.question}"})
+        self._messages.append(
+            {"role": "user", "content": f"{self._unsent_document}{fact.question}"}
+        )
         answer = ask(url, self._messages, self._no_end)
         self._messages.append({"role": "assistant", "content": answer.text})
         self.n_right += fact.value in answer.text
-        self._begin = ""
+        self._unsent_document = ""
         return answer
 
 
@@ -94,83 +96,94 @@ def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
             stream_options={"include_usage": True},
             extra_body={"chat_template_kwargs": {"enable_thinking": False}},
         ):
-            answer.usage = event.usage.to_dict() if event.usage else answer.usage
-            if text := "".join(choice.delta.content or "" for choice in event.choices):
-                answer.text += text
+            if event.usage:
+                answer.usage = event.usage.to_dict()
+            piece = "".join(choice.delta.content or "" for choice in event.choices)
+            if piece:
+                answer.text += piece
                 answer.pieces.append(time.perf_counter())
     return answer
 
 
-def write_float32(name: str, folder: Path) -> None:
+def write_float32(model_name: str, folder: Path) -> None:
     """Write an embedded model in float32 for all servers. On a CPU, ours would convert it anyway."""
-    shutil.copytree(MODELS[name], folder)
+    shutil.copytree(MODELS[model_name], folder)
     file = str(folder / "model.safetensors")
     weights: Any = mx.load(file)
-    wide = {key: weight.astype(mx.float32) for key, weight in weights.items()}
-    mx.eval(wide)
-    mx.save_safetensors(file, wide, {"format": "mlx"})
+    float32_weights = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    mx.eval(float32_weights)
+    mx.save_safetensors(file, float32_weights, {"format": "mlx"})
 
 
 @contextlib.contextmanager
 def running(command: list[str], log: IO[str] | None = None) -> Iterator[tuple[str, int]]:
     """Run a server during the block. Yield its URL and process id, and write its output to `log`."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", 0)) as free_socket:
+        _, port = free_socket.getsockname()
+    url = f"http://127.0.0.1:{port}"
+    words = [sys.executable, "-m", *command, "--host", "127.0.0.1", "--port", str(port)]
     with contextlib.nullcontext(log) if log else tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
+        process = subprocess.Popen(words, stdout=log, stderr=log)
         try:
-            until, status = time.monotonic() + WAIT, 0
-            while status != 200:
-                if process.poll() is not None or time.monotonic() > until:
-                    log.seek(0)
-                    raise SystemExit(f"{command[:2]} did not start: {log.read()[-500:]}")
-                time.sleep(0.1)
-                with contextlib.suppress(httpx.TransportError):
-                    status = httpx.get(f"{url}/health").status_code
+            if not _becomes_healthy(url, process):
+                log.seek(0)
+                raise SystemExit(f"{command[:2]} did not start: {log.read()[-500:]}")
             yield url, process.pid
         finally:
             process.terminate()
             process.wait(30)
 
 
+def _becomes_healthy(url: str, process: subprocess.Popen) -> bool:
+    """Wait for a server. Return True once it answers, and False if it ends or does not answer in `WAIT` seconds."""
+    deadline = time.monotonic() + WAIT
+    while process.poll() is None and time.monotonic() <= deadline:
+        time.sleep(0.1)
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return True
+    return False
+
+
 def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
     """Count the tokens that arrive while all clients of a round receive answers. Return tokens and seconds."""
-    tokens = seconds = 0.0
+    n_tokens = seconds = 0.0
     for answers in rounds:
-        begin = max(answer.pieces[0] for answer in answers)
+        start = max(answer.pieces[0] for answer in answers)
         end = min(answer.pieces[-1] for answer in answers)
-        if end > begin:
-            seconds += end - begin
+        if end > start:
+            seconds += end - start
             for answer in answers:
-                share = sum(begin < at <= end for at in answer.pieces) / len(answer.pieces)
-                tokens += share * answer.usage["completion_tokens"]
-    return tokens, seconds
+                n_pieces_together = sum(start < arrival <= end for arrival in answer.pieces)
+                share = n_pieces_together / len(answer.pieces)
+                n_tokens += share * answer.usage["completion_tokens"]
+    return n_tokens, seconds
 
 
 def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
     """Return a server's figures with `n_clients` clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     pool = ThreadPoolExecutor(n_clients)
-    with running(command) as (url, pid), watched(pid) as held, pool:
+    with running(command) as (url, pid), watched(pid) as process_bytes, pool:
         # A server may load the model on its first request.
         ask(url, [{"role": "user", "content": "Hello"}], {})
         # All clients ask at the same time, and ask again when all have their answers.
         ask_next = lambda client: client.ask(url)  # noqa: E731
         rounds = [list(pool.map(ask_next, clients)) for _ in range(1 + FOLLOW_UPS)]
 
-    first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
-    tokens, together = tokens_while_all_answer(rounds)
-    details = [answer.usage.get("prompt_tokens_details") or {} for answer in later]
+    first_answers, *follow_up_rounds = rounds
+    follow_ups = [answer for answers in follow_up_rounds for answer in answers]
+    n_tokens, seconds_together = tokens_while_all_answer(rounds)
+    details = [answer.usage.get("prompt_tokens_details") or {} for answer in follow_ups]
     return {
-        "first_seconds": sorted(answer.pieces[0] - answer.sent for answer in first),
-        "follow_up_seconds": sorted(answer.pieces[0] - answer.sent for answer in later),
-        "together_tokens_per_second": tokens / together if together else None,
-        "follow_up_tokens": statistics.mean(a.usage["prompt_tokens"] for a in later),
-        "cached_tokens": statistics.mean(found.get("cached_tokens", 0) for found in details),
-        "process_bytes": max(held),
+        "first_seconds": sorted(answer.pieces[0] - answer.sent for answer in first_answers),
+        "follow_up_seconds": sorted(answer.pieces[0] - answer.sent for answer in follow_ups),
+        "together_tokens_per_second": n_tokens / seconds_together if seconds_together else None,
+        "follow_up_tokens": statistics.mean(answer.usage["prompt_tokens"] for answer in follow_ups),
+        "cached_tokens": statistics.mean(usage.get("cached_tokens", 0) for usage in details),
+        "process_bytes": max(process_bytes),
         "right": sum(client.n_right for client in clients),
-        "questions": len(first) + len(later),
+        "questions": len(first_answers) + len(follow_ups),
     }
 
 
@@ -183,15 +196,17 @@ def main() -> None:
     args = parser.parse_args()
     (name,) = args.models
     result = Result(args.out, model=name, length=args.length, answer=ANSWER)
-    tokenizer = load_model(name)[1]
-    with tempfile.TemporaryDirectory() as holder:
-        write_float32(name, folder := Path(holder) / name)
-        for n in args.clients:
-            for server, command in SERVERS.items():
-                ours = command[0] == "mlx_snapkv"
-                given = ["--concurrency", str(n)] if ours else []
-                row = measure([*command, *given, "--model", str(folder)], tokenizer, args.length, n)
-                result.add({"clients": n, "server": server, **row})
+    _, tokenizer = load_model(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / name
+        write_float32(name, folder)
+        for n_clients in args.clients:
+            for server, (module, *options) in SERVERS.items():
+                command = [module, *options, "--model", str(folder)]
+                if module == "mlx_snapkv":
+                    command += ["--concurrency", str(n_clients)]
+                figures = measure(command, tokenizer, args.length, n_clients)
+                result.add({"clients": n_clients, "server": server, **figures})
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ def texts(tokenizer, folder: Path, length: int, documents: int) -> Iterator[Case
         yield "text", piece.tokens, piece.following
 
 
-def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
+def prompt_of(tokenizer, text: str, answer_prefix: str) -> list[int]:
     """Encode a message and the answer's first words, with the chat template if there is one."""
     if not tokenizer.has_chat_template:
-        return tokenizer.encode(text + begun)
+        return tokenizer.encode(text + answer_prefix)
     message = {"role": "user", "content": text}
     prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
-    return prompt + tokenizer.encode(begun, add_special_tokens=False)
+    return prompt + tokenizer.encode(answer_prefix, add_special_tokens=False)
 
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
@@ -55,8 +55,10 @@ def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Cas
     lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines[:documents]):
         prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
-        answer = row["answer"]
-        (value,) = ast.literal_eval(answer) if isinstance(answer, str) else answer
+        answers = row["answer"]
+        if isinstance(answers, str):
+            answers = ast.literal_eval(answers)
+        (value,) = answers
         yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
 
 
@@ -74,15 +76,15 @@ def predictions(model, case: Case, sparse: Sparse | None) -> mx.array:
 def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
     """Yield the KL and the share of right predictions for each number of entries that a chunk chooses."""
     kind, _, following = case
-    full = predictions(model, case, None)
+    full_logprobs = predictions(model, case, None)
     for top_k in top_ks:
-        found = predictions(model, case, Sparse(read_top_k=top_k))
-        right = mx.argmax(found, axis=-1) == mx.array(following)
+        logprobs = predictions(model, case, Sparse(read_top_k=top_k))
+        is_right = mx.argmax(logprobs, axis=-1) == mx.array(following)
         yield {
             "kind": kind,
             "top_k": top_k,
-            "kl": float(divergence(full, found).mean()),
-            "right": float(right.astype(mx.float32).mean()),
+            "kl": float(divergence(full_logprobs, logprobs).mean()),
+            "right": float(is_right.astype(mx.float32).mean()),
         }
 
 
@@ -101,16 +103,18 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         for length in args.lengths:
-            own = [top_k for top_k in args.top_k if top_k < length]
+            top_ks = [top_k for top_k in args.top_k if top_k < length]
             cases = texts(tokenizer, args.text, length, args.documents)
             ruler = args.ruler / Path(name).name
             if (ruler / str(length)).is_dir():
                 cases = itertools.chain(cases, needles(tokenizer, ruler, length, args.documents))
-            rows = [row for case in cases for row in compared(model, case, own)]
-            for (kind, top_k), some in grouped(rows, "kind", "top_k").items():
-                means = {k: statistics.mean(r[k] for r in some) for k in ("kl", "right")}
-                known = {"model": Path(name).name, "length": length, "kind": kind, "top_k": top_k}
-                result.add(known | {"n": len(some)} | means)
+            rows = [row for case in cases for row in compared(model, case, top_ks)]
+            for (kind, top_k), case_rows in grouped(rows, "kind", "top_k").items():
+                row = {"model": Path(name).name, "length": length, "kind": kind, "top_k": top_k}
+                row["n"] = len(case_rows)
+                for figure in ("kl", "right"):
+                    row[figure] = statistics.mean(case_row[figure] for case_row in case_rows)
+                result.add(row)
 
 
 if __name__ == "__main__":

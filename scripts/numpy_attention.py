@@ -22,34 +22,40 @@ _attention = mx.fast.scaled_dot_product_attention
 
 def attention(queries, keys, values, *, scale: float, mask: Any = None, **options) -> mx.array:
     """Compute `mx.fast.scaled_dot_product_attention` in NumPy if arrays are float32 and have no sinks, else in MLX."""
-    B, H, L, _ = queries.shape
+    B, n_heads, L, _ = queries.shape
     T = keys.shape[2]
-    plain = queries.dtype == keys.dtype == mx.float32 and options.get("sinks") is None
-    if not plain or L * T < MIN_LOGITS:
+    is_float32 = queries.dtype == keys.dtype == mx.float32
+    has_sinks = options.get("sinks") is not None
+    if not is_float32 or has_sinks or L * T < MIN_LOGITS:
         return _attention(queries, keys, values, scale=scale, mask=mask, **options)
-    q, k, v = (np.asarray(x) for x in (queries, keys, values))
-    hidden = _hidden(mask, (B, H, L, T))
-    out = np.empty((B, H, L, v.shape[-1]), np.float32)
-    for b, h in np.ndindex(B, H):
-        kv = h * k.shape[1] // H
-        logits = (q[b, h] * np.float32(scale)) @ k[b, kv].T
-        if hidden is not None:
-            own = hidden[b, h]
-            logits = np.where(own, -np.inf, logits) if own.dtype == bool else logits + own
-        np.exp(logits - logits.max(axis=-1, keepdims=True), out=logits)
-        out[b, h] = (logits @ v[b, kv]) / logits.sum(axis=-1, keepdims=True)
-    return mx.array(out)
+    q, k, v = (np.asarray(array) for array in (queries, keys, values))
+    n_kv_heads, head_dim = v.shape[1], v.shape[-1]
+    masks = _expanded_mask(mask, (B, n_heads, L, T))
+    output = np.empty((B, n_heads, L, head_dim), np.float32)
+    for b, head in np.ndindex(B, n_heads):
+        kv_head = head * n_kv_heads // n_heads
+        logits = (q[b, head] * np.float32(scale)) @ k[b, kv_head].T
+        if masks is not None and masks.dtype == bool:
+            logits = np.where(masks[b, head], -np.inf, logits)
+        elif masks is not None:
+            logits = logits + masks[b, head]
+        weights = logits - logits.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
+        output[b, head] = (weights @ v[b, kv_head]) / weights.sum(axis=-1, keepdims=True)
+    return mx.array(output)
 
 
-def _hidden(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+def _expanded_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     """Expand a mask to `(B, n_heads, L, T)`: bool, True where hidden, or float32 to add to the logits."""
     if mask is None:
         return None
     L, T = shape[-2:]
     if isinstance(mask, str):
-        return np.broadcast_to(np.triu(np.ones((L, T), bool), T - L + 1), shape)
-    given = np.broadcast_to(np.asarray(mask), shape)
-    return ~given if given.dtype == bool else given
+        is_future = np.triu(np.ones((L, T), bool), T - L + 1)
+        return np.broadcast_to(is_future, shape)
+    expanded = np.broadcast_to(np.asarray(mask), shape)
+    # MLX's bool masks are True where a key is visible.
+    return ~expanded if expanded.dtype == bool else expanded
 
 
 def install() -> None:

@@ -101,14 +101,16 @@ def _title(part: dict[str, Any]) -> str:
         title = f"Predictions, {model}, {texts}, {part['length']:,} tokens"
     else:
         kind = "Embedded tasks" if part["task"] == "suite" else "RULER"
-        lengths = {s["length"] for s in part["summary"]}
-        title = f"{kind}, {model}" + "".join(f", {n:,} tokens" for n in sorted(lengths - {None}))
-    settings = {s["setting"] for s in part["summary"]}
+        lengths = {row["length"] for row in part["summary"]} - {None}
+        title = ", ".join([kind, model, *(f"{length:,} tokens" for length in sorted(lengths))])
+    settings = {row["setting"] for row in part["summary"]}
     if settings == {"known"} and part["task"] == "fidelity":
         title += ", question known"
     if settings == {"later"}:
         title += ", question later"
-    return title + ", read in blocks" * ("schedule=block" in part["command"])
+    if "schedule=block" in part["command"]:
+        title += ", read in blocks"
+    return title
 
 
 def _command(command: str) -> list[str]:
@@ -119,48 +121,55 @@ def _command(command: str) -> list[str]:
 
 def _fidelity(part: dict[str, Any]) -> list[str]:
     """Return a table of KL and the share of equal tokens by policy, with a pair of columns per setting."""
-    cells = {(s["method"], s["setting"]): s for s in part["summary"]}
-    settings = [s for s in SETTINGS if any(setting == s for _, setting in cells)]
-    one = part["summary"][0]
+    summary = part["summary"]
+    measured_settings = {row["setting"] for row in summary}
+    columns = []  # (setting, figure)
+    for setting in SETTINGS:
+        if setting in measured_settings:
+            columns += [(setting, "KL"), (setting, "same")]
+            if setting == "known":
+                columns.append((setting, "scored"))
     header = ["method", "entries", "KV memory"]
-    columns = [(s, x) for s in settings for x in ("KL", "same", *["scored"] * (s == "known"))]
-    header += [f"{SETTINGS[s]}: {x}" for s, x in columns]
-    rows = []
-    for method in dict.fromkeys(method for method, _ in cells):
-        own = {s: cells[method, s] for s in settings if (method, s) in cells}
-        first = next(iter(own.values()))
-        size = str(first["entries"] or "all"), format_bytes(first["kv_bytes"])
-        rows.append([f"`{method}`", *size, *(_figures(own.get(s))[x] for s, x in columns)])
-    about = f"{one['pieces']} pieces of {one['texts']} files."
-    return [about, "", *table(header, rows)]
+    header += [f"{SETTINGS[setting]}: {figure}" for setting, figure in columns]
+    table_rows = []
+    for (method,), method_rows in grouped(summary, "method").items():
+        cells = {row["setting"]: _figure_cells(row) for row in method_rows}
+        first_row = min(method_rows, key=lambda row: list(SETTINGS).index(row["setting"]))
+        size = str(first_row["entries"] or "all"), format_bytes(first_row["kv_bytes"])
+        figure_cells = [cells.get(setting, {}).get(figure, "") for setting, figure in columns]
+        table_rows.append([f"`{method}`", *size, *figure_cells])
+    counts = f"{summary[0]['pieces']} pieces of {summary[0]['texts']} files."
+    return [counts, "", *table(header, table_rows)]
 
 
-def _figures(own: dict[str, Any] | None) -> dict[str, str]:
-    """Return a policy's cells for one setting, which are empty if it was not measured."""
-    if own is None:
-        return dict.fromkeys(("KL", "same", "scored"), "")
-    scored = f"{own['judged'] / own['tokens']:.2f}"
-    if own["kl"] is None:
+def _figure_cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return a policy's cells for one setting."""
+    scored = f"{row['judged'] / row['tokens']:.2f}"
+    if row["kl"] is None:
         return {"KL": "not scored", "same": "", "scored": scored}
-    return {"KL": interval(own["kl"], ".3f"), "same": f"{own['same']:.3f}", "scored": scored}
+    return {"KL": interval(row["kl"], ".3f"), "same": f"{row['same']:.3f}", "scored": scored}
 
 
 def _scores(part: dict[str, Any]) -> list[str]:
     """Return tables of scores by task, with the mean's paired difference from the full cache."""
     lines = []
-    for (setting,), own in grouped(part["summary"], "setting").items():
-        tasks = list(own[0]["by_task"])
+    for (setting,), method_rows in grouped(part["summary"], "setting").items():
+        tasks = list(method_rows[0]["by_task"])
         header = ["method", "questions", "entries", *tasks, "mean", "against the full cache"]
-        rows = [
-            [
-                f"`{s['method']}`",
-                str(s["asked"]),
-                str(s["entries"] or "all"),
-                *(f"{100 * s['by_task'][task]:.1f}" for task in tasks),
-                f"{100 * s['score']:.1f}",
-                "" if s["method"] == FULL_CACHE else interval(s["difference"], "+.1f", 100),
-            ]
-            for s in own
-        ]
-        lines += [f"Question {setting}.", "", *table(header, rows), ""]
+        table_rows = []
+        for row in method_rows:
+            difference = ""
+            if row["method"] != FULL_CACHE:
+                difference = interval(row["difference"], "+.1f", 100)
+            table_rows.append(
+                [
+                    f"`{row['method']}`",
+                    str(row["asked"]),
+                    str(row["entries"] or "all"),
+                    *(f"{100 * row['by_task'][task]:.1f}" for task in tasks),
+                    f"{100 * row['score']:.1f}",
+                    difference,
+                ]
+            )
+        lines += [f"Question {setting}.", "", *table(header, table_rows), ""]
     return lines[:-1]

@@ -56,20 +56,28 @@ def results() -> list[str]:
 
 def named_parts() -> list[dict[str, Any]]:
     """Return the parts of docs/quality.json for the models in `NAMES`."""
-    named = [(NAMES.get(p["model"].rpartition("/")[2]), p) for p in load("quality")["parts"]]
-    return [{**part, "model": name} for name, part in named if name]
+    parts = []
+    for part in load("quality")["parts"]:
+        folder_name = part["model"].rpartition("/")[2]
+        if folder_name in NAMES:
+            parts.append({**part, "model": NAMES[folder_name]})
+    return parts
 
 
 def _predictions() -> list[tuple[str, ...]]:
     """Return the KL on texts, with one row per model, kind of text and length."""
     rows = []
     for part in named_parts():
-        own = {s["method"]: s for s in part["summary"] if s["setting"] == "text"}
-        if part["task"] != "fidelity" or not _is_shown(own):
+        by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "text"}
+        if part["task"] != "fidelity" or not _is_shown(by_method):
             continue
         kind = Path(part["text"][0]).name
-        texts = f"{own[FULL_CACHE]['pieces']} texts of {part['length']:,} tokens of {kind}"
-        cells = (interval(own[x]["kl"], ".3f") if x in own else "" for x in COMPARED.values())
+        n_texts = by_method[FULL_CACHE]["pieces"]
+        texts = f"{n_texts} texts of {part['length']:,} tokens of {kind}"
+        cells = (
+            interval(by_method[method]["kl"], ".3f") if method in by_method else ""
+            for method in COMPARED.values()
+        )
         rows.append((part["model"], texts, *cells))
     return rows
 
@@ -78,35 +86,39 @@ def _scores() -> list[tuple[str, ...]]:
     """Return RULER's scores with the question known, with one row per model and length."""
     rows = []
     for part in named_parts():
-        own = {s["method"]: s for s in part["summary"] if s["setting"] == "known"}
-        if part["task"] != "data" or not _is_shown(own):
+        by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "known"}
+        if part["task"] != "data" or not _is_shown(by_method):
             continue
-        full = own[FULL_CACHE]
-        cells = (_score(own[x]) if x in own else "" for x in (FULL_CACHE, *COMPARED.values()))
-        rows.append(
-            (part["model"], f"{full['asked']} questions of {full['length']:,} tokens", *cells)
+        full = by_method[FULL_CACHE]
+        asked = f"{full['asked']} questions of {full['length']:,} tokens"
+        cells = (
+            _score_text(by_method[method]) if method in by_method else ""
+            for method in (FULL_CACHE, *COMPARED.values())
         )
+        rows.append((part["model"], asked, *cells))
     return rows
 
 
-def _is_shown(own: dict[str, Any]) -> bool:
+def _is_shown(by_method: dict[str, Any]) -> bool:
     """Return whether both SnapKV and sparse attention were measured."""
-    return {COMPARED["SnapKV"], COMPARED["sparse"]} <= own.keys()
+    return {COMPARED["SnapKV"], COMPARED["sparse"]} <= by_method.keys()
 
 
-def _score(own: dict[str, Any]) -> str:
-    return f"{100 * own['score']:.0f}"
+def _score_text(row: dict[str, Any]) -> str:
+    return f"{100 * row['score']:.0f}"
 
 
 def _conversation() -> tuple[str, ...]:
     """Return the facts that conversations with `demo` found."""
     result = load("facts")
-    rows = {
-        r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
+    by_name = {
+        row["name"]: row
+        for row in result["rows"]
+        if row["table"] == "memories" and row["model"] == "demo"
     }
     asked = f"{result['facts']} facts of {result['tokens']:,} tokens, one a turn"
     names = ("full cache", "SnapKV", "", "KeyDiff", "sparse, memory")
-    return "`demo`", asked, *(right(rows[name]) if name else "" for name in names)
+    return "`demo`", asked, *(right(by_name[name]) if name else "" for name in names)
 
 
 @cache
@@ -119,10 +131,9 @@ def _planner() -> Planner:
 
 def _memory() -> list[tuple[str, ...]]:
     """Return the KV memory that `mlx-snapkv plan` computes, with one row per context length."""
-    return [
-        (
-            f"{n:,} tokens",
-            *(format_bytes(_planner().plan(n, policy).kv) for policy in PLANNED.values()),
-        )
-        for n in PLANNED_CONTEXTS
-    ]
+    planner = _planner()
+    rows = []
+    for context in PLANNED_CONTEXTS:
+        cells = (format_bytes(planner.plan(context, policy).kv) for policy in PLANNED.values())
+        rows.append((f"{context:,} tokens", *cells))
+    return rows

@@ -53,7 +53,8 @@ for kept in (24, 96):
 
 def recording(press):
     """Patch a press to record its scores. Return the press, and a dict of the scores by layer."""
-    recorded, score = {}, press.score
+    recorded = {}
+    score = press.score
 
     def recording_score(module, *args, **kwargs):
         scores = score(module, *args, **kwargs)

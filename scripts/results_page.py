@@ -41,13 +41,14 @@ def shared_options(description: str | None, page: str) -> argparse.ArgumentParse
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
     """Return a measurement's command, date, commit and machine."""
-    here = versions_and_machine()
+    setup = versions_and_machine()
+    machine = setup["machine"]
     return {
         "command": shlex.join(["python", f"scripts/{script}", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": here["commit"],
-        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
-        "versions": {name: here["versions"][name] for name in ("mlx", "mlx-lm")},
+        "commit": setup["commit"],
+        "machine": f"{machine['system']}, {machine['device']}",
+        "versions": {name: setup["versions"][name] for name in ("mlx", "mlx-lm")},
     }
 
 
@@ -55,8 +56,8 @@ def shown_arguments() -> list[str]:
     """Return this run's arguments without --out, because results should not show a local path."""
     arguments = sys.argv[1:]
     if "--out" in arguments:
-        place = arguments.index("--out")
-        del arguments[place : place + 2]
+        index = arguments.index("--out")
+        del arguments[index : index + 2]  # the flag and its value
     return arguments
 
 
@@ -65,14 +66,15 @@ class Result:
 
     Args:
         out: path without suffix.
-        fixed: fields that all rows share.
+        **shared_fields: fields that all rows share.
     """
 
-    def __init__(self, out: Path, **fixed: Any):
+    def __init__(self, out: Path, **shared_fields: Any):
         """Record the script and its arguments except --out. Nothing is written before the first row."""
-        self._out, self._rows = out, []
-        made = about(Path(sys.argv[0]).name, *shown_arguments())
-        self._result = made | fixed | {"rows": self._rows}
+        self._out = out
+        self._rows: list[Row] = []
+        provenance = about(Path(sys.argv[0]).name, *shown_arguments())
+        self._result = provenance | shared_fields | {"rows": self._rows}
 
     def add(self, row: Row) -> None:
         """Add a row, print it, and write the file."""
@@ -84,10 +86,10 @@ class Result:
 
 def written_by(result: dict[str, Any]) -> str:
     """Return the opening sentence of a page or table."""
-    where = [f"commit {result['commit']}", result["machine"]]
-    where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
-    made = f"`{result['command']}` on {result['date']}"
-    return f"Measured by {made} ({', '.join(where)})."
+    details = [f"commit {result['commit']}", result["machine"]]
+    details += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
+    command_and_date = f"`{result['command']}` on {result['date']}"
+    return f"Measured by {command_and_date} ({', '.join(details)})."
 
 
 def measured(result: dict[str, Any]) -> list[str]:
@@ -97,8 +99,12 @@ def measured(result: dict[str, Any]) -> list[str]:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    ruled = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in ruled]
+    rule = ["---"] * len(header)
+    lines = []
+    for cells in [header, rule, *rows]:
+        escaped_cells = (cell.replace("|", "\\|") for cell in cells)
+        lines.append("| " + " | ".join(escaped_cells) + " |")
+    return lines
 
 
 class _Cells(string.Formatter):
@@ -110,8 +116,10 @@ class _Cells(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
         if value is None:
             return ""
-        known = {"bytes": format_bytes, "seconds": "{:.2f} s".format}
-        return known[spec](value) if spec in known else format(value, spec)
+        formatters = {"bytes": format_bytes, "seconds": "{:.2f} s".format}
+        if spec in formatters:
+            return formatters[spec](value)
+        return format(value, spec)
 
 
 def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
@@ -144,25 +152,27 @@ def memory_of(pid: int) -> int:
     """Return a process's memory in bytes. On Linux, cached files are not included."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return int(told.stdout) * 1024
-    own = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
-    if own is None:
+        ps = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
+        return int(ps.stdout) * 1024
+    line = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
+    if line is None:
         raise OSError(f"process {pid} has ended")
-    return int(own[1]) * 1024
+    kibibytes = line[1]
+    return int(kibibytes) * 1024
 
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
     """Sample a process's memory every 50 ms in a thread and yield the growing list of samples in bytes."""
-    held, over = [memory_of(pid)], threading.Event()
+    samples = [memory_of(pid)]
+    block_has_ended = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.05):
-            held.append(memory_of(pid))
+        while not block_has_ended.wait(0.05):
+            samples.append(memory_of(pid))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    yield held
-    over.set()
+    yield samples
+    block_has_ended.set()
     watcher.join()

@@ -25,11 +25,18 @@ PLUGIN = "import mlx_snapkv\n\nmlx_snapkv.patch_for_snapkv()\n"
 
 def outcomes(tests: Path, hub: Path, *options: str) -> set[str]:
     """Run the tests. Return a line with the outcome of each."""
-    given = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)}
-    pytest = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-p", "no:cacheprovider", *options]
-    run = {"cwd": tests, "env": os.environ | given, "capture_output": True, "text": True}
-    lines = subprocess.run([*pytest, *FILES], **run).stdout.splitlines()
-    return {line[0] for x in lines if (line := re.match(r"\S+::\S+ [A-Z]+", x))}
+    variables = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)}
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-p", "no:cacheprovider"]
+    process = subprocess.run(
+        [*command, *options, *FILES],
+        cwd=tests,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    # A line such as "test_models.py::TestModels::test_llama PASSED".
+    test_and_outcome = re.compile(r"^\S+::\S+ [A-Z]+", re.M)
+    return set(test_and_outcome.findall(process.stdout))
 
 
 def main() -> None:

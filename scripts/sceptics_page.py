@@ -20,8 +20,8 @@ def losses() -> list[str]:
     Each policy has one row per task and setting, for the model on which it loses most.
     """
     worst_first = sorted(_losses(), key=lambda loss: loss["with policy"] - loss["full cache"])
-    keys = "task", "setting", "method"
-    found = [own[0] for own in grouped(worst_first, *keys).values()]
+    losses_by_key = grouped(worst_first, "task", "setting", "method")
+    worst_losses = [key_losses[0] for key_losses in losses_by_key.values()]
     rows = [
         (
             f"{loss['model']}, {loss['length']:,}",
@@ -31,7 +31,7 @@ def losses() -> list[str]:
             f"{100 * loss['full cache']:.0f}",
             f"{100 * loss['with policy']:.0f}",
         )
-        for loss in found[:MOST_LOSSES]
+        for loss in worst_losses[:MOST_LOSSES]
     ]
     header = "model, tokens", "task (questions)", "question", "policy", "full cache", "with policy"
     return table(header, rows)
@@ -42,20 +42,20 @@ def _losses() -> Iterator[dict[str, Any]]:
     for part in named_parts():
         if part["task"] != "data":
             continue
-        full = {s["setting"]: s for s in part["summary"] if s["method"] == FULL_CACHE}
-        for own in part["summary"]:
-            if not own["method"].startswith(("snapkv", "keydiff")):
+        full_rows = {row["setting"]: row for row in part["summary"] if row["method"] == FULL_CACHE}
+        for row in part["summary"]:
+            if not row["method"].startswith(("snapkv", "keydiff")):
                 continue
-            before = full[own["setting"]]
-            for task, score in own["by_task"].items():
-                if before["by_task"][task] - score >= LEAST_LOSS:
+            full_scores = full_rows[row["setting"]]["by_task"]
+            for task, score in row["by_task"].items():
+                if full_scores[task] - score >= LEAST_LOSS:
                     yield {
                         "model": part["model"],
-                        "length": own["length"],
+                        "length": row["length"],
                         "task": task,
-                        "asked": own["asked"] // len(own["by_task"]),
-                        "setting": own["setting"],
-                        "method": own["method"],
-                        "full cache": before["by_task"][task],
+                        "asked": row["asked"] // len(row["by_task"]),
+                        "setting": row["setting"],
+                        "method": row["method"],
+                        "full cache": full_scores[task],
                         "with policy": score,
                     }

@@ -45,6 +45,7 @@ PROGRESS = 10  # seconds between progress lines
 # glibc keeps freed memory for the thread that freed it, unless there is only one arena and large arrays are outside it.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 N_SHOWN = 3  # failures shown in full
+# A line such as `mlx_snapkv_kv_bytes{kind="prefixes"} 1024.0` or `mlx_snapkv_open_requests 2.0`.
 METRIC = re.compile(
     r'mlx_snapkv_(?:kv_bytes\{kind="(?P<kind>\w+)"\}|(?P<name>open_requests)) (?P<value>\S+)'
 )
@@ -69,14 +70,18 @@ class Reading:
     def of(cls, url: str, pid: int) -> "Reading":
         """Read the memory of the server at `url` with process id `pid`."""
         lines = httpx.get(f"{url}/metrics", timeout=WAIT).text.splitlines()
-        found = {
-            m["kind"] or m["name"]: int(float(m["value"])) for m in map(METRIC.match, lines) if m
-        }
-        names = ("prefixes", "requests", "open_requests")
-        return cls(memory_of(pid), *(found[name] for name in names))
+        metrics = {}
+        for match in filter(None, map(METRIC.match, lines)):
+            metrics[match["kind"] or match["name"]] = int(float(match["value"]))
+        return cls(
+            resident=memory_of(pid),
+            prefixes=metrics["prefixes"],
+            requests=metrics["requests"],
+            open_requests=metrics["open_requests"],
+        )
 
     @property
-    def own(self) -> int:
+    def remaining(self) -> int:
         """Return the process's memory without prefixes and running requests."""
         return self.resident - self.prefixes - self.requests
 
@@ -151,11 +156,11 @@ class Soak:
     @contextlib.contextmanager
     def _progress(self, url: str, pid: int) -> Iterator[list[Reading]]:
         """Read the memory every second and print it every `PROGRESS` seconds; yield the list of readings."""
-        over = threading.Event()
+        has_ended = threading.Event()
         readings: list[Reading] = []
 
         def watch() -> None:
-            while not over.wait(1):
+            while not has_ended.wait(1):
                 readings.append(Reading.of(url, pid))
                 if len(readings) % PROGRESS == 0:
                     print(f"    {len(self._sent)} requests, {readings[-1]}", flush=True)
@@ -165,7 +170,7 @@ class Soak:
         try:
             yield readings
         finally:
-            over.set()
+            has_ended.set()
             watcher.join()
 
     @property
@@ -183,10 +188,11 @@ class Soak:
 
         Compare medians of equally many readings, because a single reading also depends on the chunk being processed.
         """
-        n = -(-len(early) // 2)
-        before, after = (median(reading.own for reading in each[-n:]) for each in (early, late))
-        told = f"{format_bytes(round(before))} at the warm-up's end, {format_bytes(round(after))} at the end"
-        sentence = f"memory beside prefixes and requests grew to {after / before:.2f} ({told})"
+        n_readings = -(-len(early) // 2)
+        before = median(reading.remaining for reading in early[-n_readings:])
+        after = median(reading.remaining for reading in late[-n_readings:])
+        sizes = f"{format_bytes(round(before))} at the warm-up's end, {format_bytes(round(after))} at the end"
+        sentence = f"memory beside prefixes and requests grew to {after / before:.2f} ({sizes})"
         self._check(after <= self.max_growth * before, sentence)
 
     def _check_idle(self, reading: Reading) -> None:
@@ -205,23 +211,26 @@ class Soak:
     def _check_requests(self) -> None:
         """Check that requests failed only if their prompts were too long, and that JSON follows its schema."""
         counts = sum((session.counts for session in self.sessions), Counter[str]())
-        done = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+        actions = ", ".join(f"{n_times} {name}" for name, n_times in sorted(counts.items()))
         failed = [sent for sent in self._sent if sent.error and TOO_LONG not in sent.error]
-        shown = "".join(f"\n    {sent.status} {sent.error[:300]}" for sent in failed[:N_SHOWN])
-        sentence = f"{len(failed)} of {len(self._sent)} requests failed ({done}){shown}"
+        errors = "".join(f"\n    {sent.status} {sent.error[:300]}" for sent in failed[:N_SHOWN])
+        sentence = f"{len(failed)} of {len(self._sent)} requests failed ({actions}){errors}"
         self._check(not failed, sentence)
         texts = [sent.answer.text for sent in self._sent if sent.answer and sent.has_schema]
-        wrong = [text for text in texts if not _obeys(text)]
-        self._check(
-            not wrong, f"{len(wrong)} of {len(texts)} JSON answers are wrong {wrong[:N_SHOWN]}"
+        wrong_texts = [text for text in texts if not _follows_schema(text)]
+        sentence = (
+            f"{len(wrong_texts)} of {len(texts)} JSON answers are wrong {wrong_texts[:N_SHOWN]}"
         )
+        self._check(not wrong_texts, sentence)
 
     def _check_log(self, log: IO[str]) -> None:
         """Check that the server's log has no traceback and no status 500 or above."""
         log.seek(0)
         lines = log.read().splitlines()
-        bad = [line for line in lines if "Traceback" in line or re.search(r"/v1/\S+ 5\d\d ", line)]
-        self._check(not bad, f"{len(bad)} errors in {len(lines)} lines of the log {bad[:N_SHOWN]}")
+        server_error = re.compile(r"/v1/\S+ 5\d\d ")  # such as "/v1/messages 500 "
+        errors = [line for line in lines if "Traceback" in line or server_error.search(line)]
+        sentence = f"{len(errors)} errors in {len(lines)} lines of the log {errors[:N_SHOWN]}"
+        self._check(not errors, sentence)
 
     def _check_answers(self, url: str) -> None:
         """Check answers against the same requests sent alone, one by one, for half of the sessions' time."""
@@ -231,26 +240,27 @@ class Soak:
                 by_request.setdefault(sent.key, []).append(sent)
         groups = list(by_request.values())
         random.Random(0).shuffle(groups)
-        until = time.monotonic() + self.seconds / 2
+        deadline = time.monotonic() + self.seconds / 2
         n_compared = 0
         differing: list[tuple[Sent, Sent]] = []
         with httpx.Client(base_url=url, timeout=WAIT) as client:
             for group in groups:
-                alone = post(client, APIS[group[0].path], group[0].body, streams=False)
+                any_sent = group[0]
+                alone = post(client, APIS[any_sent.path], any_sent.body, streams=False)
                 differing += [(sent, alone) for sent in group if sent.answer != alone.answer]
                 n_compared += len(group)
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     break
         n_answers = sum(map(len, groups))
-        shown = "".join(
+        answers = "".join(
             f"\n    {sent.answer}\n    alone: {alone.answer or alone.error}"
             for sent, alone in differing[:N_SHOWN]
         )
         sentence = f"{len(differing)} of {n_compared} answers differ from the answers to the requests alone"
-        self._check(not differing, f"{sentence} ({n_answers} answers in all){shown}")
+        self._check(not differing, f"{sentence} ({n_answers} answers in all){answers}")
 
 
-def _obeys(text: str) -> bool:
+def _follows_schema(text: str) -> bool:
     """Return whether a text is JSON that follows the sessions' schema."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
@@ -269,35 +279,41 @@ def soak(model: str, tool_format: str, seconds: float, args: argparse.Namespace)
     """
     name = Path(model).name
     print(f"{name}, {tool_format}, {args.sessions} sessions, {seconds:.0f} s", flush=True)
-    with tempfile.TemporaryDirectory() as holder:
+    with tempfile.TemporaryDirectory() as temporary:
         source = Path(model)
         if model in MODELS:
             # Half precision rounds differently for a batch and for a single request.
-            source = Path(holder) / "float32"
+            source = Path(temporary) / "float32"
             write_float32(model, source)
-        folder = Path(holder) / f"{name}-{tool_format}"
+        folder = Path(temporary) / f"{name}-{tool_format}"
         write_folder(source, tool_format, folder)
         sessions = [Session(n, args.seed) for n in range(args.sessions)]
         flags = ["--max-context", str(args.max_context), *args.serve.split()]
-        made = Soak(folder, flags, args.prefix_bytes, seconds, sessions, args.max_growth)
-        made.run()
-    return made.failures
+        test = Soak(folder, flags, args.prefix_bytes, seconds, sessions, args.max_growth)
+        test.run()
+    return test.failures
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's argument parser."""
-    made = options(__doc__)
+    argument_parser = options(__doc__)
     models = [str(SMOLLM2), HYBRID]
-    made.add_argument("--model", nargs="+", default=models, help="folders or embedded models")
-    made.add_argument("--minutes", type=float, default=10, help="for each model")
-    made.add_argument("--formats", nargs="+", choices=list(CALLS), default=list(CALLS))
-    made.add_argument("--sessions", type=int, default=8)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--max-context", type=int, default=1200, help="of the server, in tokens")
-    made.add_argument("--prefix-bytes", type=int, default=40_000_000, help="of the server")
-    made.add_argument("--serve", default="", help="more flags of the server")
-    made.add_argument("--max-growth", type=float, default=MAX_GROWTH, help="of memory")
-    return made
+    argument_parser.add_argument(
+        "--model", nargs="+", default=models, help="folders or embedded models"
+    )
+    argument_parser.add_argument("--minutes", type=float, default=10, help="for each model")
+    argument_parser.add_argument("--formats", nargs="+", choices=list(CALLS), default=list(CALLS))
+    argument_parser.add_argument("--sessions", type=int, default=8)
+    argument_parser.add_argument("--seed", type=int, default=0)
+    argument_parser.add_argument(
+        "--max-context", type=int, default=1200, help="of the server, in tokens"
+    )
+    argument_parser.add_argument(
+        "--prefix-bytes", type=int, default=40_000_000, help="of the server"
+    )
+    argument_parser.add_argument("--serve", default="", help="more flags of the server")
+    argument_parser.add_argument("--max-growth", type=float, default=MAX_GROWTH, help="of memory")
+    return argument_parser
 
 
 def main() -> None:

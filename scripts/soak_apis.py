@@ -102,8 +102,11 @@ class Chat(API):
 
     def formatted(self) -> Body:
         """Return `response_format`."""
-        form = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA}}
-        return {"response_format": form, "tool_choice": "none"}
+        response_format = {
+            "type": "json_schema",
+            "json_schema": {"name": "state", "schema": SCHEMA},
+        }
+        return {"response_format": response_format, "tool_choice": "none"}
 
     def answer(self, response: Body) -> Answer:
         """Return the answer in the first choice."""
@@ -115,15 +118,17 @@ class Chat(API):
 
     def streamed(self, events: Iterable[Body]) -> Answer:
         """Join the answer's parts from the deltas. Each call arrives complete."""
-        found = Answer()
+        answer = Answer()
         for event in events:
             for choice in event["choices"]:
                 delta = choice["delta"]
-                found.text += delta.get("content") or ""
+                answer.text += delta.get("content") or ""
                 functions = [call["function"] for call in delta.get("tool_calls") or []]
-                found.calls += [(each["name"], each["arguments"]) for each in functions]
-                found.why = choice["finish_reason"] or found.why
-        return found
+                answer.calls += [
+                    (function["name"], function["arguments"]) for function in functions
+                ]
+                answer.why = choice["finish_reason"] or answer.why
+        return answer
 
 
 class Responses(API):
@@ -137,8 +142,8 @@ class Responses(API):
         items: list[Body] = []
         for message in history:
             if message["role"] == "tool":
-                about = {"call_id": message["tool_call_id"], "output": message["content"]}
-                items.append({"type": "function_call_output", **about})
+                result = {"call_id": message["tool_call_id"], "output": message["content"]}
+                items.append({"type": "function_call_output", **result})
                 continue
             if message["content"]:
                 items.append({"role": message["role"], "content": message["content"]})
@@ -153,8 +158,8 @@ class Responses(API):
 
     def formatted(self) -> Body:
         """Return `text.format`."""
-        form = {"type": "json_schema", "name": "state", "schema": SCHEMA}
-        return {"text": {"format": form}, "tool_choice": "none"}
+        response_format = {"type": "json_schema", "name": "state", "schema": SCHEMA}
+        return {"text": {"format": response_format}, "tool_choice": "none"}
 
     def answer(self, response: Body) -> Answer:
         """Return the texts and calls of the output items."""
@@ -182,19 +187,29 @@ class AnthropicMessages(API):
         for message in history:
             blocks: list[Body] = []
             if message["role"] == "tool":
-                about = {"tool_use_id": message["tool_call_id"], "content": message["content"]}
-                blocks.append({"type": "tool_result", **about})
+                result = {"tool_use_id": message["tool_call_id"], "content": message["content"]}
+                blocks.append({"type": "tool_result", **result})
             elif message["content"]:
                 blocks.append({"type": "text", "text": message["content"]})
             for call in message.get("tool_calls", ()):
                 function = call["function"]
-                about = {"name": function["name"], "input": json.loads(function["arguments"])}
-                blocks.append({"type": "tool_use", "id": call["id"], **about})
+                arguments = json.loads(function["arguments"])
+                blocks.append(
+                    {
+                        "type": "tool_use",
+                        "id": call["id"],
+                        "name": function["name"],
+                        "input": arguments,
+                    }
+                )
             role = "assistant" if message["role"] == "assistant" else "user"
             messages.append({"role": role, "content": blocks})
         tools = [
-            {"name": tool["name"], "input_schema": tool["parameters"]}
-            | {"description": tool["description"]}
+            {
+                "name": tool["name"],
+                "input_schema": tool["parameters"],
+                "description": tool["description"],
+            }
             for tool in TOOLS
         ]
         return {"system": SYSTEM, "messages": messages, "tools": tools}
@@ -205,18 +220,18 @@ class AnthropicMessages(API):
 
     def formatted(self) -> Body:
         """Return `output_config`."""
-        form = {"type": "json_schema", "schema": SCHEMA}
-        return {"output_config": {"format": form}, "tool_choice": {"type": "none"}}
+        response_format = {"type": "json_schema", "schema": SCHEMA}
+        return {"output_config": {"format": response_format}, "tool_choice": {"type": "none"}}
 
     def answer(self, response: Body) -> Answer:
         """Return the texts and calls of the content blocks."""
-        found = Answer(why=response["stop_reason"])
+        answer = Answer(why=response["stop_reason"])
         for block in response["content"]:
             if block["type"] == "tool_use":
-                found.calls.append((block["name"], _compact(block["input"])))
+                answer.calls.append((block["name"], _compact_json(block["input"])))
             else:
-                found.text += block["text"]
-        return found
+                answer.text += block["text"]
+        return answer
 
     def streamed(self, events: Iterable[Body]) -> Answer:
         """Join the answer's blocks from the events."""
@@ -238,7 +253,7 @@ class AnthropicMessages(API):
         return self.answer(response)
 
 
-def _compact(arguments: Any) -> str:
+def _compact_json(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 

@@ -52,11 +52,12 @@ def write_folder(model: Path, tool_format: str, folder: Path) -> None:
             (folder / file.name).symlink_to(file.resolve())
         elif file.is_file():
             shutil.copyfile(file, folder / file.name)
-    about = folder / "tokenizer_config.json"
-    fields = json.loads(about.read_text(encoding="utf-8"))
-    kind = CHATML if CHATML[0] in fields["chat_template"] else EMBEDDED
-    fields |= {
-        "chat_template": template(CALLS[tool_format], *kind),
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    is_chatml = CHATML[0] in config["chat_template"]
+    markers = CHATML if is_chatml else EMBEDDED
+    config |= {
+        "chat_template": template(CALLS[tool_format], *markers),
         "tool_parser_type": tool_format,
     }
-    about.write_text(json.dumps(fields), encoding="utf-8")
+    config_file.write_text(json.dumps(config), encoding="utf-8")

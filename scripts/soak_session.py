@@ -72,12 +72,13 @@ class Session:
 
     def run(self, url: str, until: float) -> None:
         """Work on a server until `time.monotonic` reaches `until`, or until a request fails."""
+        # Action -> its relative frequency.
         actions = {self._turn: 12, self._retry: 2, self._branch: 2, self._disconnect: 3}
         with httpx.Client(base_url=url, timeout=WAIT) as client:
             while time.monotonic() < until:
-                (act,) = self._random.choices(list(actions), list(actions.values()))
-                self.counts[act.__name__.strip("_")] += 1
-                act(client)
+                (action,) = self._random.choices(list(actions), list(actions.values()))
+                self.counts[action.__name__.strip("_")] += 1
+                action(client)
 
     def _turn(self, client: httpx.Client) -> None:
         """Send the next user message, or results of calls, and add the answer to the history."""
@@ -88,15 +89,14 @@ class Session:
     def _retry(self, client: httpx.Client) -> None:
         """Repeat the last request, as a client does after losing its connection."""
         if self.sent:
-            last = self.sent[-1]
-            again = post(client, self._api, last.body, streams=not last.body["stream"])
-            self.sent.append(again)
+            body = self.sent[-1].body
+            self.sent.append(post(client, self._api, body, streams=not body["stream"]))
 
     def _branch(self, client: httpx.Client) -> None:
         """Go back to an earlier user message and replace it and everything after it."""
-        places = [n for n, message in enumerate(self._history) if message["role"] == "user"]
-        if places:
-            del self._history[self._random.choice(places) :]
+        user_indices = [i for i, message in enumerate(self._history) if message["role"] == "user"]
+        if user_indices:
+            del self._history[self._random.choice(user_indices) :]
         self._turn(client)
 
     def _disconnect(self, client: httpx.Client) -> None:
@@ -117,19 +117,21 @@ class Session:
             return
         calls = [
             {
-                "id": self._call_id(n),
+                "id": self._call_id(i),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for n, (name, arguments) in enumerate(sent.answer.calls)
+            for i, (name, arguments) in enumerate(sent.answer.calls)
         ]
         text = sent.answer.text or ("" if calls else ".")
         message: Body = {"role": "assistant", "content": text}
-        self._history.append(message | ({"tool_calls": calls} if calls else {}))
+        if calls:
+            message["tool_calls"] = calls
+        self._history.append(message)
 
-    def _call_id(self, n: int) -> str:
-        """Return a nine-character alphanumeric id, which some templates require."""
-        return f"{len(self._history):04}{n:05}"
+    def _call_id(self, i: int) -> str:
+        """Return a nine-character alphanumeric id for call `i` of a message, which some templates require."""
+        return f"{len(self._history):04}{i:05}"
 
     def _compact(self) -> None:
         """Replace the history with a summary, as agents do when a prompt is too long."""
@@ -139,26 +141,27 @@ class Session:
 
     def _add_message(self) -> None:
         """Add results for the last answer's calls or, if it made none, a user message."""
-        last = self._history[-1] if self._history else {}
-        for call in last.get("tool_calls", ()):
+        last_message = self._history[-1] if self._history else {}
+        calls = last_message.get("tool_calls", ())
+        for call in calls:
             result = {"role": "tool", "tool_call_id": call["id"], "content": self._words(40)}
             self._history.append(result)
-        if not last.get("tool_calls"):
+        if not calls:
             self._history.append({"role": "user", "content": f"{self._words(16)}?"})
 
     def _body(self) -> Body:
         """Return the next request's body. Most leave the output free, and the others force a call or JSON."""
-        kind = self._random.choices(("free", "call", "JSON"), (6, 3, 1))[0]
-        more = {
-            "free": {self._api.LIMIT: N_TOKENS},
-            "call": {self._api.LIMIT: N_FORMATTED, **self._api.forced()},
-            "JSON": {self._api.LIMIT: N_FORMATTED, **self._api.formatted()},
-        }
+        output_fields = [
+            {self._api.LIMIT: N_TOKENS},
+            {self._api.LIMIT: N_FORMATTED, **self._api.forced()},
+            {self._api.LIMIT: N_FORMATTED, **self._api.formatted()},
+        ]
+        (fields,) = self._random.choices(output_fields, weights=(6, 3, 1))
         body = {"model": "local", "temperature": 0, **self._api.body(self._history)}
-        return body | more[kind]
+        return body | fields
 
-    def _words(self, n: int) -> str:
-        return " ".join(self._random.choices(WORDS, k=n))
+    def _words(self, n_words: int) -> str:
+        return " ".join(self._random.choices(WORDS, k=n_words))
 
 
 def post(client: httpx.Client, api: API, body: Body, streams: bool) -> Sent:
@@ -174,9 +177,9 @@ def post(client: httpx.Client, api: API, body: Body, streams: bool) -> Sent:
             response.read()
             return Sent(api.path, body, response.status_code, error=response.text)
         events = list(_events(response.iter_lines()))
-    failed = [event for event in events if _failed(event)]
-    if failed:
-        return Sent(api.path, body, 200, error=json.dumps(failed[0]))
+    errors = [event for event in events if _is_error(event)]
+    if errors:
+        return Sent(api.path, body, 200, error=json.dumps(errors[0]))
     return Sent(api.path, body, 200, api.streamed(events))
 
 
@@ -187,6 +190,6 @@ def _events(lines: Iterator[str]) -> Iterator[Body]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _failed(event: Body) -> bool:
+def _is_error(event: Body) -> bool:
     """Return whether an event from any API is an error."""
     return bool(event.get("error")) or event.get("type") in ("error", "response.failed")

@@ -10,10 +10,12 @@ def reading() -> list[str]:
     result = load("reading")
     top_ks = sorted({row["top_k"] for row in result["rows"]})
     rows = []
-    for (model, length, kind), own in grouped(result["rows"], "model", "length", "kind").items():
-        kls = {row["top_k"]: f"{row['kl']:.4f}" for row in own}
-        cells = [kls.get(top_k, "") for top_k in top_ks]
-        rows.append((f"`{model}`", f"{length:,}", f"{kind} ({own[0]['n']})", *cells))
+    groups = grouped(result["rows"], "model", "length", "kind")
+    for (model, length, kind), group_rows in groups.items():
+        kl_by_top_k = {row["top_k"]: f"{row['kl']:.4f}" for row in group_rows}
+        cells = [kl_by_top_k.get(top_k, "") for top_k in top_ks]
+        n_cases = group_rows[0]["n"]
+        rows.append((f"`{model}`", f"{length:,}", f"{kind} ({n_cases})", *cells))
     header = ("model", "tokens", "what follows", *(f"{top_k:,} a chunk" for top_k in top_ks))
     return [*measured(result), *table(header, rows)]
 
@@ -21,15 +23,15 @@ def reading() -> list[str]:
 def rest() -> list[str]:
     """Return the KL by the means of unread entries, with one column per way to compute the means."""
     results = [load(name) for name in ("rest", "rest-code")]
-    found = [row for result in results for row in result["rows"]]
-    ways = list(dict.fromkeys(row["way"] for row in found))
-    rows = []
-    for (model, text, length), own in grouped(found, "model", "text", "length").items():
-        kls = {row["way"]: f"{row['kl']:.4f}" for row in own}
-        tokens = f"{length:,} of {text} ({own[0]['n']})"
-        rows.append((f"`{model}`", tokens, *(kls[way] for way in ways)))
-    made = [line for result in results for line in measured(result)]
-    return [*made, *table(("model", "tokens", *ways), rows)]
+    rows = [row for result in results for row in result["rows"]]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    table_rows = []
+    for (model, text, length), way_rows in grouped(rows, "model", "text", "length").items():
+        kl_by_way = {row["way"]: f"{row['kl']:.4f}" for row in way_rows}
+        tokens = f"{length:,} of {text} ({way_rows[0]['n']})"
+        table_rows.append((f"`{model}`", tokens, *(kl_by_way[way] for way in ways)))
+    lines = [line for result in results for line in measured(result)]
+    return [*lines, *table(("model", "tokens", *ways), table_rows)]
 
 
 def long_answers() -> list[str]:
@@ -37,13 +39,17 @@ def long_answers() -> list[str]:
     result = load("long-answers")
     starts = sorted({span["start"] for row in result["rows"] for span in row["spans"]})
     width = result["rows"][0]["spans"][0]["stop"]
-    heads = [f"{start} to {start + width - 1}" for start in starts]
-    body = []
+    span_headings = [f"{start} to {start + width - 1}" for start in starts]
+    table_rows = []
     for row in result["rows"]:
-        spans = {s["start"]: f"{s['kl']:.3f}, {s['same']:.2f}" for s in row["spans"]}
-        pairs = zip(row["differs"], row["tokens"])
-        differs = ", ".join("never" if at == n else str(at) for at, n in sorted(pairs))
-        asked = (f"`{row['model']}`", row["kind"], f"`{row['method']}`")
-        body.append((*asked, *(spans.get(start, "") for start in starts), differs))
-    header = ("model", "answer", "method", *heads, "first differs")
-    return [*measured(result), *table(header, body)]
+        cells = {span["start"]: f"{span['kl']:.3f}, {span['same']:.2f}" for span in row["spans"]}
+        positions_and_lengths = sorted(zip(row["differs"], row["tokens"]))
+        differs = [
+            "never" if position == length else str(position)
+            for position, length in positions_and_lengths
+        ]
+        names = (f"`{row['model']}`", row["kind"], f"`{row['method']}`")
+        span_cells = (cells.get(start, "") for start in starts)
+        table_rows.append((*names, *span_cells, ", ".join(differs)))
+    header = ("model", "answer", "method", *span_headings, "first differs")
+    return [*measured(result), *table(header, table_rows)]

@@ -21,10 +21,10 @@ from mlx_snapkv.measure.tables import as_markdown, grouped, setting_text
 def filled(page: str) -> str:
     """Return a page with up-to-date tables."""
     for name in re.findall(r"<!-- ([a-z-]+) -->", page):
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, rest = page.split(start)
-        after = rest.split(end)[1]
-        page = "\n".join([before + start, "", *TABLES[name](), "", end + after])
+        start_mark, end_mark = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = page.split(start_mark)
+        _, after = rest.split(end_mark)
+        page = "\n".join([before + start_mark, "", *TABLES[name](), "", end_mark + after])
     return page
 
 
@@ -35,8 +35,11 @@ def choices() -> list[str]:
     """Return the table of choices, with the pages that measure them."""
     rows = []
     for choice in CHOICES:
-        pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages.split())
-        rows.append((choice.when, choice.why, pages))
+        links = []
+        for page in choice.pages.split():
+            name, *_ = page.partition(".md")
+            links.append(f"[{name}]({page})")
+        rows.append((choice.when, choice.why, ", ".join(links)))
     return table(("you have", "how it works", "measured in"), rows)
 
 
@@ -55,17 +58,20 @@ def commands() -> list[str]:
     """Return each choice's command as a code block."""
     lines: list[str] = []
     for choice in CHOICES:
-        head = f"{choice.when[0].upper()}{choice.when[1:]}:"
-        lines += [head, "", "```", _folded(choice.command), "```", ""]
+        heading = f"{choice.when[0].upper()}{choice.when[1:]}:"
+        lines += [heading, "", "```", _folded(choice.command), "```", ""]
     return lines[:-1]
 
 
 def _folded(command: str) -> str:
     """Break a command before its options, into lines that fit on a page."""
-    lines = [""]
-    for word in command.replace(" --", "\n--").split("\n"):
-        fits = len(lines[-1]) + len(word) < 100 or not lines[-1]
-        lines[-1:] = [f"{lines[-1]} {word}".strip()] if fits else [lines[-1], word]
+    first_words, *options = command.replace(" --", "\n--").split("\n")
+    lines = [first_words]
+    for option in options:
+        if len(lines[-1]) + len(option) < 100:
+            lines[-1] += f" {option}"
+        else:
+            lines.append(option)
     return " \\\n    ".join(lines)
 
 
@@ -83,21 +89,23 @@ BOOKS = (
 def speed(name: str) -> list[str]:
     """Return the table of `mlx-snapkv bench`."""
     result = load(name)
-    speeds = speed_table(result["speed"])
-    lines = [setting_text(result), *result.get("notes", []), "", speeds.remark, ""]
-    return [*lines, as_markdown(speeds)]
+    speed_figures = speed_table(result["speed"])
+    lines = [setting_text(result), *result.get("notes", []), "", speed_figures.remark, ""]
+    return [*lines, as_markdown(speed_figures)]
 
 
 def books() -> list[str]:
     """Return the table of books that are read and asked about."""
     result = load("books")
-    rows = [
-        row
-        | {"speed": row["context"] / row["read_seconds"], "gathered": row["gathered"] or None}
-        | {"disk": row["disk_bytes_per_token"] or None}
-        for row in sorted(result["rows"], key=lambda row: row["context"])
-    ]
-    full = max(row["context"] for row in rows if row["contender"] == "full cache")
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: row["context"]):
+        shown_figures = {
+            "speed": row["context"] / row["read_seconds"],
+            "gathered": row["gathered"] or None,  # 0 is shown as an empty cell
+            "disk": row["disk_bytes_per_token"] or None,
+        }
+        rows.append(row | shown_figures)
+    longest_full = max(row["context"] for row in rows if row["contender"] == "full cache")
     columns = {
         "prompt": "{context:,}",
         "cache": "{contender}",
@@ -111,17 +119,20 @@ def books() -> list[str]:
         "gathered": "{gathered:,}",
         "question": "{question_seconds:seconds}",
     }
-    return [*measured(result), BOOKS.format(full=full), "", *figures(rows, columns)]
+    return [*measured(result), BOOKS.format(full=longest_full), "", *figures(rows, columns)]
 
 
 def batches() -> list[str]:
     """Return the table of batches."""
     result = load("batches")
-    full = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
+    full_rows = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
     rows = []
     for row in result["rows"]:
-        base = full[row["batch"]]
-        ratios = {f"{x}_ratio": row[f"{x}"] / base[x] for x in ("tokens_per_second", "run_seconds")}
+        full_row = full_rows[row["batch"]]
+        ratios = {
+            f"{figure}_ratio": row[figure] / full_row[figure]
+            for figure in ("tokens_per_second", "run_seconds")
+        }
         rows.append(row | ratios | {"last": row["first_seconds"][-1]})
     columns = {
         "prompts": "{batch}",
@@ -138,18 +149,25 @@ def batches() -> list[str]:
 def servers() -> list[str]:
     """Return the table that compares mlx-lm's server with ours."""
     result = load("servers")
-    base = {row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"}
+    mlx_lm_rows = {
+        row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"
+    }
     rows = []
     for row in result["rows"]:
+        mlx_lm_row = mlx_lm_rows[row["clients"]]
+        together = "never"
         speed = row["together_tokens_per_second"]
-        gain = speed / base[row["clients"]]["together_tokens_per_second"] if speed else 0
-        rows.append(
-            row
-            | {"first": statistics.median(row["first_seconds"]), "last": row["first_seconds"][-1]}
-            | {"later": statistics.median(row["follow_up_seconds"])}
-            | {"together": f"{speed:.1f}, {gain:.2f}x" if speed else "never"}
-            | {"cached": row["cached_tokens"] / row["follow_up_tokens"]}
-        )
+        if speed:
+            ratio = speed / mlx_lm_row["together_tokens_per_second"]
+            together = f"{speed:.1f}, {ratio:.2f}x"
+        shown_figures = {
+            "first": statistics.median(row["first_seconds"]),
+            "last": row["first_seconds"][-1],
+            "later": statistics.median(row["follow_up_seconds"]),
+            "together": together,
+            "cached": row["cached_tokens"] / row["follow_up_tokens"],
+        }
+        rows.append(row | shown_figures)
     columns = {
         "clients": "{clients}",
         "server": "{server}",
@@ -195,11 +213,11 @@ def resident() -> list[str]:
     """Return the facts found by share of the entries, with one row per model and cache."""
     rows = _facts("resident")
     shares = list(dict.fromkeys(row["share"] for row in rows))
-    body = [
-        (f"`{model}`", name, *(right(row) for row in own))
-        for (model, name), own in grouped(rows, "model", "name").items()
+    table_rows = [
+        (f"`{model}`", name, *(right(row) for row in share_rows))
+        for (model, name), share_rows in grouped(rows, "model", "name").items()
     ]
-    return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
+    return table(("model", "cache", *(f"1/{share}" for share in shares)), table_rows)
 
 
 TEMPLATES = {
@@ -214,17 +232,20 @@ TEMPLATES = {
 def agents() -> list[str]:
     """Return the turns answered by each client, with one column per family of templates."""
     result = load("agents")
-    warned = sorted({warning for row in result["rows"] for warning in row["warnings"]})
-    rows = []
-    for (client, api), own in grouped(result["rows"], "client", "api").items():
-        turns = {row["template"]: f"{row['answered']}/{row['turns']}" for row in own}
-        warnings = sorted({warned.index(x) + 1 for row in own for x in row["warnings"]})
+    all_warnings = sorted({warning for row in result["rows"] for warning in row["warnings"]})
+    number_of = {warning: number for number, warning in enumerate(all_warnings, start=1)}
+    table_rows = []
+    for (client, api), client_rows in grouped(result["rows"], "client", "api").items():
+        turns = {row["template"]: f"{row['answered']}/{row['turns']}" for row in client_rows}
         cells = [turns.get(template, "") for template in TEMPLATES]
+        warning_numbers = sorted(
+            {number_of[warning] for row in client_rows for warning in row["warnings"]}
+        )
         name = f"{client} {result['clients'][client]}"
-        rows.append((name, f"`{api}`", *cells, ", ".join(map(str, warnings))))
+        table_rows.append((name, f"`{api}`", *cells, ", ".join(map(str, warning_numbers))))
     header = ("client", "API", *TEMPLATES.values(), "warnings")
-    numbered = [f"{i}. {warning}" for i, warning in enumerate(warned, start=1)]
-    return [*measured(result), *table(header, rows), "", *numbered]
+    warning_list = [f"{number}. {warning}" for warning, number in number_of.items()]
+    return [*measured(result), *table(header, table_rows), "", *warning_list]
 
 
 def agents_context() -> list[str]:

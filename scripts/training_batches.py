@@ -71,7 +71,8 @@ class SequenceMaker:
 
     def question_answering(self, mix: Mix) -> Sequence:
         """Return a document with facts and questions, either as a chat or as continued text."""
-        rng, n_facts = self.rng, self._hidden(mix)
+        rng = self.rng
+        n_facts = self._n_hidden(mix)
         attributes = list(documents.ATTRIBUTES)
         if rng.random() < SAME_ATTRIBUTE:
             attributes = [rng.choice(attributes)]
@@ -93,14 +94,14 @@ class SequenceMaker:
 
     def task(self, mix: Mix) -> Sequence:
         """Return one of the harder tasks, as a chat."""
-        sentences, questions = TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
+        sentences, questions = TASKS[self.rng.choice(mix.tasks)](self.rng, self._n_hidden(mix))
 
         def document(n_tokens: int) -> str:
             return documents.hide(self.rng, sentences, n_tokens, self.count, in_order=True)
 
         return self._chat(mix, questions[: mix.questions], document)
 
-    def _hidden(self, mix: Mix) -> int:
+    def _n_hidden(self, mix: Mix) -> int:
         """Return a random number of sentences to hide."""
         return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
 
@@ -182,11 +183,13 @@ class SequenceMaker:
 
 def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
     """Return the share of answers whose tokens are all predicted, or NaN if there are no answers."""
-    hits = []
-    for row_ok, row_kind in zip(correct, kinds):
-        answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
-        hits += [row_ok[a:b].all() for a, b in zip(answer[::2], answer[1::2])]
-    return float(np.mean(hits)) if hits else math.nan
+    is_exact = []
+    for row_correct, row_kinds in zip(correct, kinds):
+        is_answer = np.concatenate([[0], row_kinds == ANSWER, [0]])
+        bounds = np.flatnonzero(np.diff(is_answer))  # start and stop of each answer in turn
+        for start, stop in zip(bounds[::2], bounds[1::2]):
+            is_exact.append(row_correct[start:stop].all())
+    return float(np.mean(is_exact)) if is_exact else math.nan
 
 
 class Progress:

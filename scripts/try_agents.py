@@ -50,17 +50,17 @@ class Turn:
     Attributes:
         text: text of the answer.
         commands: commands to call; after their results, the model says `DONE`.
-        made: contents of the files that the commands write, by name.
+        files: contents of the files that the commands write, by name.
     """
 
     text: str = ""
     commands: tuple[str, ...] = ()
-    made: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
-    def answered(self, printed: str, work: Path) -> bool:
+    def is_answered(self, output: str, work: Path) -> bool:
         """Return whether a client printed the answer, and its tool wrote the files."""
-        written = (name for name, text in self.made.items() if _read(work / name) == text)
-        return (self.text or DONE) in printed and len(list(written)) == len(self.made)
+        has_files = all(_read(work / name) == text for name, text in self.files.items())
+        return (self.text or DONE) in output and has_files
 
 
 def _read(path: Path) -> str | None:
@@ -172,12 +172,14 @@ CALL = "{~name~: ~run~, ~arguments~: {~command~: ~COMMAND~}}"  # the model's cal
 
 def what_to_say(prompt: str) -> str:
     """Return the model's answer to a prompt, which is given in the last message."""
-    last = prompt.rpartition("<|user|>")[2]
-    _, says, text = last.rpartition(SAY)
-    text, _, after = text.partition(END)
-    if SUMMARY.search(after if says else last):
+    _, _, last_message = prompt.rpartition("<|user|>")
+    _, say, text_and_rest = last_message.rpartition(SAY)
+    text, _, after = text_and_rest.partition(END)
+    if SUMMARY.search(after if say else last_message):
         return "<analysis>Notes.</analysis><summary>Notes were read.</summary>"
-    answer = DONE if not says or RESULT.search(after) else text.strip().replace("~", '"')
+    has_tool_result = RESULT.search(after) is not None
+    is_done = not say or has_tool_result
+    answer = DONE if is_done else text.strip().replace("~", '"')
     return f"A tool may do.</think>{answer}" if prompt.endswith("<think>") else answer
 
 
@@ -188,9 +190,14 @@ def user_message(turn: Turn, call: str) -> str:
         turn: the turn, with its commands, files or text.
         call: a tool call with COMMAND in place of the command; if empty, the model answers with the files.
     """
-    calls = (f"<tool_call>{call.replace('COMMAND', each)}</tool_call>" for each in turn.commands)
-    files = (f"{name}\n```\n{text}```\n\n" for name, text in turn.made.items())
-    answer = turn.text or ("".join(calls) if call else "".join(files) + DONE)
+    if turn.text:
+        answer = turn.text
+    elif call:
+        calls = [call.replace("COMMAND", command) for command in turn.commands]
+        answer = "".join(f"<tool_call>{text}</tool_call>" for text in calls)
+    else:
+        files = [f"{name}\n```\n{text}```\n\n" for name, text in turn.files.items()]
+        answer = "".join(files) + DONE
     return f"{SAY}{answer}{END}"
 
 
@@ -216,21 +223,28 @@ def try_agent(agent: Agent, template: str) -> Row:
     """Run an agent through all turns and return a row. With the first template, the turns outgrow the context."""
     n_notes = N_NOTES if template == TEMPLATES[0] else 3
     with session(template, n_notes) as (served, home), logged() as warnings:
-        for name, ours in agent.files.items():
-            file, text = home / name, (FILES / ours).read_text()
+        for name, template_name in agent.files.items():
+            file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
+            text = (FILES / template_name).read_text()
             file.write_text(text.replace("SERVER", served.url).replace("24000", str(CONTEXT)))
-        starts, n_answered = [], 0
+        turn_starts = []  # number of prompts before each turn
+        n_answered = 0
         for number, turn in enumerate(TURNS):
-            starts.append(len(served.prompts))
-            words = agent.again if number else agent.new
-            printed = _run_agent(agent, [*words, user_message(turn, agent.tool)], home, served)
-            n_answered += turn.answered(printed, home / "work")
-        second = served.prompts[starts[1] : starts[2]] or [(0, 0)]  # if the agent has failed
-        lengths = [n for n, _ in served.prompts] or [0]
-        about = _row(agent.package, agent.api, template, n_answered, served, warnings)
-        context = {"second_turn": second[0], "longest": max(lengths), "after": lengths[-1]}
-        return about | context
+            turn_starts.append(len(served.prompts))
+            is_first = number == 0
+            words = agent.new if is_first else agent.again
+            output = _run_agent(agent, [*words, user_message(turn, agent.tool)], home, served)
+            n_answered += turn.is_answered(output, home / "work")
+        # A turn without prompts means that the agent has failed.
+        second_turn_prompts = served.prompts[turn_starts[1] : turn_starts[2]] or [(0, 0)]
+        lengths = [length for length, _ in served.prompts] or [0]
+        row = _row(agent.package, agent.api, template, n_answered, served, warnings)
+        return row | {
+            "second_turn": second_turn_prompts[0],
+            "longest": max(lengths),
+            "after": lengths[-1],
+        }
 
 
 def _run_agent(agent: Agent, words: list[str], home: Path, served: Served) -> str:
@@ -250,27 +264,29 @@ def try_library(package: str, api: str, template: str) -> Row:
     """Run a client library through all turns and return a row."""
     with session(template) as (served, home), logged() as warnings:
         program = FOLDER / "libraries" / "bin" / "python"
-        printed = _run(
+        output = _run(
             [str(program), str(FILES / "library_session.py"), f"{package} {api}", served.url],
             input=json.dumps([user_message(turn, CALL) for turn in TURNS]),
             cwd=home / "work",
             env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # instead of a download
         )
-        lines = (line for line in printed.splitlines() if line.startswith('"'))
-        answers = [json.loads(line) for line in lines]  # litellm prints other lines, too
-        n_answered = sum(t.answered(text, home / "work") for t, text in zip(TURNS, answers))
+        # litellm prints other lines, too.
+        answers = [json.loads(line) for line in output.splitlines() if line.startswith('"')]
+        n_answered = sum(
+            turn.is_answered(answer, home / "work") for turn, answer in zip(TURNS, answers)
+        )
         return _row(package, api, template, n_answered, served, warnings)
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[set[str]]:
     """Yield a set that collects the server's log messages during the block."""
-    found: set[str] = set()
+    messages: set[str] = set()
     handler = logging.Handler()
-    handler.emit = lambda record: found.add(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.add(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        yield found
+        yield messages
     finally:
         log.removeHandler(handler)
 
@@ -278,12 +294,12 @@ def logged() -> Iterator[set[str]]:
 def _run(words: list[str], **options: Any) -> str:
     """Run a program and return its output within `TIMEOUT`."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
+        process = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, **options)
     except subprocess.TimeoutExpired as error:
         print(f"{words[0]}: no end after {TIMEOUT} s", flush=True)
         return (error.stdout or b"").decode()
-    print(f"{words[0]}: {(done.stderr or done.stdout).strip()[-1000:]}", flush=True)
-    return done.stdout
+    print(f"{words[0]}: {(process.stderr or process.stdout).strip()[-1000:]}", flush=True)
+    return process.stdout
 
 
 def _row(
@@ -291,7 +307,8 @@ def _row(
 ) -> Row:
     """Return the row for a client and template."""
     metrics = served.client.get("/metrics").text.splitlines()
-    refused = [x for x in metrics if 'status="4' in x and "_total" in x]
+    refused = [line for line in metrics if 'status="4' in line and "_total" in line]
+    ignored_fields = [message for message in warnings if message.startswith(OF_A_REQUEST)]
     return {
         "client": client,
         "api": api,
@@ -299,9 +316,7 @@ def _row(
         "turns": len(TURNS),
         "answered": n_answered,
         "refused": int(sum(float(line.split()[-1]) for line in refused)),
-        "warnings": sorted(
-            x.removeprefix(OF_A_REQUEST) for x in warnings if x.startswith(OF_A_REQUEST)
-        ),
+        "warnings": sorted(message.removeprefix(OF_A_REQUEST) for message in ignored_fields),
     }
 
 
@@ -310,8 +325,10 @@ def install() -> dict[str, str]:
     packages = [agent.package for agent in AGENTS if "node_modules" in agent.program]
     FOLDER.mkdir(parents=True, exist_ok=True)
     subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
-    about = {name: FOLDER / "node_modules" / name / "package.json" for name in packages}
-    versions = {name: json.loads(path.read_text())["version"] for name, path in about.items()}
+    versions = {}
+    for name in packages:
+        package_file = FOLDER / "node_modules" / name / "package.json"
+        versions[name] = json.loads(package_file.read_text())["version"]
     return versions | _pip_install("libraries", PACKAGES) | _pip_install("aider", ["aider-chat"])
 
 
@@ -321,8 +338,8 @@ def _pip_install(folder: str, packages: list[str]) -> dict[str, str]:
     pip = [FOLDER / folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--upgrade", *packages], check=True)
     listed = subprocess.run([*pip, "list", "--format=json"], check=True, stdout=subprocess.PIPE)
-    found = {each["name"]: each["version"] for each in json.loads(listed.stdout)}
-    return {name: found[name] for name in packages}
+    versions = {package["name"]: package["version"] for package in json.loads(listed.stdout)}
+    return {name: versions[name] for name in packages}
 
 
 def main() -> None:

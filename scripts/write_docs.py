@@ -67,7 +67,7 @@ says so in one line. A model is refused if its family has no name for one of the
 
 def pages() -> dict[str, str]:
     """Return the contents of all generated files, keyed by path."""
-    found = {
+    contents = {
         "docs/policies.md": policies_page.page(),
         "docs/commands.md": commands_page(),
         "docs/models.md": models_page(),
@@ -76,8 +76,8 @@ def pages() -> dict[str, str]:
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if "<!-- " in text:
-            found[str(path.relative_to(ROOT))] = tables.filled(text)
-    return found
+            contents[str(path.relative_to(ROOT))] = tables.filled(text)
+    return contents
 
 
 def models_page() -> str:
@@ -99,13 +99,14 @@ def commands_page() -> str:
     text = re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", text)
     text = re.sub(r" <[^>`]*>`", "`", text)
     # Turn examples into code blocks.
-    text = re.sub(rf"^(?:\x08\n|(?=\s*{NAME} ))((?:.+\n)+)", _example, text, flags=re.M)
+    text = re.sub(rf"^(?:\x08\n|(?=\s*{NAME} ))((?:.+\n)+)", _code_block, text, flags=re.M)
     return COMMANDS + text.partition("\n")[2].rstrip() + "\n"
 
 
-def _example(found: re.Match[str]) -> str:
+def _code_block(match: re.Match[str]) -> str:
     """Return an example from a help text as a code block."""
-    lines = (line.removeprefix("  ") for line in found[1].splitlines())
+    example = match[1]
+    lines = (line.removeprefix("  ") for line in example.splitlines())
     return "\n".join(["```", *lines, "```", ""])
 
 

@@ -20,9 +20,9 @@ PARAMETERS = {
     "required": ["command"],
     "additionalProperties": False,
 }
-ABOUT = {"name": "run", "description": "Run a command.", "parameters": PARAMETERS}
-IN_CHAT = {"type": "function", "function": ABOUT}
-IN_RESPONSES = {"type": "function", "strict": True, **ABOUT}
+FUNCTION = {"name": "run", "description": "Run a command.", "parameters": PARAMETERS}
+IN_CHAT = {"type": "function", "function": FUNCTION}
+IN_RESPONSES = {"type": "function", "strict": True, **FUNCTION}
 IN_MESSAGES = {"name": "run", "description": "Run a command.", "input_schema": PARAMETERS}
 
 Call = tuple[str, dict[str, Any]]  # id, arguments
@@ -57,16 +57,16 @@ class OpenAIChat:
 
     def answer(self, streamed: bool) -> Answer:
         """Request the next answer, add it to the conversation, and return its text and calls."""
-        asked = {"model": "local", "tools": [IN_CHAT], "max_completion_tokens": MAX_TOKENS}
+        request = {"model": "local", "tools": [IN_CHAT], "max_completion_tokens": MAX_TOKENS}
         if streamed:
             usage = {"stream_options": {"include_usage": True}}
-            asked |= {"messages": self.messages, **usage}
-            with self.client.chat.completions.stream(**asked) as stream:
-                found = stream.get_final_completion()
+            request |= {"messages": self.messages, **usage}
+            with self.client.chat.completions.stream(**request) as stream:
+                response = stream.get_final_completion()
         else:
-            found = self.client.chat.completions.create(messages=self.messages, **asked)
-        assert found.usage.completion_tokens > 0
-        message = found.choices[0].message
+            response = self.client.chat.completions.create(messages=self.messages, **request)
+        assert response.usage.completion_tokens > 0
+        message = response.choices[0].message
         self.messages.append(message)
         calls = [(c.id, json.loads(c.function.arguments)) for c in message.tool_calls or []]
         return message.content or "", calls
@@ -91,17 +91,17 @@ class OpenAIResponses:
 
     def answer(self, streamed: bool) -> Answer:
         """Request the next answer, add its items to the conversation, and return its text and calls."""
-        asked = {"model": "local", "instructions": SYSTEM, "max_output_tokens": MAX_TOKENS}
-        asked |= {"tools": [IN_RESPONSES], "store": False, "input": self.items}
+        request = {"model": "local", "instructions": SYSTEM, "max_output_tokens": MAX_TOKENS}
+        request |= {"tools": [IN_RESPONSES], "store": False, "input": self.items}
         if streamed:
-            with self.client.responses.stream(**asked) as stream:
-                found = stream.get_final_response()
+            with self.client.responses.stream(**request) as stream:
+                response = stream.get_final_response()
         else:
-            found = self.client.responses.create(**asked)
-        assert found.status == "completed" and found.usage.output_tokens > 0
-        self.items += found.output
-        calls = [item for item in found.output if item.type == "function_call"]
-        return found.output_text, [(c.call_id, json.loads(c.arguments)) for c in calls]
+            response = self.client.responses.create(**request)
+        assert response.status == "completed" and response.usage.output_tokens > 0
+        self.items += response.output
+        calls = [item for item in response.output if item.type == "function_call"]
+        return response.output_text, [(c.call_id, json.loads(c.arguments)) for c in calls]
 
 
 class Anthropic:
@@ -131,20 +131,21 @@ class Anthropic:
 
     def answer(self, streamed: bool) -> Answer:
         """Request the next answer, check the server's token counts, and return its text and calls."""
-        cached = {"cache_control": {"type": "ephemeral"}}
-        system = [{"type": "text", "text": SYSTEM, **cached}]
-        tools = [IN_MESSAGES | cached]
-        asked = {"model": "local", "system": system, "tools": tools, "messages": self.messages}
-        n_tokens = self.client.messages.count_tokens(**asked).input_tokens
+        caching = {"cache_control": {"type": "ephemeral"}}
+        system = [{"type": "text", "text": SYSTEM, **caching}]
+        tools = [IN_MESSAGES | caching]
+        request = {"model": "local", "system": system, "tools": tools, "messages": self.messages}
+        n_tokens = self.client.messages.count_tokens(**request).input_tokens
         if streamed:
-            with self.client.messages.stream(max_tokens=MAX_TOKENS, **asked) as stream:
-                found = stream.get_final_message()
+            with self.client.messages.stream(max_tokens=MAX_TOKENS, **request) as stream:
+                response = stream.get_final_message()
         else:
-            found = self.client.messages.create(max_tokens=MAX_TOKENS, **asked)
-        assert n_tokens == found.usage.input_tokens + found.usage.cache_read_input_tokens
-        self.messages.append({"role": "assistant", "content": found.content})
-        calls = [(each.id, each.input) for each in found.content if each.type == "tool_use"]
-        return "".join(each.text for each in found.content if each.type == "text"), calls
+            response = self.client.messages.create(max_tokens=MAX_TOKENS, **request)
+        assert n_tokens == response.usage.input_tokens + response.usage.cache_read_input_tokens
+        self.messages.append({"role": "assistant", "content": response.content})
+        calls = [(block.id, block.input) for block in response.content if block.type == "tool_use"]
+        texts = [block.text for block in response.content if block.type == "text"]
+        return "".join(texts), calls
 
 
 class LiteLLM(OpenAIChat):
@@ -153,18 +154,18 @@ class LiteLLM(OpenAIChat):
     def __init__(self, url: str, model: str = "openai/local"):
         """Start a conversation. The prefix of `model` selects the API."""
         super().__init__(url)
-        self.where = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
-        self.where["api_base"] = f"{url}/v1" if model.startswith("openai") else url
+        self.options = {"model": model, "api_key": "any", "max_tokens": MAX_TOKENS}
+        self.options["api_base"] = f"{url}/v1" if model.startswith("openai") else url
 
     def answer(self, streamed: bool) -> Answer:
         """Request the next answer, add it to the conversation, and return its text and calls."""
         import litellm
 
-        asked = {**self.where, "tools": [IN_CHAT], "messages": self.messages}
-        found = litellm.completion(stream=streamed, **asked)
+        request = {**self.options, "tools": [IN_CHAT], "messages": self.messages}
+        response = litellm.completion(stream=streamed, **request)
         if streamed:
-            found = litellm.stream_chunk_builder(list(found), messages=self.messages)
-        message = found.choices[0].message
+            response = litellm.stream_chunk_builder(list(response), messages=self.messages)
+        message = response.choices[0].message
         self.messages.append(message.model_dump())
         calls = [(c.id, json.loads(c.function.arguments)) for c in message.tool_calls or []]
         return message.content or "", calls
@@ -207,14 +208,14 @@ class LangChain:
         """Request the next answer, add it to the conversation, and return its text and calls."""
         if streamed:
             chunks = list(self.model.stream(self.messages))
-            found = chunks[0]
+            response = chunks[0]
             for chunk in chunks[1:]:
-                found = found + chunk
+                response = response + chunk
         else:
-            found = self.model.invoke(self.messages)
-        assert found.usage_metadata["output_tokens"] > 0
-        self.messages.append(found)
-        return found.text, [(call["id"], call["args"]) for call in found.tool_calls]
+            response = self.model.invoke(self.messages)
+        assert response.usage_metadata["output_tokens"] > 0
+        self.messages.append(response)
+        return response.text, [(call["id"], call["args"]) for call in response.tool_calls]
 
 
 CLIENTS: dict[str, Callable[[str], Any]] = {
@@ -230,23 +231,25 @@ CLIENTS: dict[str, Callable[[str], Any]] = {
 
 def _run(command: str) -> tuple[str, bool]:
     """Run a command. Return its output, and whether it failed."""
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    return done.stdout + done.stderr, done.returncode != 0
+    process = subprocess.run(command, shell=True, capture_output=True, text=True)
+    has_failed = process.returncode != 0
+    return process.stdout + process.stderr, has_failed
 
 
 def main() -> None:
     """Send the messages from stdin, run the model's calls, and print each answer's text as JSON."""
     client, url = sys.argv[1:]
     session = CLIENTS[client](url)
-    for number, text in enumerate(json.load(sys.stdin)):
-        session.say(text)
-        said, calls = session.answer(number % 2 == 1)
+    for number, message in enumerate(json.load(sys.stdin)):
+        is_streamed = number % 2 == 1
+        session.say(message)
+        text, calls = session.answer(is_streamed)
         while calls:
             results = [(call_id, *_run(arguments["command"])) for call_id, arguments in calls]
             for result in reversed(results):  # a client may send results in any order
                 session.give(*result)
-            said, calls = session.answer(number % 2 == 1)
-        print(json.dumps(said), flush=True)
+            text, calls = session.answer(is_streamed)
+        print(json.dumps(text), flush=True)
 
 
 if __name__ == "__main__":

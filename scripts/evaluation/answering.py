@@ -23,9 +23,9 @@ from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.engine.report import CompressionReport
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
-from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
+from mlx_snapkv.measure.methods import KNOWN, LATER, Method
 from mlx_snapkv.measure.reading import Reading, n_decoded_before, read_once
-from mlx_snapkv.measure.records import Record, Results
+from mlx_snapkv.measure.records import Measure, Record, Results
 from mlx_snapkv.measure.tables import grouped
 from mlx_snapkv.sparse.options import Sparse
 
@@ -41,32 +41,35 @@ def run(
     on_document: Callable[[bool], None] = lambda asked: None,
 ) -> list[Record]:
     """Ask every method every question in every setting and return the records. See `Results.complete`."""
-    named = {method.name: method for method in methods}
+    method_by_name = {method.name: method for method in methods}
 
-    def cells(place: Record):
+    def keys_and_measure(place: Record) -> tuple[list[Record], Measure]:
         document = dataset.make(place)
-        wanted = [
+        all_keys = [
             {"method": name, "setting": setting, **place, "question": i}
-            for name, setting in itertools.product(named, settings)
+            for name, setting in itertools.product(method_by_name, settings)
             for i in range(len(document.questions))
         ]
 
         def measure(missing: list[Record]) -> Iterator[Record]:
-            known, later = ([c for c in missing if c["setting"] == s] for s in ANSWER_SETTINGS)
-            asked = [named[cell["method"]] for cell in missing]
-            numbers = sorted({cell["question"] for cell in known})
-            answers = Answers(model, dataset.tokenizer, document, asked, numbers)
+            known = [keys for keys in missing if keys["setting"] == KNOWN]
+            later = [keys for keys in missing if keys["setting"] == LATER]
+            missing_methods = [method_by_name[keys["method"]] for keys in missing]
+            known_questions = sorted({keys["question"] for keys in known})
+            answers = Answers(model, dataset.tokenizer, document, missing_methods, known_questions)
             # Known: one question after the other, since each is a prompt. Later: one method after the other.
-            for (i,), own in grouped(known, "question").items():
-                found = answers.known(i, [named[cell["method"]] for cell in own])
-                yield from map(operator.or_, own, found)
-            for (name,), own in grouped(later, "method").items():
-                found = answers.later(named[name], [cell["question"] for cell in own])
-                yield from map(operator.or_, own, found)
+            for (i,), question_keys in grouped(known, "question").items():
+                question_methods = [method_by_name[keys["method"]] for keys in question_keys]
+                records = answers.known(i, question_methods)
+                yield from map(operator.or_, question_keys, records)
+            for (name,), method_keys in grouped(later, "method").items():
+                questions = [keys["question"] for keys in method_keys]
+                records = answers.later(method_by_name[name], questions)
+                yield from map(operator.or_, method_keys, records)
 
-        return wanted, measure
+        return all_keys, measure
 
-    return results.complete(map(cells, dataset.places), on_document)
+    return results.complete(map(keys_and_measure, dataset.places), on_document)
 
 
 class Answers:
@@ -74,7 +77,7 @@ class Answers:
 
     Args:
         methods: the methods that will answer.
-        known: numbers of the questions that will be asked in the setting "known".
+        known_questions: numbers of the questions that will be asked in the setting "known".
     """
 
     def __init__(
@@ -83,17 +86,21 @@ class Answers:
         tokenizer: Any,
         document: Document,
         methods: Iterable[Method],
-        known: Iterable[int],
+        known_questions: Iterable[int],
     ):
         """Split the prompts into the document, which is read once, and the questions."""
-        self._model, self._tokenizer, self._questions = model, tokenizer, document.questions
-        self._document = document.questions[0].prompt[: document.n_shared]
-        self._suffixes = {i: self._questions[i].prompt[document.n_shared :] for i in known}
-        self._policies = [m.policy for m in methods if m.shares_reading]
-        self._full: dict[int, Record] = {}  # the full cache's answers by question, in both settings
+        self._model = model
+        self._tokenizer = tokenizer
+        self._questions = document.questions
+        n_shared = document.n_shared
+        self._document = self._questions[0].prompt[:n_shared]
+        self._suffixes = {i: self._questions[i].prompt[n_shared:] for i in known_questions}
+        self._policies = [method.policy for method in methods if method.shares_reading]
+        # The full cache's answers by question, which are the same in both settings.
+        self._full_records: dict[int, Record] = {}
         # Caches that sparse attention has read, keyed by the options that affect prefill. A budget affects only
         # decoding, unless the document fits it.
-        self._sparse: dict[tuple[Sparse, bool], list] = {}
+        self._sparse_caches: dict[tuple[Sparse, bool], list] = {}
 
     @cached_property
     def _reading(self) -> Reading:
@@ -111,32 +118,34 @@ class Answers:
                 prompt = self._reading.followed_by(self._suffixes[i])
                 if question.begun:
                     prompt.force(question.begun)
-            full = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
+            full_answer = prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
             cache, report = prompt.compress(method.policy, answering=True)
             if method.policy is None:
-                self._full[i] = self._answer(method, i, cache, report, full)
-                yield self._full[i]
+                self._full_records[i] = self._answer(method, i, cache, report, full_answer)
+                yield self._full_records[i]
             else:  # one forward pass finds how much of the full cache's answer this cache repeats
-                n = Reference(prompt, full).n_agreed(copy.deepcopy(cache))
-                n = max(n, len(question.begun))
-                yield self._answer(method, i, cache, report, full[:n], ahead=True)
+                n_agreed = Reference(prompt, full_answer).n_agreed(copy.deepcopy(cache))
+                first_tokens = full_answer[: max(n_agreed, len(question.begun))]
+                yield self._answer(
+                    method, i, cache, report, first_tokens, fed_before_compression=True
+                )
 
-    def later(self, method: Method, numbers: Iterable[int]) -> Iterator[Record]:
+    def later(self, method: Method, questions: Iterable[int]) -> Iterator[Record]:
         """Yield records of a method's answers to questions that are read after the compression."""
         if method.policy is None:
-            yield from map(self._of_full_cache, numbers)
+            yield from map(self._full_record, questions)
             return
-        cache, report = self._document_kept(method)
-        for i in numbers:
+        cache, report = self._document_cache(method)
+        for i in questions:
             yield self._answer(method, i, copy.deepcopy(cache), report)
 
-    def _of_full_cache(self, i: int) -> Record:
+    def _full_record(self, i: int) -> Record:
         """Return the record of the full cache's answer."""
-        if i not in self._full:
-            self._full[i] = self._answer(Method(), i, *self._reading.compress(None))
-        return self._full[i]
+        if i not in self._full_records:
+            self._full_records[i] = self._answer(Method(), i, *self._reading.compress(None))
+        return self._full_records[i]
 
-    def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
+    def _document_cache(self, method: Method) -> tuple[list, CompressionReport | None]:
         """Return the document's cache, compressed by a method, and the report if it does not depend on the question."""
         if method.shares_reading:
             return self._reading.compress(method.policy)
@@ -144,11 +153,11 @@ class Answers:
         if not isinstance(policy, Sparse):
             return prefill(self._model, self._document, policy)
         # Sparse attention reads the question as a new turn, which has its own report.
-        fits = policy.fits(len(self._document))
-        reading = replace(policy, top_k=None, budget=None), fits
-        if reading not in self._sparse:
-            self._sparse[reading] = prefill(self._model, self._document, policy)[0]
-        return self._sparse[reading], None
+        fits_budget = policy.fits(len(self._document))
+        key = replace(policy, top_k=None, budget=None), fits_budget
+        if key not in self._sparse_caches:
+            self._sparse_caches[key], _ = prefill(self._model, self._document, policy)
+        return self._sparse_caches[key], None
 
     def _answer(
         self,
@@ -156,8 +165,8 @@ class Answers:
         i: int,
         cache: list,
         report: CompressionReport | None = None,
-        begun: Sequence[int] = (),
-        ahead: bool = False,
+        first_tokens: Sequence[int] = (),
+        fed_before_compression: bool = False,
     ) -> Record:
         """Decode the answer to question `i` and return its record.
 
@@ -166,13 +175,15 @@ class Answers:
             i: number of the question.
             cache: see `measure.compare.decode`.
             report: see `measure.compare.decode`.
-            begun: see `measure.compare.decode`.
-            ahead: whether the answer's first tokens were fed before the compression.
+            first_tokens: see `measure.compare.decode`.
+            fed_before_compression: whether some of the first tokens were fed before the compression.
         """
         question = self._questions[i]
         options: dict[str, Any] = {"policy": method.policy}
         if question.begun and report is None:  # one by one: each token chooses what it reads
             options["sampler"] = forcing(question.begun)
+        elif question.begun and not first_tokens:
+            first_tokens = question.begun
         answer = decode(
             self._model,
             self._tokenizer,
@@ -180,43 +191,43 @@ class Answers:
             question.max_tokens,
             cache,
             report,
-            begun or (question.begun if report else ()),
+            first_tokens,
             **options,
         )
         text = answer.text
         if question.begun:
-            text = self._decoded(answer.tokens[len(question.begun) :])
-        n_tokens, before, policy = len(answer.tokens), 0, method.policy
+            text = self._text_of(answer.tokens[len(question.begun) :])
+        n_before = 0  # answer tokens decoded before the compression
         if report is None:
-            before = answer.n_times_before + 1
-        elif ahead and policy is not None:
-            before = n_decoded_before(self._model, policy, len(question.prompt))
+            n_before = answer.n_times_before + 1
+        elif fed_before_compression and method.policy is not None:
+            n_before = n_decoded_before(self._model, method.policy, len(question.prompt))
         report = answer.report
-        n_bytes = report.kv_bytes_after if report.compressed else kv_bytes(answer.cache)
+        n_tokens = len(answer.tokens)
         return {
             "score": float(question.score(text)),
             "answer": text,
             "expected": question.expected,
             "tokens": len(question.prompt),
             "answer_tokens": n_tokens,
-            "before": min(n_tokens, before),
+            "before": min(n_tokens, n_before),
             "entries": report.entries if report.compressed else None,
-            "kv_bytes": n_bytes,
+            "kv_bytes": report.kv_bytes_after if report.compressed else kv_bytes(answer.cache),
             "reason": None if method.policy is None else report.reason,
         }
 
-    def _decoded(self, tokens: Iterable[int]) -> str:
+    def _text_of(self, tokens: Iterable[int]) -> str:
         """Decode an answer's last tokens."""
-        stops = self._tokenizer.eos_token_ids
-        return self._tokenizer.decode([token for token in tokens if token not in stops])
+        end_tokens = self._tokenizer.eos_token_ids
+        return self._tokenizer.decode([token for token in tokens if token not in end_tokens])
 
 
 def forcing(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
     """Return a sampler that returns these tokens first, and then the most likely ones."""
-    left = iter(tokens)
+    remaining_tokens = iter(tokens)
 
     def sampler(logprobs: mx.array) -> mx.array:
-        token = next(left, None)
+        token = next(remaining_tokens, None)
         return mx.argmax(logprobs, axis=-1) if token is None else mx.array([token])
 
     return sampler

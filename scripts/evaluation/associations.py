@@ -78,28 +78,36 @@ def begun() -> str:
 
 def score(fact: Fact, answer: str) -> float:
     """Return 1 if an answer names the fact's value and no other fact's value, else 0."""
-    named = {v for each in facts() for v in each.values if contains(answer.lower(), v.lower())}
-    return float(bool(named) and named <= set(fact.answer))
+    all_values = [value for any_fact in facts() for value in any_fact.values]
+    named_values = {value for value in all_values if contains(answer.lower(), value.lower())}
+    return float(bool(named_values) and named_values <= set(fact.answer))
 
 
-def chosen(variant: str, document: int, seed: int) -> list[Fact]:
+def facts_of_text(variant: str, document: int, seed: int) -> list[Fact]:
     """Return a text's facts. A variant's texts take all facts in turn, in an order drawn from the seed."""
-    n = VARIANTS[variant]
-    order = random.Random(f"{seed} {variant}").sample(facts(), len(facts()))
-    turns = itertools.cycle(order)
-    return list(itertools.islice(turns, document * n, (document + 1) * n))
+    n_facts = VARIANTS[variant]
+    shuffled_facts = random.Random(f"{seed} {variant}").sample(facts(), len(facts()))
+    turns = itertools.cycle(shuffled_facts)
+    start = document * n_facts
+    return list(itertools.islice(turns, start, start + n_facts))
 
 
-def sentences(variant: str, own: Sequence[Fact], rng: random.Random) -> list[tuple[float, str]]:
+def depths_and_sentences(
+    variant: str, text_facts: Sequence[Fact], rng: random.Random
+) -> list[tuple[float, str]]:
     """Return the sentences to hide and their depths (0 to 1), evenly spread and in random order."""
+
+    def shuffled() -> list[Fact]:
+        return rng.sample(text_facts, len(text_facts))
+
     if variant != "contradicting":
-        hidden = [fact.sentence for fact in rng.sample(own, len(own))]
+        sentences = [fact.sentence for fact in shuffled()]
     else:
-        hidden = [fact.text.format(fact.before[0]) for fact in rng.sample(own, len(own))]
-        hidden += [CORRECTION.format(fact.sentence) for fact in rng.sample(own, len(own))]
-    if len(hidden) == 1:
-        return [(rng.random(), hidden[0])]
-    return [((i + 0.5) / len(hidden), sentence) for i, sentence in enumerate(hidden)]
+        sentences = [fact.text.format(fact.before[0]) for fact in shuffled()]
+        sentences += [CORRECTION.format(fact.sentence) for fact in shuffled()]
+    if len(sentences) == 1:
+        return [(rng.random(), sentences[0])]
+    return [((i + 0.5) / len(sentences), sentence) for i, sentence in enumerate(sentences)]
 
 
 def associations(
@@ -122,35 +130,47 @@ def associations(
     """
     before, after = template_around(tokenizer)
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    forced = encode(begun())
+    late_answer_start = encode(begun())
 
     def make(place: Record) -> Document:
         rng = random.Random("{} {task} {length} {document}".format(seed, **place))
-        own = chosen(place["task"], place["document"], seed)
-        parts = [(d, haystack.hiding(rng, s)) for d, s in sentences(place["task"], own, rng)]
-        form, first = (ASKED_LATE, forced) if place["task"] == LATE else (ASKED, [])
-        tails = [encode(form.format(fact.question) + after) for fact in own]
-        limit = len(first) + ANSWER_TOKENS
-        most = max(map(len, tails)) + limit
+        text_facts = facts_of_text(place["task"], place["document"], seed)
+        parts = [
+            (depth, haystack.hiding(rng, sentence))
+            for depth, sentence in depths_and_sentences(place["task"], text_facts, rng)
+        ]
+        is_late = place["task"] == LATE
+        question_format = ASKED_LATE if is_late else ASKED
+        first_tokens = late_answer_start if is_late else []
+        max_tokens = len(first_tokens) + ANSWER_TOKENS
+        suffixes = [encode(question_format.format(fact.question) + after) for fact in text_facts]
+        n_reserved = max(map(len, suffixes)) + max_tokens
 
-        def head(text: str) -> list[int]:
+        def encode_text(text: str) -> list[int]:
             return encode(before + INTRODUCTION + text)
 
-        found = filled(
-            place["length"], parts, haystack.paragraphs(rng), lambda text: len(head(text)) + most
-        )
-        read = head(found)
+        def n_prompt(text: str) -> int:
+            return len(encode_text(text)) + n_reserved
+
+        text = filled(place["length"], parts, haystack.paragraphs(rng), n_prompt)
+        shared_tokens = encode_text(text)
         questions = [
-            Question(read + tail, _expected(fact), partial(score, fact), limit, first)
-            for fact, tail in zip(own, tails)
+            Question(
+                prompt=shared_tokens + suffix,
+                expected=_expected(fact),
+                score=partial(score, fact),
+                max_tokens=max_tokens,
+                begun=first_tokens,
+            )
+            for fact, suffix in zip(text_facts, suffixes)
         ]
-        return Document(questions, len(read))
+        return Document(questions, len(shared_tokens))
 
     places = [
         {"task": variant, "length": length, "document": i}
-        for length, n in zip(lengths, n_documents, strict=True)
+        for length, n_texts in zip(lengths, n_documents, strict=True)
         for variant in variants
-        for i in range(n)
+        for i in range(n_texts)
     ]
     data = json.dumps(haystack.texts) + DATA.read_text(encoding="utf-8")
     setting = {"task": "associations", "seed": seed, "data": digest_of(data)}

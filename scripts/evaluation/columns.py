@@ -50,7 +50,7 @@ class Row(BaseModel, strict=True, frozen=True):
     question: str
     answer: Annotated[
         list[Text],
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(min_length=1, validation_alias=AliasChoices("answer", "answers")),
     ]
     max_new_tokens: PositiveInt
@@ -60,51 +60,63 @@ class Row(BaseModel, strict=True, frozen=True):
 
 
 def read_columns(
-    name: str, tasks: Sequence[str] | None = None, most: int | None = None
+    name: str, tasks: Sequence[str] | None = None, max_documents: int | None = None
 ) -> tuple[list[list[Row]], str]:
     """Read a file, or all parquet and JSON-lines files in a folder and its subfolders.
 
     Args:
         name: path of the file or folder.
         tasks: tasks to read; None reads all.
-        most: maximum number of documents per length and task, from the first; None takes all.
+        max_documents: maximum number of documents per length and task, from the first; None takes all.
 
     Returns: A list of rows for each document, ordered by length and task, and a digest of the data.
 
     Raises: SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
-    place = path_of(name, "--data")
-    endings = "*.jsonl", "*.parquet"
-    paths = [place] if place.is_file() else [p for e in endings for p in sorted(place.rglob(e))]
+    file_or_folder = path_of(name, "--data")
+    paths = [file_or_folder]
+    if not file_or_folder.is_file():
+        paths = [
+            *sorted(file_or_folder.rglob("*.jsonl")),
+            *sorted(file_or_folder.rglob("*.parquet")),
+        ]
     if not paths:
         raise SnapKVError(
             f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
         )
     rows = [row for path in paths for row in _rows(path)]
-    found = list(dict.fromkeys(row.task for row in rows))
+    all_tasks = list(dict.fromkeys(row.task for row in rows))
     for task in tasks or []:
-        if task not in found:
-            raise SnapKVError(f"--task must be one of {', '.join(found)}, got {task!r}")
-    separate = len({row.length for row in rows}) <= MAX_LENGTHS
+        if task not in all_tasks:
+            raise SnapKVError(f"--task must be one of {', '.join(all_tasks)}, got {task!r}")
+    groups_by_length = len({row.length for row in rows}) <= MAX_LENGTHS
+    # (length, task) -> context -> the rows about this context
     groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.task in (tasks or found):
-            own = row if separate else row.model_copy(update={"length": None})
-            groups[own.length or 0, row.task][row.context].append(own)
-    chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
-    return chosen, digest_of(json.dumps([(path.name, path.stat().st_size) for path in paths]))
+        if not groups_by_length:
+            row = row.model_copy(update={"length": None})
+        if row.task in (tasks or all_tasks):
+            groups[row.length or 0, row.task][row.context].append(row)
+    documents: list[list[Row]] = []
+    for _, rows_by_context in sorted(groups.items()):
+        documents += list(rows_by_context.values())[:max_documents]
+    names_and_sizes = [(path.name, path.stat().st_size) for path in paths]
+    return documents, digest_of(json.dumps(names_and_sizes))
 
 
 def _rows(path: Path) -> Iterator[Row]:
     """Yield a file's rows, with every column checked or filled in."""
-    folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
-    task = path.parent.name if SPLIT.match(path.stem) else path.stem
+    length_folders = [folder for folder in path.resolve().parents[:3] if folder.name.isdecimal()]
+    length = int(length_folders[0].name) if length_folders else None
+    is_split = SPLIT.match(path.stem) is not None
+    task = path.parent.name if is_split else path.stem
+    file_rows = _parquet(path) if path.suffix == ".parquet" else _lines(path)
     number = 0
     try:
-        for given in _parquet(path) if path.suffix == ".parquet" else _lines(path):
+        for file_row in file_rows:
             number += 1
-            known = {name: value for name, value in given.items() if value is not None}
-            yield Row.model_validate({"task": task, "length": folder} | known)
+            values = {name: value for name, value in file_row.items() if value is not None}
+            yield Row.model_validate({"task": task, "length": length} | values)
     except ValidationError as error:
         problem = error.errors()[0]
         column = ".".join(map(str, problem["loc"]))
@@ -159,7 +171,8 @@ def columns(
         template: whether to use the tokenizer's chat template, if it has one.
     """
     before, after = "", "\n"
-    if templated := template and tokenizer.has_chat_template:
+    uses_template = template and tokenizer.has_chat_template
+    if uses_template:
         before, after = template_around(tokenizer)
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
     places = [
@@ -170,13 +183,14 @@ def columns(
     def make(place: Record) -> Document:
         rows = documents[places.index(place)]
         # Without a template, text starts with the tokenizer's own special tokens.
-        head = tokenizer.encode(before + rows[0].context, add_special_tokens=not templated)
+        context = before + rows[0].context
+        context_tokens = tokenizer.encode(context, add_special_tokens=not uses_template)
         questions = []
         for row in rows:
             text = row.question + after + row.answer_prefix
-            prompt = head + tokenizer.encode(text, add_special_tokens=False)
+            prompt = context_tokens + tokenizer.encode(text, add_special_tokens=False)
             questions.append(Question(prompt, row.answer, score_of(row), row.max_new_tokens))
-        return Document(questions, len(head))
+        return Document(questions, len(context_tokens))
 
     setting = {"task": "data", "data": digest, "chat_template": template}
     return Dataset(tokenizer, setting, places, make)
@@ -184,13 +198,15 @@ def columns(
 
 def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -> None:
     """Raise SnapKVError if the longest prompt and its answer exceed the model's trained length."""
-    most = trained_length(model)
-    place, _ = max(zip(dataset.places, documents), key=lambda pair: len(pair[1][0].context))
-    taken = max(len(q.prompt) + q.max_tokens for q in dataset.make(place).questions)
-    if most is not None and taken > most:
+    limit = trained_length(model)
+    context_lengths = [len(rows[0].context) for rows in documents]
+    place_of_longest = dataset.places[context_lengths.index(max(context_lengths))]
+    questions = dataset.make(place_of_longest).questions
+    n_tokens = max(len(question.prompt) + question.max_tokens for question in questions)
+    if limit is not None and n_tokens > limit:
         raise SnapKVError(
-            f"--data has a prompt of {taken} tokens with its answer, but the model's trained length is {most}: give "
-            "shorter documents, or another model"
+            f"--data has a prompt of {n_tokens} tokens with its answer, but the model's trained length is {limit}: "
+            "give shorter documents, or another model"
         )
 
 

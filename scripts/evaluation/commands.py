@@ -59,9 +59,9 @@ class AskedOptions:
         page: Page,
     ) -> None:
         """Ask about the documents, then print and write the result. See `ResultOptions.measure`."""
-        fixed = {**dataset.setting, "model": self.model}
+        shared_fields = {**dataset.setting, "model": self.model}
         ask = partial(run, model, dataset, methods, self.settings)
-        result.measure(files, fixed, len(dataset.places), ask, page)
+        result.measure(files, shared_fields, len(dataset.places), ask, page)
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
     """
     if not options.length:
         raise SnapKVError("--length is empty: give at least one number of tokens")
-    files = options.haystack or []
-    text = "\n\n".join(read_file("--haystack", file) for file in files)
+    haystack_files = options.haystack or []
+    text = "\n\n".join(read_file("--haystack", file) for file in haystack_files)
     methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
-    written = result.files()
+    files = result.files()
     model, tokenizer = options.load()
     grid = Grid(options.length, options.depths, options.questions, options.seed)
     dataset = tasks.needle(tokenizer, grid, options.needles, text or None)
-    options.measure(model, dataset, methods, result, written, tasks.RETRIEVAL)
+    options.measure(model, dataset, methods, result, files, tasks.RETRIEVAL)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def suite(*, options: SuiteOptions, result: ScoreOptions) -> None:
     methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
     files = result.files()
     model, tokenizer = options.load()
-    named = list(dict.fromkeys(options.task or TASKS))
+    task_names = list(dict.fromkeys(options.task or TASKS))
     dataset = tasks.suite(
-        tokenizer, named, options.length, options.documents, options.questions, options.seed
+        tokenizer, task_names, options.length, options.documents, options.questions, options.seed
     )
     options.measure(model, dataset, methods, result, files, tasks.SUITE)
 
@@ -162,9 +162,9 @@ def data(*, options: DataOptions, result: ScoreOptions) -> None:
     python scripts/evaluate.py data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
     methods = methods_to_measure(options.policy, options.sparse)
-    found, digest = read_columns(options.data, options.task, options.documents)
+    documents, digest = read_columns(options.data, options.task, options.documents)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    dataset = columns(tokenizer, found, digest, not options.ignore_chat_template)
-    require_room(model, dataset, found)
+    dataset = columns(tokenizer, documents, digest, not options.ignore_chat_template)
+    require_room(model, dataset, documents)
     options.measure(model, dataset, methods, result, files, PAGE)

@@ -73,8 +73,8 @@ def _numbers(rng: random.Random) -> dict[str, object]:
 
 def _hide(rng: random.Random, lines: list[str], sentence: str) -> list[str]:
     """Insert a sentence between two lines, unless it is empty."""
-    place = rng.randint(1, len(lines) - 1) if len(lines) > 1 else 1
-    return [*lines[:place], sentence, *lines[place:]] if sentence else lines
+    index = rng.randint(1, len(lines) - 1) if len(lines) > 1 else 1
+    return [*lines[:index], sentence, *lines[index:]] if sentence else lines
 
 
 def log(rng: random.Random, sentence: str = "") -> str:
@@ -93,9 +93,10 @@ def log(rng: random.Random, sentence: str = "") -> str:
 def dialogue(rng: random.Random, sentence: str = "") -> str:
     """Return a dialogue between two speakers, one of whom says the sentence."""
     speakers = rng.sample(rng.choice(SPEAKERS), 2)
-    said = [line.format(**_numbers(rng)) for line in rng.sample(LINES, rng.randint(4, 6))]
-    said = _hide(rng, said, sentence)
-    return "\n".join(f"{speaker}: {line}" for speaker, line in zip(itertools.cycle(speakers), said))
+    lines = [line.format(**_numbers(rng)) for line in rng.sample(LINES, rng.randint(4, 6))]
+    lines = _hide(rng, lines, sentence)
+    turns = zip(itertools.cycle(speakers), lines)
+    return "\n".join(f"{speaker}: {line}" for speaker, line in turns)
 
 
 def table(rng: random.Random, sentence: str = "") -> str:
@@ -120,15 +121,18 @@ class Haystack:
 
     def __init__(self, folder: Path, avoided: list[str]):
         """Read the essays and the code, and drop paragraphs with an avoided word."""
-        found = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, avoided))})(?!\w)", re.I)
-        self._found: dict[str, list[str]] = {}
+        any_word = "|".join(map(re.escape, avoided))
+        avoided_word = re.compile(rf"(?<!\w)({any_word})(?!\w)", re.I)
+        self._paragraphs: dict[str, list[str]] = {}
         for kind, (name, files) in SOURCES.items():
             texts = [path.read_text("utf-8") for path in sorted((folder / name).glob(files))]
-            pieces = [piece for text in texts for piece in paragraphs_of(text)]
-            self._found[kind] = [piece for piece in pieces if not found.search(piece)]
-            if not self._found[kind]:
+            paragraphs = [paragraph for text in texts for paragraph in paragraphs_of(text)]
+            self._paragraphs[kind] = [
+                paragraph for paragraph in paragraphs if not avoided_word.search(paragraph)
+            ]
+            if not self._paragraphs[kind]:
                 raise SnapKVError(f"{folder / name} has no {files}: run make real-models")
-        self._kinds: dict[str, Write] = {
+        self._write_by_kind: dict[str, Write] = {
             "essay": self._essay,
             "code": self._code,
             "log": log,
@@ -139,30 +143,30 @@ class Haystack:
     @property
     def texts(self) -> Mapping[str, list[str]]:
         """Return the paragraphs from files, by kind."""
-        return self._found
+        return self._paragraphs
 
     def paragraphs(self, rng: random.Random) -> Iterator[str]:
         """Yield an endless stream of paragraphs, with each kind once per round."""
         while True:
-            for kind in rng.sample([*self._kinds], len(self._kinds)):
-                yield self._kinds[kind](rng, "") + "\n\n"
+            for kind in rng.sample([*self._write_by_kind], len(self._write_by_kind)):
+                yield self._write_by_kind[kind](rng, "") + "\n\n"
 
     def hiding(self, rng: random.Random, sentence: str) -> str:
         """Return a paragraph of a random kind that contains the sentence."""
-        return self._kinds[rng.choice([*self._kinds])](rng, sentence) + "\n\n"
+        return self._write_by_kind[rng.choice([*self._write_by_kind])](rng, sentence) + "\n\n"
 
     def _essay(self, rng: random.Random, sentence: str) -> str:
         """Return an essay's paragraph, with the sentence between two of its sentences or at its end."""
-        text = rng.choice(self._found["essay"])
+        text = rng.choice(self._paragraphs["essay"])
         if not sentence:
             return text
-        ends = [found.end() for found in re.finditer(r"[.!?]\s", text)] or [len(text)]
-        place = rng.choice(ends)
-        return f"{text[:place].rstrip()} {sentence} {text[place:]}".rstrip()
+        sentence_ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
+        index = rng.choice(sentence_ends)
+        return f"{text[:index].rstrip()} {sentence} {text[index:]}".rstrip()
 
     def _code(self, rng: random.Random, sentence: str) -> str:
         """Return lines of code, with the sentence as a comment."""
-        lines = rng.choice(self._found["code"]).split("\n")
+        lines = rng.choice(self._paragraphs["code"]).split("\n")
         return "\n".join(_hide(rng, lines, f"# {sentence}" if sentence else ""))
 
 

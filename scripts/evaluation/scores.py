@@ -31,74 +31,104 @@ def summarise(records: list[Record]) -> Summary:
     not. `before` is how many of the `answer_tokens` were decoded before the compression; None if the records do not
     say.
     """
-    place = itemgetter("setting", "length", "task", "document", "question")
-    full = {place(r): r["score"] for r in records if r["method"] == FULL_CACHE}
-    found = []
-    for (method, setting, length), own in grouped(records, "method", "setting", "length").items():
-        scores, documents, tasks = ([r[key] for r in own] for key in ("score", "document", "task"))
-        by_task = {
-            task: fmean(r["score"] for r in some) for (task,), some in grouped(own, "task").items()
+    question_of = itemgetter("setting", "length", "task", "document", "question")
+    full_scores = {
+        question_of(record): record["score"] for record in records if record["method"] == FULL_CACHE
+    }
+    summaries = []
+    groups = grouped(records, "method", "setting", "length")
+    for (method, setting, length), group_records in groups.items():
+        score_by_task = {
+            task: fmean(record["score"] for record in task_records)
+            for (task,), task_records in grouped(group_records, "task").items()
         }
-        reasons = [r["reason"] for r in own if r["reason"]]
-        found.append(
+        difference_to_full = difference(
+            scores=[record["score"] for record in group_records],
+            reference=[full_scores[question_of(record)] for record in group_records],
+            groups=[record["document"] for record in group_records],
+            tasks=[record["task"] for record in group_records],
+        )
+        reasons = [record["reason"] for record in group_records if record["reason"]]
+        summaries.append(
             {
                 "method": method,
                 "setting": setting,
                 "length": length,
-                "asked": len(own),
-                "score": fmean(by_task.values()),
-                "by_task": by_task,
-                "difference": difference(scores, [full[place(r)] for r in own], documents, tasks),
-                **{key: max(r[key] or 0 for r in own) or None for key in ("entries", "kv_bytes")},
-                **{key: _total(own, key) for key in ("answer_tokens", "before")},
+                "asked": len(group_records),
+                "score": fmean(score_by_task.values()),
+                "by_task": score_by_task,
+                "difference": difference_to_full,
+                "entries": _maximum(group_records, "entries"),
+                "kv_bytes": _maximum(group_records, "kv_bytes"),
+                "answer_tokens": _total(group_records, "answer_tokens"),
+                "before": _total(group_records, "before"),
                 "uncompressed": len(reasons),
                 "reason": reasons[0] if reasons else None,
             }
         )
-    return found
+    return summaries
 
 
-def _total(records: list[Record], key: str) -> int | None:
-    return sum(r[key] for r in records) if all(key in r for r in records) else None
+def _maximum(records: list[Record], name: str) -> int | None:
+    """Return a field's maximum, or None if no record has a value."""
+    return max(record[name] or 0 for record in records) or None
+
+
+def _total(records: list[Record], name: str) -> int | None:
+    """Return a field's sum, or None if a record lacks the field."""
+    if any(name not in record for record in records):
+        return None
+    return sum(record[name] for record in records)
 
 
 def tables(summary: Summary) -> list[Table]:
     """Return two tables for each length and setting: the figures of all methods, and their scores by task."""
-    result = []
-    lengths = sorted({s["length"] for s in summary}, key=lambda n: n or 0)
+    all_tables = []
+    lengths = sorted({row["length"] for row in summary}, key=lambda length: length or 0)
     for length, setting in itertools.product(lengths, ANSWER_SETTINGS):
-        own = [s for s in summary if (s["length"], s["setting"]) == (length, setting)]
-        if own:
-            heading = f"Question {setting}" + (f", {length:,} tokens" if length else "")
-            result.append(_scores(own, heading))
-            if len(own[0]["by_task"]) > 1:
-                result.append(_by_task(own, f"{heading}, by task"))
-    return result
+        rows = [row for row in summary if row["length"] == length and row["setting"] == setting]
+        if not rows:
+            continue
+        heading = f"Question {setting}"
+        if length:
+            heading += f", {length:,} tokens"
+        all_tables.append(_score_table(rows, heading))
+        n_tasks = len(rows[0]["by_task"])
+        if n_tasks > 1:
+            all_tables.append(_task_table(rows, f"{heading}, by task"))
+    return all_tables
 
 
-def _scores(summary: Summary, heading: str) -> Table:
-    def score(s: Record) -> str:
-        return "not compressed" if s["uncompressed"] == s["asked"] else f"{100 * s['score']:.1f}"
+def _score_table(summary: Summary, heading: str) -> Table:
+    """Return a table of all methods' figures."""
 
-    def against_full(s: Record) -> str:
-        if s["method"] == FULL_CACHE or s["uncompressed"] == s["asked"]:
+    def score(row: Record) -> str:
+        if row["uncompressed"] == row["asked"]:
+            return "not compressed"
+        return f"{100 * row['score']:.1f}"
+
+    def against_full(row: Record) -> str:
+        if row["method"] == FULL_CACHE or row["uncompressed"] == row["asked"]:
             return ""
-        found = s["difference"]
-        changed = found["better"] or found["worse"]
-        return interval(found, "+.1f", 100) if changed else "0, each scored the same"
+        figures = row["difference"]
+        is_equal = not figures["better"] and not figures["worse"]
+        return "0, each scored the same" if is_equal else interval(figures, "+.1f", 100)
 
-    def memory(s: Record) -> str:
-        return "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"])
+    def memory(row: Record) -> str:
+        return "" if row["kv_bytes"] is None else format_bytes(row["kv_bytes"])
 
-    left = "Not compressed: {uncompressed} of {asked} prompts of {method} ({reason}).".format_map
-    remarks = [left(s) for s in summary if s["reason"]]
+    def entries(row: Record) -> str:
+        return "all" if row["entries"] is None else f"{row['entries']:,}"
+
+    remark = "Not compressed: {uncompressed} of {asked} prompts of {method} ({reason})."
+    remarks = [remark.format_map(row) for row in summary if row["reason"]]
     columns: dict[str, Callable[[Record], str]] = {
         "method": itemgetter("method"),
         "n": "{asked}".format_map,
         "score": score,
         "against full": against_full,
         "before compression": before_compression,
-        "entries": lambda s: "all" if s["entries"] is None else f"{s['entries']:,}",
+        "entries": entries,
         "KV memory": memory,
     }
     if any(map(before_compression, summary)):
@@ -108,24 +138,26 @@ def _scores(summary: Summary, heading: str) -> Table:
     return table_of(heading, " ".join(remarks), columns, summary)
 
 
-def before_compression(s: Record) -> str:
+def before_compression(row: Record) -> str:
     """Return the percentage of answer tokens decoded before the compression, or "" if it is unknown."""
-    if s["method"] == FULL_CACHE or s.get("before") is None:
+    if row["method"] == FULL_CACHE or row.get("before") is None:
         return ""
-    return f"{s['before'] / s['answer_tokens']:.0%}"
+    return f"{row['before'] / row['answer_tokens']:.0%}"
 
 
-def _by_task(summary: Summary, heading: str) -> Table:
+def _task_table(summary: Summary, heading: str) -> Table:
     """Return a table of scores by task. If there are more tasks than methods, tasks are rows."""
-    names = list(dict.fromkeys(name for s in summary for name in s["by_task"]))
-    cells = [["method", *names]]
-    for s in summary:
-        scores = (s["by_task"].get(name) for name in names)
-        cells.append([s["method"], *("" if x is None else f"{100 * x:.1f}" for x in scores)])
-    if len(names) > len(summary):
+    tasks = list(dict.fromkeys(task for row in summary for task in row["by_task"]))
+    cells = [["method", *tasks]]
+    for row in summary:
+        scores = (row["by_task"].get(task) for task in tasks)
+        score_cells = ("" if score is None else f"{100 * score:.1f}" for score in scores)
+        cells.append([row["method"], *score_cells])
+    if len(tasks) > len(summary):
         cells[0][0] = "task"
-        cells = [*map(list, zip(*cells))]
-    return Table(heading, "", cells[0], cells[1:])
+        cells = [list(column) for column in zip(*cells)]
+    header, *rows = cells
+    return Table(heading, "", header, rows)
 
 
 def scores_page(title: str, remark: str) -> Page:

@@ -53,17 +53,22 @@ def _about_facts(rng: random.Random, facts: list[Fact]) -> tuple[Sentences, list
 def _overwritten(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
     """Generate facts, half of which get a new value ("... is now ...") later on. Questions ask for new values."""
     facts = make_facts(rng, max(2, round(n / 1.5)))
-    changed = facts[: len(facts) // 2]
-    newer = {f.subject: replace(f, value=ATTRIBUTES[f.attribute](rng)) for f in changed}
-    hidden: dict[Fact, str] = {}
-    for fact in rng.sample([*facts, *changed], len(facts) + len(changed)):
-        if fact in hidden:
-            fact = newer[fact.subject]
-            hidden[fact] = fact_sentence(fact, rng).replace(" is ", " is now ")
+    changed_facts = facts[: len(facts) // 2]
+    new_facts = {
+        fact.subject: replace(fact, value=ATTRIBUTES[fact.attribute](rng)) for fact in changed_facts
+    }
+    sentence_of: dict[Fact, str] = {}  # sentences in document order
+    # A changed fact occurs twice: first with its old value, then with the new one.
+    for fact in rng.sample([*facts, *changed_facts], len(facts) + len(changed_facts)):
+        if fact in sentence_of:
+            fact = new_facts[fact.subject]
+            sentence_of[fact] = fact_sentence(fact, rng).replace(" is ", " is now ")
         else:
-            hidden[fact] = fact_sentence(fact, rng)
-    questions = [Question(f.question.replace("?", " now?"), f.value) for f in newer.values()]
-    return list(hidden.values()), rng.sample(questions, len(questions))
+            sentence_of[fact] = fact_sentence(fact, rng)
+    questions = [
+        Question(fact.question.replace("?", " now?"), fact.value) for fact in new_facts.values()
+    ]
+    return list(sentence_of.values()), rng.sample(questions, len(questions))
 
 
 def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
@@ -74,26 +79,27 @@ def _several(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
     rng.shuffle(facts)
     questions = []
     for i in range(0, n - 1, 3):
-        asked = facts[i : i + rng.choice((2, 3))]
-        subjects = [f"of the {fact.subject}" for fact in asked]
-        listed = ", ".join(subjects[:-1]) + " and " + subjects[-1]
-        answer = ", ".join(f"the {fact.subject} is {fact.value}" for fact in asked)
-        questions.append(Question(f"What is the {attribute} {listed}?", answer))
+        asked_facts = facts[i : i + rng.choice((2, 3))]
+        *subjects, last_subject = [f"of the {fact.subject}" for fact in asked_facts]
+        all_subjects = f"{', '.join(subjects)} and {last_subject}"
+        answer = ", ".join(f"the {fact.subject} is {fact.value}" for fact in asked_facts)
+        questions.append(Question(f"What is the {attribute} {all_subjects}?", answer))
     return hidden, questions
 
 
 def _links(rng: random.Random, n: int, links: int) -> tuple[Sentences, list[Question]]:
     """Generate chains of `links` names that end in a word. The answer spells out the chain."""
-    chains = max(2, n // links)
-    names = iter(rng.sample([f"x{i}" for i in range(10, 100)], chains * links))
-    hidden, questions = [], []
-    for _ in range(chains):
+    n_chains = max(2, n // links)
+    names = iter(rng.sample([f"x{i}" for i in range(10, 100)], n_chains * links))
+    sentences = []
+    questions = []
+    for _ in range(n_chains):
         chain = [*(next(names) for _ in range(links)), rng.choice(THINGS)]
-        steps = [f"VAR {a} is {b}" for a, b in pairwise(chain)]
-        hidden += [step + "." for step in steps]
+        steps = [f"VAR {name} is {next_name}" for name, next_name in pairwise(chain)]
+        sentences += [f"{step}." for step in steps]
         questions.append(Question(f"What is VAR {chain[0]}?", ", ".join(steps)))
-    rng.shuffle(hidden)
-    return hidden, questions
+    rng.shuffle(sentences)
+    return sentences, questions
 
 
 TASKS: dict[str, Callable[[random.Random, int], tuple[Sentences, list[Question]]]] = {

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts
@@ -55,10 +56,9 @@ class Grid:
         """Return a record for each document; see `Dataset`."""
         last = self.n_depths - 1
         depths = [round(i / last, 4) for i in range(self.n_depths)] if last else [0.5]
-        each = itertools.product(self.lengths, depths, range(self.n_documents))
         return [
             {"task": task, "length": length, "document": f"{i} at {depth:g}", "depth": depth}
-            for length, depth, i in each
+            for length, depth, i in itertools.product(self.lengths, depths, range(self.n_documents))
         ]
 
 
@@ -84,22 +84,26 @@ def filled(
     Raises: SnapKVError: the prompt is too long even with one piece of filler.
     """
     pieces = [next(filler)]
-    least = n_prompt(joined(pieces, parts))
-    if least > length:
-        raise SnapKVError(f"--length must be at least {least} for this question, got {length}")
-    while n_prompt(joined(pieces, parts)) <= length:
+
+    def n_prompt_with(n_pieces: int) -> int:
+        return n_prompt(joined(pieces[:n_pieces], parts))
+
+    shortest = n_prompt_with(1)
+    if shortest > length:
+        raise SnapKVError(f"--length must be at least {shortest} for this question, got {length}")
+    while n_prompt_with(len(pieces)) <= length:
         pieces += itertools.islice(filler, len(pieces))
-    numbers = range(1, len(pieces) + 1)
-    n = bisect.bisect_right(numbers, length, key=lambda n: n_prompt(joined(pieces[:n], parts)))
-    return joined(pieces[:n], parts)
+    n_fitting = bisect.bisect_right(range(1, len(pieces) + 1), length, key=n_prompt_with)
+    return joined(pieces[:n_fitting], parts)
 
 
 def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
     """Join the pieces, with each part inserted at its depth. Parts of equal depth keep their order."""
-    text = list(pieces)
-    for i, (depth, part) in enumerate(sorted(parts, key=lambda part: part[0])):
-        text.insert(round(depth * len(pieces)) + i, part)
-    return "".join(text).strip()
+    all_pieces = list(pieces)
+    by_depth = sorted(parts, key=itemgetter(0))
+    for n_inserted, (depth, part) in enumerate(by_depth):
+        all_pieces.insert(round(depth * len(pieces)) + n_inserted, part)
+    return "".join(all_pieces).strip()
 
 
 def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
@@ -114,26 +118,29 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
     """
 
     def make(place: Record) -> Document:
-        named = {key: place[key] for key in ("task", "length", "document")}
-        rng = random.Random(f"{grid.seed} {named}")
+        identity = {key: place[key] for key in ("task", "length", "document")}
+        rng = random.Random(f"{grid.seed} {identity}")
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        depths = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # the other facts' depths
-        parts = list(zip([place["depth"], *depths], sentences))
+        n_others = needles - 1
+        other_depths = ((i + 0.5) / n_others for i in range(n_others))
+        parts = list(zip([place["depth"], *other_depths], sentences))
         filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
         if text is not None:
             filler = itertools.cycle(sentences_of(text.strip() + "\n\n"))
         prompt_of = partial(question_prompt, tokenizer)
         question, value = facts[0].question, facts[0].value
-        document = filled(
-            place["length"], parts, filler, lambda made: len(prompt_of(made, question))
-        )
+
+        def n_prompt(document: str) -> int:
+            return len(prompt_of(document, question))
+
+        document = filled(place["length"], parts, filler, n_prompt)
         prompt = prompt_of(document, question)
         asked = Question(prompt, value, partial(contains, value=value), HAYSTACK_TOKENS)
         return Document([asked], n_shared(prompt, prompt_of(document, "Why?")))
 
-    made = "synthetic" if text is None else digest_of(text)
-    setting = {"task": "needle", "seed": grid.seed, "needles": needles, "haystack": made}
+    haystack = "synthetic" if text is None else digest_of(text)
+    setting = {"task": "needle", "seed": grid.seed, "needles": needles, "haystack": haystack}
     return Dataset(tokenizer, setting, grid.places("needle"), make)
 
 
@@ -151,16 +158,27 @@ def suite(
         rng = random.Random("{} {task} {length} {document}".format(seed, **place))
         n_tokens = place["length"] - QUESTION_TOKENS
         count = token_counter(tokenizer)
-        text, chosen = suite_tasks.make_task(place["task"], rng, n_tokens, count)
+        text, task_questions = suite_tasks.make_task(place["task"], rng, n_tokens, count)
         prompt_of = partial(question_prompt, tokenizer, text)
-        questions = []
-        for asked in chosen[:n_questions]:
-            score = lambda answer, value=asked.value: answer.strip() == value  # noqa: E731
-            questions.append(Question(prompt_of(asked.question), asked.value, score, SUITE_TOKENS))
-        return Document(questions, n_shared(prompt_of("Why?"), *(q.prompt for q in questions)))
+        questions = [
+            Question(
+                prompt=prompt_of(task_question.question),
+                expected=task_question.value,
+                score=partial(_is_exactly, task_question.value),
+                max_tokens=SUITE_TOKENS,
+            )
+            for task_question in task_questions[:n_questions]
+        ]
+        prompts = [question.prompt for question in questions]
+        return Document(questions, n_shared(prompt_of("Why?"), *prompts))
 
     places = [
         {"task": task, "length": length, "document": i}
         for length, task, i in itertools.product(lengths, tasks, range(n_documents))
     ]
     return Dataset(tokenizer, {"task": "suite", "seed": seed}, places, make)
+
+
+def _is_exactly(value: str, answer: str) -> bool:
+    """Return whether the answer consists of the value and nothing else."""
+    return answer.strip() == value

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from count_operations import counted
+from count_operations import counting_operations
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from request_helpers import SMALL
 from tiny_models import make_llama
@@ -25,7 +25,7 @@ def wide():
 
 def waits(items):
     """Return how often Python waits for the device while eight items are taken."""
-    with counted() as counts:
+    with counting_operations() as counts:
         assert len(list(itertools.islice(items, 8))) == 8
     return counts.waits
 

@@ -7,7 +7,15 @@ import re
 
 import pytest
 from evaluation import associations as module
-from evaluation.associations import VARIANTS, associations, begun, chosen, facts, score, sentences
+from evaluation.associations import (
+    VARIANTS,
+    associations,
+    begun,
+    depths_and_sentences,
+    facts,
+    facts_of_text,
+    score,
+)
 from evaluation.haystack import Haystack, paragraphs_of
 
 from mlx_snapkv.cli.progress import StepBars
@@ -95,15 +103,21 @@ def test_an_answer_is_right_if_it_names_the_facts_value_and_no_other():
 
 def test_the_texts_of_a_variant_take_all_facts_in_turn():
     n = VARIANTS["several"]
-    found = [f for i in range(-(-len(facts()) // n)) for f in chosen("several", i, 0)]
+    found = [f for i in range(-(-len(facts()) // n)) for f in facts_of_text("several", i, 0)]
     assert {f.question for f in found} == {f.question for f in facts()}
     assert len(found) < len(facts()) + n
-    assert chosen("several", 0, 0) == chosen("several", 0, 0) != chosen("several", 0, 1)
+    assert (
+        facts_of_text("several", 0, 0)
+        == facts_of_text("several", 0, 0)
+        != facts_of_text("several", 0, 1)
+    )
 
 
 def test_a_correction_comes_after_the_earlier_fact():
-    own = chosen("contradicting", 0, 0)
-    hidden = [text for _, text in sorted(sentences("contradicting", own, random.Random(0)))]
+    own = facts_of_text("contradicting", 0, 0)
+    hidden = [
+        text for _, text in sorted(depths_and_sentences("contradicting", own, random.Random(0)))
+    ]
     for fact in own:
         earlier = hidden.index(fact.text.format(fact.before[0]))
         assert hidden.index(module.CORRECTION.format(fact.sentence)) > earlier
@@ -202,6 +216,6 @@ def test_a_missed_fact_is_one_that_the_full_cache_finds(monkeypatch):
 def test_a_models_part_replaces_its_earlier_part(tmp_path):
     out = tmp_path / "found"
     for model, n in (("a", 1), ("b", 2), ("a", 3)):
-        measure_associations.put(out, {"model": model, "n": n})
+        measure_associations.put_part(out, {"model": model, "n": n})
     parts = json.loads(out.with_suffix(".json").read_text())["parts"]
     assert parts == [{"model": "a", "n": 3}, {"model": "b", "n": 2}]

@@ -54,7 +54,7 @@ def test_a_folder_of_files_gives_lengths_and_tasks(tmp_path):
     write(tmp_path / "4096" / "test-00000-of-00001.parquet", rows)
     write(tmp_path / "2048" / "vt.jsonl", [bare | {"answer": "4711"}])
     write(tmp_path / "passkey" / "test.jsonl", [{**bare, "answers": ["1"], "answer": None}])
-    documents, copy = read_columns(str(tmp_path), most=2)
+    documents, copy = read_columns(str(tmp_path), max_documents=2)
     assert [(rows[0].task, rows[0].length, rows[0].context) for rows in documents] == [
         ("passkey", None, ROW["context"]),
         ("vt", 2048, ROW["context"]),
