@@ -242,7 +242,7 @@ def _stats(session: Session, _: str) -> None:
 
 
 def _entries_text(entries_by_layer: Sequence[int | None]) -> str:
-    """Describe the layers' numbers of entries, such as "512 in layers 0 to 3, 64 in layer 4".
+    """Describe how many entries the layers have, such as "512 in layers 0 to 3, 64 in layer 4".
 
     Args:
         entries_by_layer: entries per KV head in each layer; None for layers without entries, which are omitted.

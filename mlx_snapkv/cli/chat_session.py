@@ -47,7 +47,10 @@ class Lines:
     """
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
-        """Set up line editing for a terminal, or UTF-8 for other input. Raises: SnapKVError: the input is closed."""
+        """Set up line editing if the input is a terminal, and decode other input as UTF-8.
+
+        Raises: SnapKVError: the input is closed.
+        """
         if stream is None:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream

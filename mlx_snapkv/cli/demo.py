@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..demo.documents import Fact
     from ..planning.settings import Setting
 
-KEPT_SHARE = 16  # 1/16 of the entries are kept, or read per token
+KEPT_SHARE = 16  # keep 1/16 of the entries, or read 1/16 per token
 CHUNK_SHARE = 8  # a prompt chunk reads 1/8 of the entries
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",

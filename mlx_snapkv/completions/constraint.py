@@ -22,8 +22,8 @@ MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts
 MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # such as `"minItems": 3`
 # Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# If the short end has more than this many tokens, trying a token takes milliseconds. Then fewer tokens are tried: the
-# most likely ones that together have probability CANDIDATES_SHARE.
+# If the short end is longer than this, each tried token costs milliseconds. Then only the most likely tokens are tried,
+# up to a cumulative probability of CANDIDATES_SHARE.
 QUICK_END_LENGTH = 32
 CANDIDATES_SHARE = 0.99
 

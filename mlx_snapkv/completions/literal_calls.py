@@ -19,7 +19,7 @@ ESCAPE_SEQUENCE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Characters by the letter of their escape sequence.
+# The character after a backslash, and the character that both stand for.
 CHARACTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 CHARACTERS |= {letter: letter for letter in "\"'\\"}
 KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`

@@ -133,7 +133,7 @@ def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -
 
 
 def _extra_fields(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message that `Message` does not represent in its own format."""
+    """Return the message fields that `Message` has no attribute for, unchanged."""
     return {
         name: value
         for name, value in item.items()

@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
         return piece.replace(SENTENCEPIECE_SPACE, " ").encode()
-    # Byte-level BPE writes each byte as one letter.
+    # Byte-level BPE represents each byte by one printable character.
     byte_of_letter = _byte_decoder()
     is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
     is_part_of_character = REPLACEMENT_CHARACTER in text

@@ -74,7 +74,7 @@ def validate_body(model: type[Model], body: Any) -> Model:
 
 
 def describe_error(error: Mapping[str, Any], body: Any) -> str:
-    """Describe a pydantic error about a body in one sentence that names the field."""
+    """Describe a pydantic error for a request body, in one sentence that names the field."""
     place = _dotted_path(error["loc"], body)
     kind = error["type"]
     value = shorten(error["input"])

@@ -30,7 +30,7 @@ class Pieces:
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
-        """Look up the size of the scores, but only if they may exceed the limit."""
+        """Compute the exact size of the scores, unless an upper bound is below the limit."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0

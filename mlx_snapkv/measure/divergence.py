@@ -92,7 +92,7 @@ class Reference:
 
         def note_compression(report: CompressionReport) -> None:
             nonlocal n_before
-            # mlx-lm computes one step ahead, so the next two tokens were also predicted from all entries.
+            # mlx-lm runs one step ahead: this token and the next one were still predicted from all entries.
             n_before = len(predictions) + 2
             on_report(report)
 

@@ -201,7 +201,7 @@ def read_piece(
         answer = Reference(whole_prompt, whole_prompt.answer(max_tokens, stop_tokens))
         reading_by_setting[KNOWN] = whole_prompt, answer
         reading_by_setting[LATER] = before_question, answer
-        if frame.start == frame.before:  # the same tokens are read for TEXT
+        if frame.start == frame.before:  # TEXT reads the same tokens, so it can share the reading
             text_reading = before_question
     if TEXT in settings:
         if text_reading is None:

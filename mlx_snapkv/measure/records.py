@@ -118,5 +118,5 @@ class Results:
 
 
 def _key(record: Record) -> tuple:
-    """Return the values of `RECORD_KEYS`. Raises: KeyError: the record has no method."""
+    """Return the record's values for `RECORD_KEYS`. Raises: KeyError: the record has no method."""
     return record["method"], *(record.get(name) for name in RECORD_KEYS[1:])

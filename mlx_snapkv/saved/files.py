@@ -46,7 +46,7 @@ class SavedPrompt:
     Attributes:
         prompt_cache: caches to continue from, with mlx-lm's `generate_step` or with ours.
         tokens: token ids of the prompt. None for files saved by mlx-lm, which do not contain them.
-        policy: the setting that compressed the cache, as on the command line.
+        policy: the setting that compressed the cache, as written on the command line.
         notes: the notes passed to `save`, or mlx-lm's metadata.
     """
 

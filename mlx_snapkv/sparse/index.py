@@ -103,7 +103,7 @@ class KeyIndex:
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether a text of `n` keys is at least twice as long as the one that the components were sampled from.
+        """Return whether `n` is at least twice the number of keys that the components were computed from.
 
         Late keys differ from early ones, if only by their rotation, so the components gradually stop fitting.
         """

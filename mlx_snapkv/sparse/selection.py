@@ -36,7 +36,7 @@ def best_positions(scores: mx.array, k: int, first: int = 0) -> mx.array:
 @partial(mx.compile, shapeless=True)
 def _costs(score_bits: mx.array, positions: mx.array) -> mx.array:
     """Pack scores and positions into uint64 costs. A higher score, or a lower position among ties, costs less."""
-    # For floats of at most 0, the bits without the sign increase as the float decreases.
+    # The magnitude bits of floats up to 0 increase as the float decreases.
     score_costs = mx.minimum(score_bits & MAGNITUDE_BITS, INFINITY_BITS).astype(mx.uint64)
     return (score_costs << 32) | positions
 

@@ -36,8 +36,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     A plain in-memory store always has all entries. Any other store has the entries of earlier turns, which are read
     again for each attention call, so that only one layer's entries are in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index and the first entry, from which shapes
-    are taken. `saved.book` saves the files next to the prompt cache, and sets the store when it is loaded.
+    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index and the first entry, which gives the
+    shapes. `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
 
     Args:
         first: first position whose query is recorded.

@@ -276,7 +276,7 @@ def make_params(
     id_capacity: int = 0,
     n_score_groups: int = 0,
 ) -> mx.array:
-    """Return the array `params`, which all layers share for a token."""
+    """Return the kernels' `params` array for one token. All layers share it."""
     counts = n_means, n_chosen, first, stop, n, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
     capacities = code_capacity, id_capacity
