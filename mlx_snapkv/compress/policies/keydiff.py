@@ -20,9 +20,8 @@ class KeyDiff(Policy):
             coordinate, or "pairwise", which averages the similarity to all keys (equation 7), block by block.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
-    Differences from the paper: by default, a sink is kept, and half of the budget is a recent window. Without a sink,
-    Gemma 3's predictions moved three times as far from those of the full cache. With a window of 10%, SmolLM2's moved
-    twice as far (docs/quality.md).
+    Differences from the paper: by default, a sink is kept, and half of the budget is a recent window. Without them,
+    predictions move further from the full cache's.
     """
 
     name = "keydiff"

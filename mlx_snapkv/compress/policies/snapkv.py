@@ -42,7 +42,7 @@ class SnapKV(Policy):
         prefill_chunk: maximum number of tokens per prefill chunk; None means `prefill_step_size`.
         on_full: what to do when the recent window is full. "grow" keeps all of the answer's entries in addition to the
             budget, as in the paper. "slide" evicts the window's oldest entry, which keeps the shape of the cache
-            constant during decoding but changes the answer more (docs/quality.md).
+            constant during decoding but changes the answer more.
         schedule, block: see `Policy`; papers that compare with SnapKV use "block".
 
     Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window).
