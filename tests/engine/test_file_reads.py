@@ -23,7 +23,7 @@ SENTENCE = r"^entries kept in a file can't be read: [^\n]+$"
 def descriptors(model, caches):
     """Return the file descriptors of all keys and values, layer by layer."""
     stores = [layer.cache_in(caches).store for layer in attention_layers(model, caches)]
-    parts = [part for store in stores for part in store._parts]
+    parts = [part for store in stores for part in store._views]
     return [file._file.fileno() for part in parts for file in part.files]
 
 
@@ -96,15 +96,15 @@ def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeyp
     tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
     sparse = f"budget=50%,read_top_k={PAGE_SIZE},store=file"
     wanted = steps(model, tokens, 3, sparse=sparse)
-    choose = SparsePrefillKVCache._read_before
+    choose = SparsePrefillKVCache._choose_earlier
 
     def damaged(self, captured):
-        damage(self.stored.store._parts[0].files[0]._file.fileno())
+        damage(self.stored.store._views[0].files[0]._file.fileno())
         return choose(self, captured)
 
     cache = make_prompt_cache(model)
     with monkeypatch.context() as patch, pytest.raises(SnapKVError, match=SENTENCE):
-        patch.setattr(SparsePrefillKVCache, "_read_before", damaged)
+        patch.setattr(SparsePrefillKVCache, "_choose_earlier", damaged)
         steps(model, tokens, 3, prompt_cache=cache, sparse=sparse)
     assert all(c.empty() for c in cache)
     assert_same(steps(model, tokens, 3, prompt_cache=cache, sparse=sparse), wanted)
