@@ -99,7 +99,9 @@ class Rendering:
         """Return whether the text of this special token is always encoded as exactly this token."""
         special_tokens = self._tokenizer.added_tokens_decoder
         token = special_tokens[token_id]
-        if token.normalized or token.lstrip:  # may match other text than its own, or also the spaces before it
+        if (
+            token.normalized or token.lstrip
+        ):  # may match other text than its own, or also the spaces before it
             return False
         texts = [special.content for special in special_tokens.values()]
         beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))

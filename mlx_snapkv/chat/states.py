@@ -65,13 +65,7 @@ def load(
     Raises: SnapKVError: the file can't be read, contains another kind of prompt, or can't be used with `policy`.
     """
     prompt = saved.load(path, model)
-    # mlx-lm files have no tokens, and their notes have a different meaning.
-    is_from_mlx_lm = prompt.tokens is None
-    notes = {} if is_from_mlx_lm else prompt.notes
-    if not is_from_mlx_lm and "messages" not in notes and "text" not in notes:
-        raise SnapKVError(
-            f"{path} holds a prompt, but neither a conversation nor a text to ask about"
-        )
+    notes = _notes_of(prompt, path)
     setting = _resumed_setting(path, prompt, policy)
     caches = list(prompt.prompt_cache)
     try:
@@ -83,13 +77,29 @@ def load(
     # `mlx-snapkv cache-prompt` saves the system prompt as `system_prompt`.
     system = notes.get("system", notes.get("system_prompt"))
     state = {name: notes[name] for name in STATE_FIELDS if name in notes}
-    state |= {"prompt_cache": caches, "read": prompt.tokens}
     if "text" in notes:
         state["attached"] = [notes["text"]]
-    if is_from_mlx_lm:  # the tokens are unknown
+    if prompt.tokens is None:
         n_unknown = n_tokens(prompt.prompt_cache)
         state |= {"n_unknown": n_unknown, "read": [0] * n_unknown}
+    else:
+        state["read"] = prompt.tokens
+    state["prompt_cache"] = caches
     return {"policy": setting, "system": system}, state
+
+
+def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
+    """Return the notes of a saved conversation or text. Files of mlx-lm have no tokens and no notes of ours.
+
+    Raises: SnapKVError: the file contains another kind of prompt.
+    """
+    if prompt.tokens is None:
+        return {}
+    if "messages" not in prompt.notes and "text" not in prompt.notes:
+        raise SnapKVError(
+            f"{path} holds a prompt, but neither a conversation nor a text to ask about"
+        )
+    return prompt.notes
 
 
 def _resumed_setting(

@@ -1,6 +1,5 @@
 """Build typer commands from functions with dataclass parameters and report usage errors in one sentence."""
 
-import contextlib
 import functools
 import inspect
 import re
@@ -235,19 +234,27 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
         value: the invalid value.
         error: `BadParameter` raised by typer or by the option's `parser`.
     """
+    rule = _range_rule(option, value) or error.message.rstrip(".")
+    subject = name if rule.startswith("must") else f"{name}:"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return f"{subject} {rule}, got {', '.join(map(repr, values))}"
+
+
+def _range_rule(option: Any, value: Any) -> str | None:
+    """Return the rule that a number outside the option's range breaks, or None."""
     # Older versions of typer store the range in the option's type.
     number_range = getattr(option, "type", option)
     least = getattr(number_range, "min", None)
     most = getattr(number_range, "max", None)
-    rule = error.message.rstrip(".")
-    # Keep the error's own message if the value is not a number.
-    with contextlib.suppress(ValueError, TypeError):
-        if least is not None and not least <= float(value) <= (most or float("inf")):
-            bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-            rule = f"must be {bounds}"
-    colon = "" if rule.startswith("must") else ":"
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return f"{name}{colon} {rule}, got {', '.join(map(repr, values))}"
+    if least is None:
+        return None
+    try:
+        number = float(value)
+    except (ValueError, TypeError):
+        return None
+    if number >= least and (most is None or number <= most):
+        return None
+    return f"must be at least {least}" if most is None else f"must be from {least} to {most}"
 
 
 def flag_of(name: str) -> str:

@@ -182,7 +182,10 @@ class BlockKVCache(EvictingCache):
         self.counting = self.counting.restarted_from(entries.received_attention)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in order of position. The last `n_queries` queries are the voters."""
+        """Return the entries in row order, which is also the order of positions.
+
+        The last `n_queries` queries are the voters, whose attention scores the entries.
+        """
         return self._entries_in_row_order(
             voting_queries=self._last_voters(n_queries),
             received_attention=self._received_attention(),

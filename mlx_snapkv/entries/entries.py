@@ -160,11 +160,13 @@ class Entries:
             width: number of float32 values that `function` computes per key. More values mean smaller blocks.
         """
 
-        def map_block(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            return function(self.read_keys(start, stop, after).astype(mx.float32))
+        def map_block(start: int, stop: int, previous_result: list[mx.array]) -> mx.array:
+            keys = self.read_keys(start, stop, after=previous_result)
+            return function(keys.astype(mx.float32))
 
-        B, H, _, D = self.key_reader().shape
-        block_size = entries_per_block(4 * B * H * max(D, width))
+        B, n_kv_heads, _, head_dim = self.key_reader().shape
+        float32_bytes = 4
+        block_size = entries_per_block(float32_bytes * B * n_kv_heads * max(head_dim, width))
         return self.map_blocks(map_block, spans(0, len(self), block_size))
 
     @cached_property

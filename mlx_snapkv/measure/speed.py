@@ -154,19 +154,19 @@ def _is_rotating(cache: Any) -> bool:
 
 
 def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
-    """Return the bytes of keys and values in all caches, including rotating ones.
+    """Return the bytes of keys and values in all caches.
 
-    For sparse attention, this includes the entries that a token reads and all entries that it chooses from.
+    For sparse attention, they are the entries that a token reads, and all entries that it chooses from.
     """
-    n_bytes = 0
-    for cache in layer_caches(prompt_cache):
-        n_bytes += cache.kv_nbytes
-        if is_sparse and cache.observes:
-            n_bytes += cache.full_nbytes
-    if not is_sparse:
-        rotating_caches = [cache for cache in all_caches(prompt_cache) if _is_rotating(cache)]
-        n_bytes += sum(cache.nbytes for cache in rotating_caches)
-    return n_bytes
+    compressible_caches = layer_caches(prompt_cache)
+    read_bytes = sum(cache.kv_nbytes for cache in compressible_caches)
+    if is_sparse:
+        return read_bytes + sum(
+            cache.full_nbytes for cache in compressible_caches if cache.observes
+        )
+    return read_bytes + sum(
+        cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache)
+    )
 
 
 def measure_prefill(

@@ -253,9 +253,10 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens have their index and means in memory.
+        """Return how many of `n_tokens` tokens have their index and means in memory, at most.
 
-        There is a limit for entries in files.
+        If the entries are in files, the rows of tokens after the first `ENTRIES_IN_MEMORY` move to a file, too, in
+        blocks of `ENTRIES_MOVED` tokens.
         """
         if not in_files(self.config.store):
             return n_tokens

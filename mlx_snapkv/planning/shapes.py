@@ -73,17 +73,20 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
         # Some layers have several caches, or none of their own. Treat every layer like the largest.
         windows = [max(windows)] * len(layers)
         key_sizes = [max(key_sizes)] * len(layers)
-    number_bytes = min((cache.keys.dtype.size for cache in _caches_with_keys(caches)), default=4)
-    families = _families(model)
-    shapes = {LayerShape(0)}
+    float32_bytes = 4
+    bytes_per_number = min(
+        (cache.keys.dtype.size for cache in _caches_with_keys(caches)), default=float32_bytes
+    )
+    family_by_module_id = _family_by_module_id(model)
+    shapes = {LayerShape(0)}  # in case the model has a single layer
     for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
         modules = layer.modules()
-        shape = LayerShape(number_bytes * _n_projected(modules))
-        attentions_of_layer = [module for module in modules if id(module) in families]
+        shape = LayerShape(bytes_per_number * _n_projected(modules))
+        attentions_of_layer = [module for module in modules if id(module) in family_by_module_id]
         if window and attentions_of_layer:
             attention = max(attentions_of_layer, key=n_query_heads)
-            family = families[id(attention)]
-            shape = _with_attention(shape, attention, family, window, key_size, number_bytes)
+            family = family_by_module_id[id(attention)]
+            shape = _with_attention(shape, attention, family, window, key_size, bytes_per_number)
         shapes.add(shape)
     return shapes
 
@@ -116,7 +119,7 @@ def _caches_with_keys(caches: list) -> list[Any]:
     ]
 
 
-def _families(model: Any) -> dict[int, AttentionFamily | None]:
+def _family_by_module_id(model: Any) -> dict[int, AttentionFamily | None]:
     """Map the `id()` of each attention module to its family, or to None if the family is unknown."""
     try:
         owners = cache_owners(model)
@@ -135,7 +138,7 @@ def _with_attention(
     family: AttentionFamily | None,
     window: int,
     key_size: int,
-    number_bytes: int,
+    bytes_per_number: int,
 ) -> LayerShape:
     """Add attention to the shape of a layer.
 
@@ -145,22 +148,22 @@ def _with_attention(
         family: the module's family, or None if it is unknown.
         window: maximum number of entries that a query can see.
         key_size: size of the keys in the layer's cache.
-        number_bytes: bytes per number.
+        bytes_per_number: bytes per number.
     """
     head_size = key_size
     entry_bytes = 0
     if hasattr(attention, "embed_q"):  # MLA expands the latents for every head
         head_size = attention.qk_nope_head_dim
         n_expanded = n_query_heads(attention) * (head_size + attention.v_head_dim)
-        entry_bytes = number_bytes * n_expanded
-    pair_bytes = score_bytes(attention, family, head_size, number_bytes)
+        entry_bytes = bytes_per_number * n_expanded
+    pair_bytes = score_bytes(attention, family, head_size, bytes_per_number)
     return replace(shape, pair_bytes=pair_bytes, window=window, entry_bytes=entry_bytes)
 
 
 def score_bytes(
-    attention: Any, family: AttentionFamily | None, head_size: int, number_bytes: int
+    attention: Any, family: AttentionFamily | None, head_size: int, bytes_per_number: int
 ) -> int:
-    """Return the score bytes per query and entry for all heads, at `number_bytes` per number.
+    """Return the score bytes per query and entry for all heads, at `bytes_per_number` per number.
 
     Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
     separately, unless its family joins both parts.
@@ -172,7 +175,7 @@ def score_bytes(
         n_arrays = 3  # a column for the sinks is appended and removed again
     if is_fused(head_size):
         n_arrays = 1 if n_arrays == 2 else 0  # only the separate positional scores are stored
-    return number_bytes * n_query_heads(attention) * n_arrays
+    return bytes_per_number * n_query_heads(attention) * n_arrays
 
 
 def _n_projected(modules: list[Any]) -> int:

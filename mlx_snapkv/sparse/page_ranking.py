@@ -93,13 +93,14 @@ class PageRanking:
     def _most_attended_pages(
         self, captured: CapturedQueries, candidates: range, n: int
     ) -> mx.array:
-        """Return the `n` candidate pages that get the largest share of some query's attention.
+        """Return the `n` candidate pages to which single queries pay most attention.
 
         A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.
 
         Returns: uint32 `(B, n_kv_heads, n)`, unordered.
         """
         step = max(1, captured.queries.shape[2] // RANKING_QUERIES)
+        # Counts back from the end, so that the newest query is always sampled.
         sampled_queries = captured.queries[:, :, ::-step].astype(mx.float32) * captured.scale
         mean_readers = self.means.readers(self._view, candidates)
         shares = _largest_shares(sampled_queries, mean_readers)
