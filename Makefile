@@ -84,6 +84,7 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	done
 	$(RUN) scripts/make_ruler.py real-models/$(LARGER) real-models/ruler/$(LARGER) --length 16384
 	$(RUN) scripts/measure_quality.py
+	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py
 	$(RUN) scripts/measure_sparse.py --lengths 2048 4096 --documents 2
 	$(RUN) scripts/measure_rest.py
