@@ -19,7 +19,7 @@ ESCAPE_SEQUENCE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# The character after a backslash, and the character that both stand for.
+# Escape sequences: the character after the backslash, and the character that the sequence means.
 CHARACTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 CHARACTERS |= {letter: letter for letter in "\"'\\"}
 KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`

@@ -78,7 +78,7 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
         (cache.keys.dtype.size for cache in _caches_with_keys(caches)), default=float32_bytes
     )
     family_by_module_id = _family_by_module_id(model)
-    shapes = {LayerShape(0)}  # in case the model has a single layer
+    shapes = {LayerShape(0)}  # never empty, even with a single layer
     for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
         modules = layer.modules()
         shape = LayerShape(bytes_per_number * _n_projected(modules))
