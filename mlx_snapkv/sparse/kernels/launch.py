@@ -18,10 +18,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..residual import Residual
 
 THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
 SCORE_BLOCK = 1024  # entries per block in `score`
@@ -67,6 +70,12 @@ class Means(NamedTuple):
     unread: mx.array
     log_mass: mx.array
     temperature: mx.array
+
+    @classmethod
+    def of(cls, residual: Residual, unread: mx.array) -> Means:
+        """Return a residual's cluster means for a token that leaves `unread` entries of each cluster unread."""
+        clusters = residual.clusters
+        return cls(clusters.keys, clusters.values, unread, residual.log_mass, residual.temperature)
 
 
 def choose(

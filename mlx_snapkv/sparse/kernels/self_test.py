@@ -82,14 +82,6 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
             return "the kernels choose other entries than the plain path"
         if not mx.array_equal(n_unread, case.count_unread(positions)).item():
             return "the kernels count other unread entries than the plain path"
-    residual = case.residual
-    means = Means(
-        keys=residual.clusters.keys,
-        values=residual.clusters.values,
-        unread=n_unread,
-        log_mass=residual.log_mass,
-        temperature=residual.temperature,
-    )
     output = attend(
         case.queries,
         case.prompt,
@@ -100,7 +92,7 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
         first=N_SINK,
         stop=STOP,
         positions=positions,
-        means=means,
+        means=Means.of(case.residual, n_unread),
         sinks=case.sinks,
     )
     mx.eval(output)

@@ -46,17 +46,10 @@ def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int
     """
     assert ranking.prompt_buffers is not None
     positions, n_unread = _choose(ranking, captured, position)
-    residual = ranking.residual
     means = None
-    if residual is not None:
+    if ranking.residual is not None:
         assert n_unread is not None
-        means = Means(
-            keys=residual.clusters.keys,
-            values=residual.clusters.values,
-            unread=n_unread,
-            log_mass=residual.log_mass,
-            temperature=residual.temperature,
-        )
+        means = Means.of(ranking.residual, n_unread)
     return attend(
         captured.queries,
         ranking.prompt_buffers,
