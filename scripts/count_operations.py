@@ -132,8 +132,8 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
         return reading, Counts()
     config, _ = CompressionConfig.from_keywords(method)
     plan = plan_request(model, config, prompt.size)
-    if plan.reason is not None:
-        raise SnapKVError(plan.reason)
+    if plan.is_left_to_mlx_lm:
+        raise SnapKVError(str(plan.reason))
     request = make_request(model, plan)
     options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
     with request.recording():

@@ -21,6 +21,7 @@ from results_page import ROOT, Result, Row, shared_options
 
 from mlx_snapkv.caches.layers import n_tokens_read
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference, divergence
 from mlx_snapkv.measure.methods import Method
@@ -87,16 +88,11 @@ def compared(
     """
     full_logprobs = full_logprobs[-len(logprobs) :]
     is_same = mx.argmax(full_logprobs, axis=-1) == mx.argmax(logprobs, axis=-1)
-    n_same = 0
-    for full_token, token in zip(full_answer, free_answer):
-        if full_token != token:
-            break
-        n_same += 1
     return {
         "tokens": len(full_answer),
         "kl": divergence(full_logprobs, logprobs).tolist(),
         "same": is_same.tolist(),
-        "differs": n_same,
+        "differs": common_prefix([full_answer, free_answer]),
     }
 
 

@@ -4,10 +4,9 @@ python scripts/quality_picture.py
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from readme_results import COMPARED, named_parts
+from readme_results import COMPARED, predictions_on_texts
 from results_page import ROOT
 
 from mlx_snapkv.measure.tables import put_figure
@@ -18,10 +17,9 @@ BAR_HEIGHT = 0.8 / len(COMPARED)
 
 def measured_texts() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     """Yield a label for each model and kind of text, and the KL by method, with its interval."""
-    for part in named_parts():
-        kl = {row["method"]: row["kl"] for row in part["summary"] if row["setting"] == "text"}
-        if part["task"] == "fidelity" and part["length"] == LENGTH and kl:
-            yield f"{part['model']}, {Path(part['text'][0]).name}", kl
+    for part, kind, by_method in predictions_on_texts():
+        if part["length"] == LENGTH:
+            yield f"{part['model']}, {kind}", {name: row["kl"] for name, row in by_method.items()}
 
 
 def figure() -> Any:

@@ -1,5 +1,6 @@
 """Build the README's results tables: facts found, predictions and memory."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,18 @@ def named_parts() -> list[dict[str, Any]]:
     return parts
 
 
+def predictions_on_texts() -> Iterator[tuple[dict[str, Any], str, dict[str, dict[str, Any]]]]:
+    """Yield each part that scores predictions on texts in both modes: the part, the kind of text, rows by method."""
+    for part in named_parts():
+        by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "text"}
+        if part["task"] == "fidelity" and _is_shown(by_method):
+            yield part, Path(part["text"][0]).name, by_method
+
+
 def _predictions() -> list[tuple[str, ...]]:
     """Return the KL on texts, with one row per model, kind of text and length."""
     rows = []
-    for part in named_parts():
-        by_method = {row["method"]: row for row in part["summary"] if row["setting"] == "text"}
-        if part["task"] != "fidelity" or not _is_shown(by_method):
-            continue
-        kind = Path(part["text"][0]).name
+    for part, kind, by_method in predictions_on_texts():
         n_texts = by_method[FULL_CACHE]["pieces"]
         texts = f"{n_texts} texts of {part['length']:,} tokens of {kind}"
         cells = (

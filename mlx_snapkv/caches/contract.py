@@ -37,7 +37,7 @@ class LayerCache(ABC):
     room: float = math.inf  # number of tokens that fit before the next eviction
     nbytes: int
     size: Callable[[], int]
-    # Drops the `n` newest tokens and returns the number dropped. Only for caches that `grow`.
+    # Drops the `n` newest tokens and returns the number dropped. Only for caches whose `grows` is true.
     trim: Callable[[int], int]
     file_nbytes: int = 0  # size in bytes of keys and values in files
 
@@ -109,7 +109,7 @@ class LayerCache(ABC):
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the cache's current state. It can be called more than once.
 
-        Caches that `grow` are trimmed. Other caches override this method.
+        Caches whose `grows` is true are trimmed. Other caches override this method.
         """
         assert self.grows, f"a {type(self).__name__} can't be restored"
         offset_before = self.offset

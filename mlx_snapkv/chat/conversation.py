@@ -17,6 +17,7 @@ from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.restore import trim_to
 from ..engine.serving import require_servable, serve
+from ..engine.token_ids import common_prefix
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..planning.auto import CONVERSATION, resolve
 from ..planning.config import CompressionConfig
@@ -24,7 +25,7 @@ from ..planning.prompt_plan import MAX_TOKENS
 from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_save, make_caches
-from .prompts import Rendering, common_prefix, mlx_lm_suffix
+from .prompts import Rendering, mlx_lm_suffix
 from .states import STATE_FIELDS, StateBefore, load
 
 

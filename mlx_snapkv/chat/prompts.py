@@ -1,7 +1,6 @@
-"""Renders chats as token ids, and finds common prefixes of prompts."""
+"""Renders chats as token ids."""
 
 import re
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -11,23 +10,6 @@ from ..engine.tokenizer_limit import ignore_length_limit
 from ..errors import SnapKVError
 
 MARKER = "<query>"  # placeholder for the question in a chat template
-
-
-def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the length of the longest common prefix of all prompts, in tokens."""
-    first, *others = prompts
-    n_common = len(first)
-    for other in others:
-        n_common = min(n_common, _n_equal(first, other))
-    return n_common
-
-
-def _n_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of two prompts."""
-    for i, (token, other_token) in enumerate(zip(first, second)):
-        if token != other_token:
-            return i
-    return min(len(first), len(second))
 
 
 class Rendering:
@@ -99,9 +81,8 @@ class Rendering:
         """Return whether the text of this special token is always encoded as exactly this token."""
         special_tokens = self._tokenizer.added_tokens_decoder
         token = special_tokens[token_id]
-        if (
-            token.normalized or token.lstrip
-        ):  # may match other text than its own, or also the spaces before it
+        # Such a token may match other text than its own, or also the spaces before it.
+        if token.normalized or token.lstrip:
             return False
         texts = [special.content for special in special_tokens.values()]
         beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))

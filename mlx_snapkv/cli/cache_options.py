@@ -264,10 +264,10 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         """Check the values. Raises: OptionError: a value is not allowed."""
-        for option in fields(StoreOptions):
-            value = getattr(self, option.name)
-            if value is not None and not option.metadata["is_allowed"](value):
-                raise OptionError(option.name, option.metadata["allowed"], value)
+        for name, value in self.set_options.items():
+            option = Sparse.__dataclass_fields__[name].metadata
+            if not option["is_allowed"](value):
+                raise OptionError(name, option["allowed"], value)
 
     @property
     def set_options(self) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class Session:
             responses: Any = self.console.wait_for(partial(conversation.send, text, update))
             try:
                 for response in responses:
-                    print(response.text, end="", flush=True)
                     last_response = response
+                    print(response.text, end="", flush=True)
             finally:
                 responses.close()  # ends an interrupted turn now, not when the generator is garbage-collected
                 if last_response is not None:

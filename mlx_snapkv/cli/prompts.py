@@ -11,7 +11,6 @@ from typing import Annotated, Any, BinaryIO
 
 from typer import Option
 
-from ..chat.prompts import common_prefix
 from ..completions.chat_template import apply_template, template_failures
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
@@ -203,6 +202,8 @@ def opening_tokens(
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """
+    from ..engine.token_ids import common_prefix
+
     prompts = [
         encode_question(tokenizer, text, question, system_prompt, today)
         for question in SAMPLE_QUESTIONS

@@ -228,7 +228,7 @@ class _Loader:
     Attributes:
         names: model names that clients may use.
         options: `generate_step` keywords for every request.
-        room: size limit of the prefix cache, the same on all ranks; None before the model is loaded.
+        cache_size: size limit of the prefix cache, the same on all ranks; None before the model is loaded.
     """
 
     model: options.ShardedModelOptions
@@ -238,7 +238,7 @@ class _Loader:
     prefixes: PrefixOptions
     options: dict[str, Any]
     prefix_cache: PrefixCache
-    room: PrefixCacheSize | None = None
+    cache_size: PrefixCacheSize | None = None
 
     def load(self) -> Loaded:
         """Load the model. Raises: SnapKVError: it can't be served with these options."""
@@ -249,7 +249,7 @@ class _Loader:
 
         model, tokenizer = self.model.load()
         self.sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
-        compute_room = partial(
+        compute_size = partial(
             prefix_cache_size,
             model,
             self.options,
@@ -258,8 +258,8 @@ class _Loader:
             max_kv_bytes=self.model.max_kv_bytes,
             max_context=self.limits.max_context,
         )
-        self.room = from_first_rank(compute_room)
-        self.prefix_cache.max_bytes = self.room.limit
+        self.cache_size = from_first_rank(compute_size)
+        self.prefix_cache.max_bytes = self.cache_size.limit
         return Loaded(model, tokenizer, self.names)
 
 
@@ -297,6 +297,6 @@ def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], 
             """Print the server's address and the size of its prefix cache once it accepts requests."""
             clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
             line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
-            print(line, loader.room, sep="\n", flush=True)
+            print(line, loader.cache_size, sep="\n", flush=True)
 
         serve(engine, settings, listening_socket, print_address)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from ..engine.token_ids import common_prefix
 from ..errors import Option, SnapKVError
 from .grammar import AnswerFormat
 from .matcher import error_reason, llguidance_tokenizer, make_matcher
@@ -91,7 +92,7 @@ class Constraint:
         mx.async_eval(logits)
         new_tokens: Any = unchecked.tolist()
         if not has_one_more:
-            n_same = _common_prefix_length(new_tokens, self._answer)
+            n_same = common_prefix([new_tokens, self._answer])
             self._rewind(n_same)
             new_tokens = new_tokens[n_same:]
         self._consume(new_tokens)
@@ -206,8 +207,8 @@ class Constraint:
 
         Within a string, all tokens do that do not end it, if there are some tokens to spare.
         """
-        in_string = is_in_string(self._matcher.compute_bitmask(), self._vocabulary)
-        if in_string and n_spare > MAX_GROWTH_IN_STRING:
+        has_spare_tokens = n_spare > MAX_GROWTH_IN_STRING
+        if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
             return allowed & self._without_quotes[: allowed.size]
         return np.zeros_like(allowed)
 
@@ -263,16 +264,6 @@ def _mask_of(tokens: list[int], size: int) -> np.ndarray:
     mask = np.zeros(size, bool)
     mask[tokens] = True
     return mask
-
-
-def _common_prefix_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    length = 0
-    for first_token, second_token in zip(first, second):
-        if first_token != second_token:
-            break
-        length += 1
-    return length
 
 
 def _matcher_error(matcher: LLMatcher) -> Exception:

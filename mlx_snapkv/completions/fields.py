@@ -51,7 +51,6 @@ RepetitionPenalty = Annotated[
 ]
 Bias = Annotated[Number, AfterValidator(lambda value: max(-MAX_BIAS, min(value, MAX_BIAS)))]
 
-Integer = Annotated[int, WholeFloat]
 Seed = Annotated[
     int | None, BeforeValidator(lambda value: None if value == NO_SEED else value), WholeFloat
 ]

@@ -114,7 +114,7 @@ def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -
     if role == "assistant" and isinstance(reasoning, str):
         messages.insert(0, Message(role, reasoning=reasoning))
     calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
-    openai_calls = tuple(_openai_call(call) for call in calls if isinstance(call, dict))
+    openai_calls = tuple(_parse_call(call) for call in calls if isinstance(call, dict))
     messages.append(Message(role, calls=openai_calls))
     messages = [
         message
@@ -152,7 +152,7 @@ def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[M
             if kind == "thought":
                 yield Message("assistant", reasoning=_thought_text(part))
             elif kind == "call":
-                yield Message("assistant", calls=(_openai_call(part),))
+                yield Message("assistant", calls=(_parse_call(part),))
             else:
                 yield _result_message(part, part.get("tool_use_id"), part.get("content"))
 
@@ -209,7 +209,7 @@ def _failure_text(item: dict[str, Any]) -> str:
     return "error" if has_failed else ""
 
 
-def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     """Convert a tool call of any API to OpenAI's format, with its arguments as a value."""
     # The object with the name and the arguments may be nested in the call.
     nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
@@ -270,12 +270,12 @@ def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
     is_call = kind.endswith("_call")
     is_call_of_client = kind == "function_call" or (is_call and item.get("call_id"))
     if is_call_of_client:
-        return [Message("assistant", calls=(_openai_call(item),))]
+        return [Message("assistant", calls=(_parse_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
     has_output = "output" in item or output
     if is_call and has_output:
         # Items of built-in tools contain both the call and its result.
-        call_message = Message("assistant", calls=(_openai_call(item),))
+        call_message = Message("assistant", calls=(_parse_call(item),))
         return [call_message, _result_message(item, item.get("id"), output)]
     if kind in ("tool_use", "tool_result", *THOUGHT_TYPES):
         return list(_content_messages([item], "assistant", "other"))

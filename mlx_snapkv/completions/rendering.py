@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..engine.token_ids import common_prefix
 from ..errors import SnapKVError
 from .chat_template import apply_template, template_failures
 from .messages import Message
@@ -20,6 +21,8 @@ from .turns import for_template, merge_into_turns
 
 # Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
+# Options that `render` sets itself, so a client's values are dropped.
+OWN_OPTIONS = ("tools", "continue_final_message")
 LONG_GENERATION_PROMPT = 8  # tokens; few templates add more after the last message
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 
@@ -62,9 +65,7 @@ def render(
     Raises: SnapKVError: there is no template, or it rejects every rewrite. The error is about the original chat.
     """
     _require_renderable(tokenizer, tools, options)
-    # Clients must not override these options.
-    reserved_names = ("tools", "continue_final_message")
-    options = {name: value for name, value in options.items() if name not in reserved_names}
+    options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     if tools:
         options["tools"] = tools
     turns, empty_answer_notes = without_empty_answer(merge_into_turns(messages))
@@ -180,11 +181,7 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
 
 def _common_suffix(first: str, second: str) -> str:
     """Return the longest common suffix of two texts."""
-    length = 0
-    for first_letter, second_letter in zip(reversed(first), reversed(second)):
-        if first_letter != second_letter:
-            break
-        length += 1
+    length = common_prefix([first[::-1], second[::-1]])
     return first[len(first) - length :]
 
 

@@ -110,22 +110,23 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
     Raises: FreeText: the path is inside reasoning.
     """
     while not path.matcher.is_accepting():
-        forced_tokens = path.matcher.compute_ff_tokens()
-        tokens = forced_tokens or _closing_token(path, tokenizer)
+        tokens = path.matcher.compute_ff_tokens()  # the tokens that the grammar forces
         if not tokens:
-            return _continuations(path.matcher, tokenizer)
+            bits = path.matcher.compute_bitmask()
+            tokens = _closing_token(path, bits, tokenizer)
+            if not tokens:
+                return _continuations(path.matcher, bits, tokenizer)
         is_too_long = path.length + len(tokens) > max_length
         if is_too_long or not path.append(tokens):
             return None
     return []
 
 
-def _closing_token(path: _Path, tokenizer: LLTokenizer) -> list[int]:
-    """Return the first closer that the grammar allows, or within a string a quote, as a list of at most one token.
+def _closing_token(path: _Path, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
+    """Return the first closer that the bitmask allows, or within a string a quote, as a list of at most one token.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
-    bits = path.matcher.compute_bitmask()
     in_string = is_in_string(bits, tokenizer)
     if in_string and path.was_in_string:
         raise FreeText
@@ -134,12 +135,12 @@ def _closing_token(path: _Path, tokenizer: LLTokenizer) -> list[int]:
     return _allowed_character_tokens(bits, closers, tokenizer)[:1]
 
 
-def _continuations(matcher: LLMatcher, tokenizer: LLTokenizer) -> list[int]:
+def _continuations(matcher: LLMatcher, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return allowed tokens that may continue a value or a name, or else any allowed token.
 
     In the middle of a character, only tokens with the rest of the character are allowed.
     """
-    tokens = _allowed_character_tokens(matcher.compute_bitmask(), CONTINUATIONS, tokenizer)
+    tokens = _allowed_character_tokens(bits, CONTINUATIONS, tokenizer)
     if tokens:
         return tokens
     first_allowed = int(allowed_tokens(matcher, tokenizer.vocab_size).argmax())

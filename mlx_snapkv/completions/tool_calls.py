@@ -3,7 +3,7 @@
 import contextlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import literal_calls, tagged_calls
@@ -38,7 +38,7 @@ def parse_tool_calls(
         parsed_values = _parse_values(text, parser, tools, is_complete)
     calls = []
     for value in parsed_values:
-        call = _openai_call(value)
+        call = _call_or_none(value)
         if call is None:  # if one value is not a call, none is
             return []
         calls.append(call)
@@ -92,7 +92,7 @@ def _is_too_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     if max_depth == 0:
         return True
     if isinstance(value, dict):
-        items = list(value.values())
+        items: Iterable[Any] = value.values()
     elif isinstance(value, list):
         items = value
     else:
@@ -100,7 +100,7 @@ def _is_too_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
     return any(_is_too_deep(item, max_depth - 1) for item in items)
 
 
-def _openai_call(value: Any) -> dict[str, Any] | None:
+def _call_or_none(value: Any) -> dict[str, Any] | None:
     """Convert a parsed value to a call in OpenAI's format. Return None if its name or arguments are invalid."""
     if not isinstance(value, dict):
         return None

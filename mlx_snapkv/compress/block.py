@@ -248,8 +248,7 @@ class BlockKVCache(EvictingCache):
         """Write stored entries to rows `[start, size())`, after enlarging the buffers if necessary."""
         n_before = 0 if self.keys is None else count_rows(self.keys)
         if self.keys is None or self._n > n_before:
-            empty_buffers = slice_rows((keys, values), 0, 0)
-            buffers = (self.keys, self.values) if n_before else empty_buffers
+            buffers = (self.keys, self.values) if n_before else slice_rows((keys, values), 0, 0)
             n_after = self._n_rows_to_allocate(n_before)
             self.keys, self.values = with_new_rows(buffers, n_after - n_before)
         write_rows((self.keys, self.values), start, (keys, values))

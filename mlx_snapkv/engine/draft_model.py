@@ -81,7 +81,7 @@ class DraftedAnswer:
         """
 
         def hand_back_caches(report: CompressionReport) -> None:
-            # Compression has replaced the elements of `_main`.
+            # Compression has replaced the elements of `_main_caches`.
             if self._callers_caches is not None:
                 self._callers_caches[:] = self._main_caches + self._draft_caches
             if on_report is not None:
@@ -99,7 +99,7 @@ class DraftedAnswer:
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
-        n_from_main = self.plan.n_fed_before_compression + 1
+        n_from_main = self.plan.n_decoded_before_compression
         responses: list[GenerationResponse] = []
         with contextlib.closing(main_responses):  # type: ignore[type-var]
             for response in itertools.islice(main_responses, n_from_main):
@@ -172,13 +172,14 @@ def require_trimmable(model, prompt_cache: list | None) -> None:
     """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     main_caches = caches[: len(model.layers)]
-    untrimmable = [
+    adapted_caches = layer_caches(main_caches)
+    unsupported = [
         cache
-        for cache, adapted in zip(all_caches(main_caches), layer_caches(main_caches))
+        for cache, adapted in zip(all_caches(main_caches), adapted_caches)
         if not (adapted.grows or adapted.is_compressed)
     ]
-    _require_none("main", model, untrimmable)
-    if not all(adapted.grows for adapted in layer_caches(main_caches)):
+    _require_none("main", model, unsupported)
+    if not all(adapted.grows for adapted in adapted_caches):
         raise SnapKVError(
             "a draft model can't continue from a prompt cache that evicts during decoding: drop {}, or compress the "
             "prompt with snapkv",

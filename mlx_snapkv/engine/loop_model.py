@@ -183,8 +183,7 @@ def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[A
 
 def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
     """Patch the attention classes within the `with` block if a cache needs the queries of upcoming tokens."""
-    set_missing_layers(
-        prompt_cache, model
-    )  # caches loaded by mlx-lm have no reference to their layers
+    # Caches loaded by mlx-lm have no reference to their layers.
+    set_missing_layers(prompt_cache, model)
     needs_queries = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if needs_queries else [])

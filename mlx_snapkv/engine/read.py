@@ -59,7 +59,7 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier_caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
     are_full = not any(cache.is_compressed or cache.quantization for cache in earlier_caches)
-    n_new = plan.n_prompt + plan.n_fed_before_compression + 1 - plan.n_earlier
+    n_new = plan.n_prompt + plan.n_decoded_before_compression - plan.n_earlier
     only_records = not plan.config.evicts_in_blocks and not plan.accumulates_attention
     for layer in layers:
         cache: LayerCache

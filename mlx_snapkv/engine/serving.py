@@ -274,8 +274,7 @@ class _TimedItems(Iterator[Any]):
 
     def __init__(self, items: Iterator[Any]):
         self._items = items
-        self._is_first = True
-        self._n_timed = 0
+        self._n_items = 0
         self._total_seconds = 0.0
         self.latest_seconds = 0.0
 
@@ -283,16 +282,16 @@ class _TimedItems(Iterator[Any]):
         started = time.perf_counter()
         item = next(self._items)
         self.latest_seconds = time.perf_counter() - started
-        if not self._is_first:
-            self._n_timed += 1
+        if self._n_items > 0:
             self._total_seconds += self.latest_seconds
-        self._is_first = False
+        self._n_items += 1
         return item
 
     @property
     def mean_seconds(self) -> float | None:
         """Return the mean seconds per item, without the first one. Return None for fewer than `MIN_TIMED` items."""
-        return self._total_seconds / self._n_timed if self._n_timed >= MIN_TIMED else None
+        n_timed = self._n_items - 1
+        return self._total_seconds / n_timed if n_timed >= MIN_TIMED else None
 
 
 def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Validation of token ids passed by callers."""
+"""Sequences of token ids: validation and common prefixes."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -43,3 +43,20 @@ def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None
     for token in (max(tokens), min(tokens)) if tokens else ():
         if not 0 <= token < size:
             raise SnapKVError(f"{what} must have token ids from 0 to {size - 1}, got {token}")
+
+
+def common_prefix(prompts: Sequence[Sequence[Any]]) -> int:
+    """Return the length of the longest common prefix of all prompts."""
+    first, *others = prompts
+    n_common = len(first)
+    for other in others:
+        n_common = min(n_common, _n_equal(first, other))
+    return n_common
+
+
+def _n_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common prefix of two prompts."""
+    for i, (token, other_token) in enumerate(zip(first, second)):
+        if token != other_token:
+            return i
+    return min(len(first), len(second))

@@ -117,13 +117,13 @@ def _sum_over_blocks(
     for kv_heads, row_blocks in _blocks(keys, queries):
         block_keys = _float32_keys(keys, kv_heads, sums[-1:])
         block_queries = _float32_queries(queries, kv_heads, group_size)
-        first_rows, *other_rows = row_blocks
-        total = sum_queries(_softmax_weights(block_keys, block_queries, first_rows), first_rows)
-        for rows in other_rows:
-            sums_of_rows = sum_queries(
-                _softmax_weights(block_keys, block_queries, rows, after=[total]), rows
-            )
-            total = total + sums_of_rows
+        total: mx.array | None = None
+        for rows in row_blocks:
+            after = [] if total is None else [total]
+            weights = _softmax_weights(block_keys, block_queries, rows, after=after)
+            sums_of_rows = sum_queries(weights, rows)
+            total = sums_of_rows if total is None else total + sums_of_rows
+        assert total is not None
         sums.append(total)
     return mx.concatenate(sums, axis=1)
 

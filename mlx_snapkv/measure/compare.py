@@ -17,6 +17,7 @@ from ..caches.layers import attention_layers, kv_bytes, n_tokens_read
 from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
+from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
@@ -253,7 +254,7 @@ class _Comparison:
             len(self._tokens),
             max_tokens=self._max_tokens,
         )
-        if plan.reason is not None:
+        if plan.is_left_to_mlx_lm:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
         if method.shares_reading:
@@ -381,11 +382,7 @@ def _difference(
     """Find the first difference between two answers, as in `Compared.differs`."""
     if tokens == full_tokens:
         return None
-    n_same = 0
-    for full_token, token in zip(full_tokens, tokens):
-        if full_token != token:
-            break
-        n_same += 1
+    n_same = common_prefix([full_tokens, tokens])
     text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
     # The text is empty if the answer has ended.
     full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])

@@ -193,14 +193,21 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     n_entries = contender.entries if evicts else context
     for layer in attention_layers(model, prompt_cache):
         few_keys, few_values = layer.cache_in(prompt_cache).keys_and_values()
-        keys = _random_like(few_keys, n_entries)
-        values = _random_like(few_values, n_entries)
+        keys = random_like(few_keys, n_entries)
+        values = random_like(few_values, n_entries)
         layer.put(prompt_cache, contender.cache(layer, keys, values, context))
     mx.eval([cache.state for cache in prompt_cache])
     return prompt_cache
 
 
-def _random_like(array: mx.array, n_entries: int) -> mx.array:
-    """Return random keys or values for `n_entries` entries, with the heads and dtype of `array`."""
+def random_like(array: mx.array, n_tokens: int, n_heads: int | None = None) -> mx.array:
+    """Return random keys, values or queries for `n_tokens` tokens, in `array`'s dtype.
+
+    Args:
+        array: keys or values `(B, n_kv_heads, T, head_dim)`.
+        n_tokens: number of tokens.
+        n_heads: number of heads; by default `n_kv_heads`.
+    """
     B, n_kv_heads, _, head_dim = array.shape
-    return mx.random.normal((B, n_kv_heads, n_entries, head_dim)).astype(array.dtype)
+    shape = B, n_heads or n_kv_heads, n_tokens, head_dim
+    return mx.random.normal(shape).astype(array.dtype)

@@ -85,9 +85,8 @@ class Reference:
             **options: other keywords of `generate_step`.
         """
         known_tokens = iter(self._tokens)
-        n_before = len(
-            self
-        )  # tokens predicted before the compression; all if nothing is compressed
+        # Tokens predicted before the compression; all of them if nothing is compressed.
+        n_before = len(self)
         predictions: list[mx.array] = []
 
         def note_compression(report: CompressionReport) -> None:

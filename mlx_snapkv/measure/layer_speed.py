@@ -24,6 +24,7 @@ from ..planning.scores import on_gpu
 from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Speed, speed_of
 from ..sparse.options import N_VOTERS, Sparse
 from ..sparse.prompt_caches import make_caches
+from .contenders import random_like
 
 FAILURES = SnapKVError, RuntimeError, ValueError  # MLX raises one of these if memory is short
 LENGTHS = (8192, 32_768)  # numbers of entries
@@ -76,16 +77,11 @@ def _layer_seconds(
     """Time one token's attention to `n_entries` random entries in one layer. Return the seconds by kind."""
     plan = plan_request(model, config, n_entries)
     token_keys, token_values = layer.cache_in(token_caches(model)).keys_and_values()
-    _, n_kv_heads, _, head_dim = token_keys.shape
     n_heads = n_query_heads(layer.attention)
-    scale = head_dim**-0.5
-
-    def random(n_heads: int, n_tokens: int, like: mx.array) -> mx.array:
-        return mx.random.normal((1, n_heads, n_tokens, like.shape[3])).astype(like.dtype)
-
-    entries = [random(n_kv_heads, n_entries, array) for array in (token_keys, token_values)]
-    new_entry = [random(n_kv_heads, 1, array) for array in (token_keys, token_values)]
-    query = random(n_heads, 1, token_keys)
+    scale = token_keys.shape[3] ** -0.5
+    entries = [random_like(array, n_entries) for array in (token_keys, token_values)]
+    new_entry = [random_like(array, 1) for array in (token_keys, token_values)]
+    query = random_like(token_keys, 1, n_heads)
     full_cache = KVCache()
     full_cache.update_and_fetch(*entries)
 
@@ -98,7 +94,7 @@ def _layer_seconds(
     prefill_cache = layer.cache_in(prompt_cache)
     prefill_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
     prefill_cache.update_and_fetch(*entries)
-    prefill_cache.record(CapturedQueries(random(n_heads, N_VOTERS, token_keys), scale))
+    prefill_cache.record(CapturedQueries(random_like(token_keys, N_VOTERS, n_heads), scale))
     caches = list(prompt_cache)
     report = CompressionReport(str(config.setting), n_entries)
     SparseMode(model, plan, [layer], prompt_cache, None).compress(caches, report)  # type: ignore[arg-type]

@@ -53,11 +53,8 @@ def lookahead_of(setting: Setting | None) -> int:
 
 
 def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
-    """Return the number of answer tokens that are decoded before the prompt is compressed.
-
-    The prompt yields the first token, and each answer token that is fed before the compression yields another.
-    """
-    return _plan(model, policy, n_prompt).n_fed_before_compression + 1
+    """Return the number of answer tokens that are decoded before the prompt is compressed."""
+    return _plan(model, policy, n_prompt).n_decoded_before_compression
 
 
 class SharedKVCache(RecordingKVCache):
@@ -126,7 +123,7 @@ class Reading:
         self._layers = attention_layers(model, caches)
         # Numbers of answer tokens after which a policy compresses, so that a copy of the caches is needed.
         self._copy_points = {
-            n_decoded_before(model, policy, len(tokens)) - 1 for policy in recorders
+            _plan(model, policy, len(tokens)).n_fed_before_compression for policy in recorders
         }
         self._share_caches()
         # The chunk size must not depend on the policies, so that the entries are the same for any set of policies.
@@ -211,8 +208,7 @@ class Reading:
         """
         n_prompt = len(self.tokens)
         plan = _plan(self.model, policy, n_prompt)
-        is_left_full = plan.reason is not None
-        if policy is None or is_left_full:
+        if policy is None or plan.is_left_to_mlx_lm:
             name = NO_POLICY if policy is None else str(policy)
             return self.full_cache(), CompressionReport(name, n_prompt, plan.reason)
         reads_by_itself = not shares_reading(policy)
@@ -315,7 +311,7 @@ def read_sparsely(
         unread = later_tokens
     plan = plan_request(model, CompressionConfig(sparse), len(unread), earlier_cache)
     options = {"prefill_step_size": plan.chunk_size(PREFILL_STEP_SIZE)}
-    if plan.reason is not None:
+    if plan.is_left_to_mlx_lm:
         caches = earlier_cache or make_prompt_cache(model)
         read(model, mx.array(list(unread)), caches, options)
         return caches, CompressionReport.of_full_cache(plan)
@@ -344,8 +340,7 @@ def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recor
     recorders_by_queries: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
         plan = _plan(model, policy, n_prompt)
-        would_compress = plan.reason is None
-        if would_compress:
+        if not plan.is_left_to_mlx_lm:
             caches = make_request(model, plan).caches
             layer_caches = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
             any_cache = layer_caches[0]  # all layers record the same queries

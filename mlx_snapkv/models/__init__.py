@@ -30,12 +30,10 @@ def attention_classes(model) -> list[type]:
 
     Raises: UnsupportedModelError: models of this type can't be compressed.
     """
-    classes: dict[type, None] = {}  # an ordered set
-    for owner in cache_owners(model):
-        for attention in (owner.attention, *owner.borrowers):
-            if attention is not None:
-                classes[type(attention)] = None
-    return list(classes)
+    modules = [
+        module for owner in cache_owners(model) for module in (owner.attention, *owner.borrowers)
+    ]
+    return list(dict.fromkeys(type(module) for module in modules if module is not None))
 
 
 def cache_owners(model) -> list[CacheOwner]:

@@ -60,7 +60,8 @@ class AutoRequest:
     Attributes:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
-        sparse: whether sparse attention is possible, or the sparse attention that the user requires.
+        may_be_sparse: whether "auto" may choose sparse attention.
+        required_sparse: sparse attention that the user requires, or None. If given, `may_be_sparse` has no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: limit on the size of the entries in bytes.
         speed: this machine's speed record for sparse attention in memory.
@@ -68,19 +69,20 @@ class AutoRequest:
 
     n_prompt: int | None
     task: str = QUESTION
-    sparse: Sparse | bool = True
+    may_be_sparse: bool = True
+    required_sparse: Sparse | None = None
     kv_bits: int | None = None
     kv_memory: int | None = None
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
         """Return the candidates for a prompt, best first. If sparse attention is required, it is the only one."""
-        if isinstance(self.sparse, Sparse):
-            return (CompressionConfig(self.sparse),)
+        if self.required_sparse is not None:
+            return (CompressionConfig(self.required_sparse),)
         configs = CANDIDATES[self.task]
         if configs[0] == KEEP_ALL and self.sparse_time_ratio(n_prompt) < MAX_TIME_RATIO:
             configs = (SPARSE, *configs)
-        if self.sparse:
+        if self.may_be_sparse:
             return configs
         return tuple(config for config in configs if config.sparse is None)
 
@@ -173,8 +175,8 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     def fits(candidate: _Candidate) -> bool:
         """Return whether a candidate fits. The full cache also has to leave memory for other programs."""
         config = candidate.config
-        is_required = isinstance(request.sparse, Sparse)
-        keeps_full_cache = config.setting is None or (config.store == "memory" and not is_required)
+        is_optional = request.required_sparse is None
+        keeps_full_cache = config.setting is None or (config.store == "memory" and is_optional)
         peak_limit = full_cache_limit if keeps_full_cache else usable
         return candidate.plan.peak <= peak_limit and candidate.kv_bytes <= kv_limit
 
@@ -305,7 +307,8 @@ def resolve(
     request = AutoRequest(
         n_prompt=n_prompt,
         task=task,
-        sparse=not has_cache_or_draft if store is None else Sparse(store=store),
+        may_be_sparse=not has_cache_or_draft,
+        required_sparse=None if store is None else Sparse(store=store),
         kv_bits=mlx_options.get("kv_bits"),
         kv_memory=kv_memory,
         speed=speed_of(model, Sparse()),

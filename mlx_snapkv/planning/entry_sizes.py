@@ -10,15 +10,13 @@ from ..caches.adapter import has_all_entries
 from ..caches.layers import AttentionLayer, all_caches, attention_layers, token_caches
 from ..entries.quantization import Quantization, count_bytes, pack
 from ..errors import UnsupportedModelError
-from ..sparse.clusters import CLUSTER_SIZE
+from ..sparse.clusters import CLUSTER_SIZE, ID_TYPE
 from ..sparse.growing_rows import ENTRIES_IN_MEMORY
 from ..sparse.index import index_bytes
 from ..sparse.options import PAGE_SIZE
 from ..sparse.page_means import means_quantization
 from ..sparse.prompt_caches import in_files, store_quantization
 from .shapes import LayerShape, layer_shapes, window_of
-
-CLUSTER_ID_BYTES = 2  # each KV head assigns a token to a cluster
 
 
 class EntrySizes:
@@ -115,7 +113,7 @@ class EntrySizes:
     def cluster_bytes(self) -> float:
         """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
         n_kv_heads = sum(keys.shape[1] for keys, _ in self._entries)
-        id_bytes = CLUSTER_ID_BYTES * n_kv_heads
+        id_bytes = ID_TYPE.size * n_kv_heads
         return id_bytes + sum(self.bytes_by_layer()) / CLUSTER_SIZE
 
     def full_cache_bytes(self, quantization: Quantization | None) -> int:

@@ -268,22 +268,21 @@ class Footprint:
 
     def prefill_peak_bytes(self, plan: Plan) -> int:
         """Return the peak size of the entries during prefill, in the layers that can be compressed."""
-        unquantised_bytes = sum(self.sizes.bytes_by_layer())  # per token
         reading = plan.sparse_reading
         if reading is not None:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
             # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
-            return store_bytes + reading.n_before_choice * unquantised_bytes
+            return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks
-        row_bytes = self.row_bytes if is_quantised else unquantised_bytes
+        row_bytes = self.row_bytes if is_quantised else sum(self.sizes.bytes_by_layer())
         return row_bytes * self.n_prefill_rows(plan)
 
     def n_prefill_rows(self, plan: Plan) -> int:
         """Return the maximum number of entries per compressed layer during prefill."""
-        n_answer = plan.n_fed_before_compression + 1  # answer tokens before compression
+        n_answer = plan.n_decoded_before_compression
         n_block = 1 if plan.compress is None else plan.compress.policy.block
         n_without_eviction = plan.n_prompt + n_answer
         n_with_eviction = plan.prefill_quota.entries + max(n_block, n_answer)

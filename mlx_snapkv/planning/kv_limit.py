@@ -9,7 +9,7 @@ from .footprint import Footprint
 from .machine import this_machine
 
 NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that turns off the limit
-N_FRACTIONS = 16  # `longest_prompt` tries multiples of 1/16 of a prompt's length
+N_FRACTIONS = 16  # `longest_prompt` tries multiples of 1/N_FRACTIONS of a prompt's length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
@@ -21,9 +21,9 @@ def machine_kv_limit(footprint: Footprint) -> int:
         footprint: estimates the memory of requests.
     """
     model = footprint.sizes.model
-    longest_prompt = trained_length(model) or TYPICAL_PROMPT
+    max_prompt = trained_length(model) or TYPICAL_PROMPT
     try:
-        chunk_bytes = footprint.need(footprint.plan(longest_prompt), 0).chunk_bytes
+        chunk_bytes = footprint.need(footprint.plan(max_prompt), 0).chunk_bytes
     except SnapKVError:  # requests of this length are rejected for another reason
         chunk_bytes = 0
     return max(0, this_machine().without_buffers - weight_bytes(model) - chunk_bytes)
@@ -65,9 +65,9 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
 
 
 def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
-    """Return the longest prompt that fits, as a multiple of 1/16 of `n_prompt`. Return 0 if none fits."""
-    for n_sixteenths in range(N_FRACTIONS - 1, 0, -1):
-        n_shorter = n_prompt * n_sixteenths // N_FRACTIONS
+    """Return the longest prompt that fits, as a multiple of 1/`N_FRACTIONS` of `n_prompt`. Return 0 if none fits."""
+    for numerator in range(N_FRACTIONS - 1, 0, -1):
+        n_shorter = n_prompt * numerator // N_FRACTIONS
         if n_shorter > 0 and request_fits(footprint, n_shorter, max_tokens, limit):
             return n_shorter
     return 0

@@ -170,7 +170,7 @@ def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     all_stay = f"all of them stay in {_stored_size(footprint.sizes, plan.config.store, n_prompt)}"
     since = ""
     if plan.adapts:
-        since = f" from the {_first_compressed_token(plan)}th on, while that is faster"
+        since = f" from the {plan.n_decoded_before_compression + 1}th on, while that is faster"
     reading = plan.sparse_reading
     if reading is None or reading.reach.max_read >= n_prompt:
         token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
@@ -178,14 +178,6 @@ def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     chunk = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"
     last_tokens = f"the prompt's last {LAST_TOKENS} tokens read more"
     return f"{chunk}, and a token of the answer at most {n_read}{since}; {all_stay}; {last_tokens}"
-
-
-def _first_compressed_token(plan: Plan) -> int:
-    """Return the first token of the answer, counted from 1, that is computed after compression.
-
-    The prompt yields the first token, and each token fed before compression yields one more.
-    """
-    return plan.n_fed_before_compression + 2
 
 
 def _describe_compressed(footprint: Footprint, plan: Plan) -> str:
@@ -202,7 +194,7 @@ def _describe_compressed(footprint: Footprint, plan: Plan) -> str:
     bytes_after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
     since = ""
     if not (plan.config.evicts_in_blocks or plan.config.is_text):  # a text has no answer
-        since = f" from the answer's token {_first_compressed_token(plan)} on"
+        since = f" from the answer's token {plan.n_decoded_before_compression + 1} on"
     room_for_block = f", room for a block of {n_block:,} included" if n_block else ""
     return (
         f"{n_kept:,} of {n_prompt:,} entries will be kept{since}: "

@@ -50,6 +50,14 @@ class PromptPlan:
         """Return how many answer tokens are fed to the full caches before compression."""
         return max(1, self.end_of_voters - self.n_prompt)
 
+    @property
+    def n_decoded_before_compression(self) -> int:
+        """Return how many answer tokens are decoded before compression.
+
+        The prompt yields the first token, and each token that is fed yields one more.
+        """
+        return self.n_fed_before_compression + 1
+
 
 def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
     """Determine which queries vote on a prompt of `n_prompt` tokens with a policy.

@@ -166,7 +166,7 @@ class Plan(PromptPlan):
         moves_to_store = self.config.store != "memory"
         if reading is not None and moves_to_store and reading.n_before_choice < self.n_prompt:
             return reading.n_before_choice
-        return self.n_prompt + self.n_fed_before_compression + 1
+        return self.n_prompt + self.n_decoded_before_compression
 
     def chunk_size(self, step_size: int | None) -> int:
         """Return the number of tokens per chunk, where `step_size` is the caller's `prefill_step_size`."""

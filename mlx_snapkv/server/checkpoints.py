@@ -6,10 +6,10 @@ from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
 from ..completions.prompt import context_tokens
+from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
 from .prefix_cache import PrefixCache

@@ -20,6 +20,7 @@ from ..entries.spans import BLOCK_SIZE, spans
 # entries (measured by scripts/measure_rest.py).
 CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
+ID_TYPE = mx.uint16  # dtype of cluster ids
 K_MEANS_ROUNDS = 2  # more rounds take longer without changing answers
 ONE = mx.array(1)
 
@@ -127,7 +128,7 @@ class CompleteBlocks:
     def to_clusters(self) -> Clusters:
         """Convert to `Clusters`, whose ids are unique across blocks."""
         block_of_each_entry = mx.arange(self.n_entries) // BLOCK_SIZE
-        first_ids = (block_of_each_entry * CLUSTERS_PER_BLOCK).astype(mx.uint16)
+        first_ids = (block_of_each_entry * CLUSTERS_PER_BLOCK).astype(ID_TYPE)
         # Non-contiguous means would be copied by the GPU kernels for every token.
         return Clusters(self.ids + first_ids, mx.contiguous(self.keys), mx.contiguous(self.values))
 
@@ -182,7 +183,7 @@ def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
     """
     B, H, n_keys, _ = keys.shape
     if n == 1:
-        ids = mx.zeros((B, H, n_keys), mx.uint16)
+        ids = mx.zeros((B, H, n_keys), ID_TYPE)
         return ids, mean_by_cluster(keys, ids, n)
     evenly_spaced = mx.linspace(0, n_keys - 1, n + 2)[1:-1].astype(mx.int32)
     means = keys[:, :, evenly_spaced]
@@ -210,4 +211,4 @@ def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
     squared_norms = mx.square(centres).sum(axis=-1)[:, :, None]
     # The distance leaves out the key's squared norm, which does not change which centre is nearest.
     distances = squared_norms + keys @ (-2 * centres).mT
-    return mx.argmin(distances, axis=-1).astype(mx.uint16)
+    return mx.argmin(distances, axis=-1).astype(ID_TYPE)

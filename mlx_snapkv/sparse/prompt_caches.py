@@ -161,9 +161,7 @@ def _is_same_store(store: Store | None, other: Store | None) -> bool:
 
 def file_store_of(caches: list) -> str | None:
     """Return the name of the caches' store if it keeps entries in files, otherwise None."""
-    for cache in caches_in_files(caches):
-        return cache.store.name
-    return None
+    return next((cache.store.name for cache in caches_in_files(caches)), None)
 
 
 def caches_in_files(prompt_cache: list) -> list:

@@ -131,7 +131,7 @@ class TokenRanking:
         return concatenate_rows(*parts)
 
     def choose_up_to(self, stop: int) -> None:
-        """Move `stop` to a later position, so that tokens choose among the entries before it instead of reading all.
+        """Move `choice_stop` to a later position, so that tokens choose among the entries before it.
 
         Entries of the answer are indexed, and form a new cluster.
         """

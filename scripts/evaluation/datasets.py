@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_snapkv.chat.prompts import common_prefix
+from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.records import Record
 
 

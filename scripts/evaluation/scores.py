@@ -127,18 +127,18 @@ def _score_table(summary: Summary, heading: str) -> Table:
         "n": "{asked}".format_map,
         "score": score,
         "against full": against_full,
-        "before compression": before_compression,
+        "before compression": _before_compression,
         "entries": entries,
         "KV memory": memory,
     }
-    if any(map(before_compression, summary)):
+    if any(map(_before_compression, summary)):
         remarks.append(BEFORE)
     else:
         del columns["before compression"]
     return table_of(heading, " ".join(remarks), columns, summary)
 
 
-def before_compression(row: Record) -> str:
+def _before_compression(row: Record) -> str:
     """Return the percentage of answer tokens decoded before the compression, or "" if it is unknown."""
     if row["method"] == FULL_CACHE or row.get("before") is None:
         return ""

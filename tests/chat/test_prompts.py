@@ -13,8 +13,9 @@ from real_models import MODELS as REAL
 from tokenizers import AddedToken, Tokenizer
 
 from mlx_snapkv import Conversation, SnapKVError, generate
-from mlx_snapkv.chat.prompts import Rendering, common_prefix, mlx_lm_suffix
+from mlx_snapkv.chat.prompts import Rendering, mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.engine.token_ids import common_prefix
 
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"

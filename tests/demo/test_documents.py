@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from mlx_snapkv.chat.prompts import common_prefix
 from mlx_snapkv.demo.documents import Fact
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt, token_counter
+from mlx_snapkv.engine.token_ids import common_prefix
 
 
 def test_prompts_of_a_haystack_share_all_but_the_question(demo_llama):

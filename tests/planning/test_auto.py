@@ -128,7 +128,7 @@ def test_if_nothing_fits_or_can_be_compressed_auto_still_selects(planner, monkey
 @pytest.mark.parametrize("store", ["file", "4bit"])
 def test_if_nothing_fits_the_smallest_setting_is_selected(planner, n, store):
     """The last candidate would be a bad choice, because it may leave the prompt uncompressed."""
-    request = AutoRequest(n, sparse=Sparse(store=store), kv_memory=10**6)
+    request = AutoRequest(n, required_sparse=Sparse(store=store), kv_memory=10**6)
     taken, sizes = recommend(planner, request, GB), {}
     assert not taken.fits and taken.plan.reason is None
     for setting in request.candidates():
@@ -265,7 +265,7 @@ def test_sparse_attention_is_selected_if_it_was_clearly_faster(planner, lines, s
         words = "on this machine 20,000 tokens and 256 of the answer take about 60% of the full"
         assert words in taken.why
         assert recommend(planner, replace(request, task=BATCH), 10 * GB).config == SNAPKV
-        for other in ({"sparse": False}, {"kv_bits": 8}):
+        for other in ({"may_be_sparse": False}, {"kv_bits": 8}):
             assert recommend(planner, replace(request, **other), 10 * GB).config == KEEP_ALL
 
 

@@ -1,13 +1,13 @@
-  // Select the n_chosen highest-scoring entries in [sink_stop, window_start). There is one threadgroup per KV head.
+  // Select the n_chosen highest-scoring entries in [first, stop). There is one threadgroup per KV head.
   //
   // Positions are ascending, and ties go to lower positions. For each query head of the group, take an entry's logit
-  // minus the head's largest logit in [0, window_start). The entry's score is the maximum over the heads, so it is at
+  // minus the head's largest logit in [0, stop). The entry's score is the maximum over the heads, so it is at
   // most 0. Scores are compared in half precision.
   //
   // Inputs:
   //   block_maxima, offsets  outputs of `score`
   //   ids        (n_kv_heads, id_capacity) uint16, cluster id of each entry
-  //   choosable  (n_kv_heads, n_means) int32, number of each cluster's entries in [sink_stop, window_start)
+  //   choosable  (n_kv_heads, n_means) int32, number of each cluster's entries in [first, stop)
   // Outputs:
   //   positions  (n_kv_heads, n_chosen) uint32
   //   unread     (n_kv_heads, n_means) uint32, `choosable` minus the selected entries; not written without means
