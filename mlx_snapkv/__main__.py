@@ -3,18 +3,18 @@
 This file must run on Python 3.9, so that it can report that Python is too old.
 """
 
-from .prerequisites import require
+from .prerequisites import require_prerequisites
 
 
 def main() -> None:
     """Check the prerequisites and run the command line. Ctrl-C ends the process immediately."""
-    require()
+    require_prerequisites()
     from .cli.process import exit_on_interrupt
 
     exit_on_interrupt()
-    from .cli.app import main
+    from .cli import app
 
-    main()
+    app.main()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def complaint_here(**mlx_findings: object) -> str | None:
     )
 
 
-def require() -> None:
+def require_prerequisites() -> None:
     """Exit with code 2 and an error message if the package can't run on this machine."""
     sentence = complaint_here()
     if sentence is not None:
@@ -83,4 +83,4 @@ def require() -> None:
 
 
 if __name__ == "__main__":
-    require()
+    require_prerequisites()

@@ -191,7 +191,9 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self.quantization = request_caches[0].quantization
         for request_cache in request_caches:
             request_cache.compact()
-        self.keys, self.values = _stack([cache.keys_and_values() for cache in request_caches])
+        self.keys, self.values = _concatenate_requests(
+            [cache.keys_and_values() for cache in request_caches]
+        )
         self._enlarge(self._n_rows_needed())
         for request_cache in request_caches:
             request_cache.keys = request_cache.values = None
@@ -271,7 +273,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     def extend(self, other: EvictingBatchCache) -> None:
         """Append the requests of another batch by copying all entries to new arrays."""
         super().extend(other)
-        self.keys, self.values = _stack([self._stored, other._stored])
+        self.keys, self.values = _concatenate_requests([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep only the requests at the indices `keep`, and drop rows that none of them needs."""
@@ -341,7 +343,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return count_bytes(self._stored)
 
 
-def _stack(entries_of_requests: list[Stored]) -> Stored:
+def _concatenate_requests(entries_of_requests: list[Stored]) -> Stored:
     """Concatenate arrays along the batch axis, padding shorter ones."""
     n_rows = max(map(count_rows, entries_of_requests))
     padded = []

@@ -102,8 +102,9 @@ class Job:
         self.request = None
         self.caches = request.caches
         if on_read is not None and full_caches is not None:
+            # The lengths differ if a model call was interrupted.
             lengths = {layer.layer_cache_in(full_caches).offset for layer in request.layers}
-            if len(lengths) == 1:  # lengths differ if a model call was interrupted
+            if len(lengths) == 1:
                 (n_tokens,) = lengths
                 on_read(self.uid, full_caches, list(tokens[:n_tokens]))
         self._report(report)

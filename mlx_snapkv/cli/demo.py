@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ..demo.documents import Fact
     from ..planning.settings import Setting
 
-KEPT_SHARE = 16  # keep 1/16 of the entries, or read 1/16 per token
+REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
 CHUNK_SHARE = 8  # a prompt chunk reads 1/8 of the entries
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
-    f"1/{KEPT_SHARE} kept",
-    f"1/{KEPT_SHARE} read (sparse)",
+    f"1/{REDUCTION} kept",
+    f"1/{REDUCTION} read (sparse)",
 )
 DECODED_ENTRIES = 32_768  # entries in the full cache when decoding is timed
 DECODED_STEPS = 5  # tokens decoded for timing
@@ -83,7 +83,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..compress.policies import SnapKV
     from ..sparse.options import Sparse
 
-    budget = n_prompt // KEPT_SHARE
+    budget = n_prompt // REDUCTION
     # Lookahead would answer the short questions from the full cache.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
@@ -96,7 +96,7 @@ def _introduction(n_prompt: int, n_facts: int) -> str:
 
     return (
         f"A document of about {n_prompt:,} tokens hides {n_facts} facts. Three chats ask for them one after the other: "
-        f"with all entries, with 1/{KEPT_SHARE} that SnapKV keeps, and with sparse attention: all entries stay, "
+        f"with all entries, with 1/{REDUCTION} that SnapKV keeps, and with sparse attention: all entries stay, "
         f"and chunks of the prompt, except its last {LAST_TOKENS} tokens, and tokens of the answer "
         "choose which few they read."
     )
@@ -136,8 +136,8 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
     if save_document is not None:
         prompt = f"--prompt-file {shlex.quote(save_document)} --prompt {shlex.quote(question)}"
         command = f"{program} generate --model {model} {prompt}"
-        snapkv = f"budget={n_prompt // KEPT_SHARE},obs_window=32,lookahead=0"
-        lines.append(f"Ask again: {command} --snapkv {snapkv}")
+        snapkv_options = f"budget={n_prompt // REDUCTION},obs_window=32,lookahead=0"
+        lines.append(f"Ask again: {command} --snapkv {snapkv_options}")
     return "\n".join(lines)
 
 
@@ -197,17 +197,17 @@ def _decoding_speed_text(model: Any) -> str:
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
     from ..measure.contenders import Contender, decoding_cache, policy_contenders
-    from ..measure.speed import entries_bytes, step_in_turn
+    from ..measure.speed import entries_bytes, time_steps_in_turn
     from ..sparse.options import Sparse
 
-    budget = DECODED_ENTRIES // KEPT_SHARE
+    budget = DECODED_ENTRIES // REDUCTION
     settings: list[Setting] = [Compress(SnapKV(budget=budget)), Sparse(budget=budget)]
     contenders = [
         Contender(FULL_NAME, DECODED_ENTRIES),
         *policy_contenders(DECODED_ENTRIES, settings),
     ]
     caches = [decoding_cache(model, contender, DECODED_ENTRIES) for contender in contenders]
-    step_seconds = step_in_turn(model, caches, DECODED_STEPS)
+    step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
     full_size, *other_sizes = [
@@ -221,5 +221,5 @@ def _decoding_speed_text(model: Any) -> str:
     return (
         f"Decoding after {DECODED_ENTRIES:,} tokens ({DECODED_STEPS} steps, random entries) takes "
         f"{1000 * full_seconds:.1f} ms a token and {full_size} with all entries; "
-        f"with 1/{KEPT_SHARE} kept {snapkv_text}; with 1/{KEPT_SHARE} read {sparse_text}."
+        f"with 1/{REDUCTION} kept {snapkv_text}; with 1/{REDUCTION} read {sparse_text}."
     )

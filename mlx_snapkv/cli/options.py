@@ -17,7 +17,7 @@ MAX_PROMPT_TOKENS = 10_000_000
 BYTE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 # Parameters of `apply_chat_template` that --chat-template-config may set.
-TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
+SETTABLE_TEMPLATE_PARAMETERS = {"tools", "documents", "chat_template"}
 
 
 def parse_bytes(text: Any, least: int = 1) -> int:
@@ -366,8 +366,9 @@ def adapt_tokenizer(
         tokenizer.add_eos_token(token)
     options = template_options or {}
     parameters = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+    set_by_command = set(parameters) - SETTABLE_TEMPLATE_PARAMETERS
     for name in options:
-        if name in parameters and name not in TEMPLATE_OPTIONS:
+        if name in set_by_command:
             raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 

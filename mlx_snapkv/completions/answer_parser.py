@@ -54,8 +54,8 @@ class AnswerParser:
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser
         )
-        self._call_start = tokenizer.tool_call_start
-        self._call_end = tokenizer.tool_call_end
+        self._call_start_marker = tokenizer.tool_call_start
+        self._call_end_marker = tokenizer.tool_call_end
         # True until the JSON that the format requires has started, which may be a call.
         self._awaits_json = answer_format is not None and not continues_json
         # Answers that continue a text or JSON have no markers.
@@ -82,7 +82,7 @@ class AnswerParser:
             _, held_back, state = TextStateMachine.flush(self._machine_state)
             parts += self._add_segments([(state, held_back)])
             if self._call_text:
-                parts += self._end_within_call()
+                parts += self._end_unfinished_call()
         return parts
 
     def _add_segments(self, segments: Sequence[Segment]) -> list[Reply]:
@@ -105,7 +105,7 @@ class AnswerParser:
         """Return whether `text` continues a call or starts JSON, where a marker may turn out to be text."""
         _, segments = TextStateMachine.split(self._machine_state, text)
         has_call_text = any(state == "tool" for state, _ in segments)
-        may_end_call = has_call_text and bool(self._call_end)
+        may_end_call = has_call_text and bool(self._call_end_marker)
         return may_end_call or self._begins_json(segments)
 
     def _split_text(self, text: str) -> list[Segment]:
@@ -146,7 +146,7 @@ class AnswerParser:
         _, last_call_text = segments[0]
         if ends_within_argument(self._call_text + last_call_text, self._tool_parser):
             self._machine_state = self._machine.make_state("tool")
-            return [("tool", last_call_text + self._call_end)]
+            return [("tool", last_call_text + self._call_end_marker)]
         if self._call_is_in_thoughts:
             self._machine_state = self._machine.make_state("reasoning")
         return segments
@@ -182,11 +182,11 @@ class AnswerParser:
 
     def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
         """Parse the calls that follow a start marker, which small models may write twice."""
-        if self._call_start and text.lstrip().startswith(self._call_start):
-            text = text.lstrip().removeprefix(self._call_start)
+        if self._call_start_marker and text.lstrip().startswith(self._call_start_marker):
+            text = text.lstrip().removeprefix(self._call_start_marker)
         return parse_tool_calls(text, self._tool_parser, self._tools, is_complete)
 
-    def _end_within_call(self) -> list[Reply]:
+    def _end_unfinished_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends in the middle of a call.
 
         So far, end markers in the call's text were taken to be part of an argument. If the whole text is not a call,
@@ -194,19 +194,20 @@ class AnswerParser:
         text after that marker is parsed again.
         """
         call_text = self._call_text
-        marker = self._call_end  # empty if the model's calls have no end marker
+        marker = self._call_end_marker  # empty if the model's calls have no end marker
         marker_positions = _positions_of(marker, call_text) if marker else []
-        is_whole_call = self._answer_is_call or not marker_positions
-        if is_whole_call or self._parse_calls(call_text, is_complete=False):
+        if self._answer_is_call or not marker_positions:
+            return self._end_call(is_complete=False)
+        if self._parse_calls(call_text, is_complete=False):
             return self._end_call(is_complete=False)
         valid_ends = (
             position
             for position in marker_positions[:MAX_END_MARKERS]
             if self._parse_calls(call_text[:position], is_complete=True)
         )
-        end = next(valid_ends, marker_positions[0])
-        text_after_call = call_text[end + len(marker) :]
-        self._call_text = call_text[:end]
+        end_position = next(valid_ends, marker_positions[0])
+        text_after_call = call_text[end_position + len(marker) :]
+        self._call_text = call_text[:end_position]
         self._machine_state = self._machine.make_state()
         # Without text before the marker there is no call, so the marker is text.
         parts = self._end_call() or [Reply(marker)]

@@ -195,15 +195,15 @@ def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
         media_type, _, data = data.removeprefix("data:").partition(";base64,")
     main_type, _, _ = media_type.partition("/")
     is_text = media_type.startswith(("text/", "application/json"))
-    may_be_text_file = "file" in kind and main_type in ("", "application")
-    if not (is_text or may_be_text_file):
+    is_untyped_file = "file" in kind and main_type in ("", "application")
+    if not (is_text or is_untyped_file):
         return None
     try:
         text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
-    is_binary = text.startswith("%PDF") or "\0" in text
-    return None if may_be_text_file and is_binary else text
+    looks_binary = text.startswith("%PDF") or "\0" in text
+    return None if is_untyped_file and looks_binary else text
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from .response_format import ANY_OBJECT, Schema
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 # Number of brackets in a prefill that are tried as the start of the JSON.
 MAX_PREFILL_STARTS = 16
-TOO_LARGE = "the tools' parameters are left out: together they are too large to be enforced"
+TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too large to be enforced"
 # Keywords that may allow properties besides those in `properties`.
 MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
 LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
@@ -104,7 +104,7 @@ def _spellings(json_text: str) -> list[str]:
     return list(dict.fromkeys(spellings))
 
 
-def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
+def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
     """Return the format for one call to one of the tools.
 
     If the parameter schemas are too large together, the arguments may be any object, and the format has a note.
@@ -116,13 +116,13 @@ def call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFor
         name = tool_name(tool)
         schemas[name] = _arguments_schema(tool["function"].get("parameters"))
     try:
-        return _format_of_call(schemas, tokenizer, state)
+        return _format_of_tool_call(schemas, tokenizer, state)
     except TooLargeTogether:
         any_arguments = dict.fromkeys(schemas, ANY_OBJECT)
-        return replace(_format_of_call(any_arguments, tokenizer, state), note=TOO_LARGE)
+        return replace(_format_of_tool_call(any_arguments, tokenizer, state), note=TOO_LARGE_NOTE)
 
 
-def _format_of_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
+def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
     """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas.
 
     Models of Mistral write `[TOOL_CALLS]NAME[ARGS]{...}` or, if they are older, `[TOOL_CALLS][{...}]`.

@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from .body import Body, ChatBody, Defaults
 from .constraint import Constraint
 from .fields import NO_LIMIT
-from .grammar import AnswerFormat, call_format, continue_json, json_format, tool_name
+from .grammar import AnswerFormat, continue_json, json_format, tool_call_format, tool_name
 from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
@@ -204,7 +204,7 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
     choice = prompt.tool_choice
     if choice is not None and choice.type in ("required", "function"):
         tools = _callable_tools(prompt.tools or [], choice)
-        return call_format(tools, tokenizer, state)
+        return tool_call_format(tools, tokenizer, state)
     schema = None if body.response_format is None else body.response_format.schema_to_enforce
     if schema is None:
         return None

@@ -5,7 +5,7 @@ from typing import Any, final
 import mlx.core as mx
 
 from ..caches.layers import AttentionLayer
-from ..planning.prompt_plan import fits_reason
+from ..planning.prompt_plan import uncompressed_reason
 from ..planning.request_plan import Plan
 from .compress import KeptCallback, choose_entries, note_choices, put_compressed_cache
 from .pieces import Pieces
@@ -69,4 +69,5 @@ def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
     """Explain why no prompt entry was evicted under schedule="block". Return None if any were."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
-    return f"{fits_reason(plan.n_prompt, plan.prefill_policy)}; the answer is kept within it"
+    reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)
+    return f"{reason}; the answer is kept within it"

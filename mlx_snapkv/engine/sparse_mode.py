@@ -58,7 +58,7 @@ class SparseMode:
         self.layers = layers
         self._sparse = plan.sparse
         self._prompt_cache = prompt_cache
-        self._pieces = pieces
+        self._call_in_pieces = pieces
         self._choosing_layers = sparse_layers(layers)
         self._evaluate = Evaluation()
         self.pace: ReadingPace | None = None
@@ -74,16 +74,15 @@ class SparseMode:
         start of the next one, because only then has the part been evaluated.
         """
         if self.pace is None:
-            return self._pieces(inputs, cache)
+            return self._call_in_pieces(inputs, cache)
         first_cache = self._choosing_layers[0].cache_in(cache)
         while True:
-            self.pace.end()
+            self.pace.end()  # the previous part, if there is one
             n_left = inputs.shape[1]
-            n_tokens = n_left
-            if first_cache.reads_some:
-                n_tokens = self._part_size(first_cache.offset, n_left)
-            self.pace.begin(first_cache.offset, n_tokens, first_cache.reads_some)
-            logits = self._pieces(inputs[:, :n_tokens], cache)
+            start, chooses = first_cache.offset, first_cache.reads_some
+            n_tokens = self._part_size(start, n_left) if chooses else n_left
+            self.pace.begin(start, n_tokens, chooses)
+            logits = self._call_in_pieces(inputs[:, :n_tokens], cache)
             if n_tokens == n_left:
                 return logits
             self._evaluate(cache)

@@ -21,6 +21,7 @@ from ..errors import SnapKVError
 from .queries import Queries
 from .spans import spans
 
+FLOAT_BYTES = 4
 # Size of the float32 arrays of one step. Larger blocks need more memory. With smaller ones, a vote on a GPU would spend
 # most of its time launching operations.
 BLOCK_BYTES = 8 << 20
@@ -134,13 +135,13 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
     """
     B, H, T, D = keys.shape
-    n_rows = _group_size(keys, queries) * len(queries.indices)
-    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D
-    bytes_of_one_pass = 4 * B * H * T * (n_rows + floats_per_copied_key)
+    n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
+    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D  # others are copied to float32
+    bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + floats_per_copied_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:
         yield slice(0, H), [slice(0, n_rows)]
         return
-    rows_per_block = max(1, BLOCK_BYTES // (4 * B * T))
+    rows_per_block = max(1, BLOCK_BYTES // (FLOAT_BYTES * B * T))
     row_blocks = [slice(*span) for span in spans(0, n_rows, rows_per_block)]
     for head in range(H):
         yield slice(head, head + 1), row_blocks

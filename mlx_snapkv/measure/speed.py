@@ -96,7 +96,7 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
         if _can_decode(model, cache):
             decoders.append(contender)
             caches.append(cache)
-    step_seconds = step_in_turn(model, caches, steps)
+    step_seconds = time_steps_in_turn(model, caches, steps)
     measurements = []
     for contender, cache, seconds in zip(decoders, caches, step_seconds):
         figures = {
@@ -122,7 +122,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
     return True
 
 
-def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
+def time_steps_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Decode `steps` tokens from each of several prompt caches and return each cache's seconds per step.
 
     The caches take turns, and each round starts with a different cache.
@@ -132,7 +132,7 @@ def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]
     turns = deque(zip(caches, step_seconds))
     for _ in range(steps):
         for cache, seconds in turns:
-            with observing_queries(model, cache):
+            with observing_queries(model, cache):  # as a request does
                 started = time.perf_counter()
                 mx.eval(model(token, cache=cache))
                 seconds.append(time.perf_counter() - started)

@@ -137,14 +137,14 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
     if evicts_during_answer and not answer_fits:
         return None
-    return fits_reason(n_prompt, compress.policy)
+    return uncompressed_reason(n_prompt, compress.policy)
 
 
-def fits_reason(n_prompt: int, policy: Policy) -> str:
+def uncompressed_reason(n_prompt: int, policy: Policy) -> str:
     """Return the reason for a prompt that fits a policy's budget."""
-    sum_of_parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
+    budget_parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
-        f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{sum_of_parts}; "
+        f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{budget_parts}; "
         "lower it to compress"
     )
 

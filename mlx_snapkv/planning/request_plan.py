@@ -37,12 +37,12 @@ from .prompt_plan import (
     PREFILL_STEP_SIZE,
     PromptPlan,
     align_chunks_to_voters,
-    fits_reason,
     max_chunk_size,
     policy_chunk_size,
     policy_voters,
     reason_to_leave,
     sparse_voters,
+    uncompressed_reason,
 )
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
@@ -236,7 +236,7 @@ def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     """Plan the compression of caches that mlx-lm has filled with `n_prompt` tokens."""
     policy = config.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
     quota = policy.quota(n_prompt)
-    reason = fits_reason(n_prompt, policy) if n_prompt <= quota.entries else None
+    reason = uncompressed_reason(n_prompt, policy) if n_prompt <= quota.entries else None
     return _plan_without_voters(config, n_prompt, reason=reason, decode_quota=quota)
 
 

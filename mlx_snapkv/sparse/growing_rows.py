@@ -66,11 +66,16 @@ class GrowingRows:
 
     def __len__(self) -> int:
         """Return the number of rows, in memory and in the file."""
-        return self._first.n_used + self._n_spilled + self._last.n_used
+        return self._last_start + self._last.n_used
 
     @property
     def _n_spilled(self) -> int:
         return len(self._block_readers) * self._block_rows
+
+    @property
+    def _last_start(self) -> int:
+        """Return the index of the first row in `_last`."""
+        return self._first.n_used + self._n_spilled
 
     @property
     def reads_allocate(self) -> bool:
@@ -123,7 +128,7 @@ class GrowingRows:
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
-        last_start = self._first.n_used + self._n_spilled  # index of the first row in `_last`
+        last_start = self._last_start
         self._last.n_used = min(self._last.n_used, max(0, n - last_start))
         while self._block_readers and n < last_start:
             # If this block is cut in the middle, the rows that remain return to memory.
@@ -136,9 +141,8 @@ class GrowingRows:
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split `[start, stop)` into spans that `read` accepts, each with its rows in a single array."""
-        spilled_start = self._first.n_used
-        last_start = spilled_start + self._n_spilled
-        block_edges = range(spilled_start, last_start + 1, self._block_rows)
+        # The spilled rows are whole blocks, so these are the edges of all blocks.
+        block_edges = range(self._first.n_used, self._last_start + 1, self._block_rows)
         inner_edges = [edge for edge in block_edges if start < edge < stop]
         if start < stop:
             yield from pairwise([start, *inner_edges, stop])
@@ -160,8 +164,7 @@ class GrowingRows:
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
         """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
-        spilled_start = self._first.n_used
-        last_start = spilled_start + self._n_spilled
+        spilled_start, last_start = self._first.n_used, self._last_start
         if start < spilled_start:
             return self._first.stored, start, stop
         if start >= last_start:

@@ -57,8 +57,10 @@ class PageRanking:
         choice = self._choice(start)
         if choice is None:
             return start
+        n_in_sink = self._first_page * PAGE_SIZE
+        n_chosen = choice.n_chosen * PAGE_SIZE
         n_in_window = start - choice.stop * PAGE_SIZE
-        return (self._first_page + choice.n_chosen) * PAGE_SIZE + n_in_window
+        return n_in_sink + n_chosen + n_in_window
 
     def read(self, captured: CapturedQueries, start: int) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that a chunk reads, in order of position.

@@ -81,7 +81,7 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Convert a tool choice to Anthropic's format."""
+    """Convert a tool choice from Anthropic's format or one of OpenAI's formats to Anthropic's."""
     choice = {"type": value} if isinstance(value, str) else value
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "required":
@@ -223,7 +223,7 @@ class MessageFormatter(BlockFormatter):
         for block in self.blocks:
             field = BLOCK_FORMATS[block.kind].field
             value = json.loads(block.text) if block.kind == "call" else block.text
-            content.append(_empty_block(block) | {field: value})
+            content.append(_empty_content_block(block) | {field: value})
         return {
             **self._head,
             "content": content,
@@ -245,7 +245,9 @@ class MessageFormatter(BlockFormatter):
 
     def block_start(self, block: Block) -> Iterator[str]:
         """Yield "content_block_start" with an empty block."""
-        yield _event("content_block_start", index=block.index, content_block=_empty_block(block))
+        yield _event(
+            "content_block_start", index=block.index, content_block=_empty_content_block(block)
+        )
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
         """Yield "content_block_delta" with text or part of a call's JSON."""
@@ -282,8 +284,8 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent_event({"type": kind, **fields}, kind)
 
 
-def _empty_block(block: Block) -> dict[str, Any]:
-    """Return a block without content."""
+def _empty_content_block(block: Block) -> dict[str, Any]:
+    """Return Anthropic's content block for a block whose content has not been streamed yet."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

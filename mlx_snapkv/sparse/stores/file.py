@@ -60,12 +60,12 @@ class Layout:
     def from_bytes(self, items: np.ndarray) -> Stored:
         """Convert the file's items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`."""
         item_bytes = np.ascontiguousarray(items).view(np.uint8)
-        row_arrays = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
+        row_bytes = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
         part_sizes = [dtype.size * width for dtype, width in self.parts]
         part_edges = np.cumsum(part_sizes)[:-1].tolist()
         parts = tuple(
             mx.contiguous(part_bytes).view(dtype)
-            for part_bytes, (dtype, _) in zip(mx.split(row_arrays, part_edges, axis=-1), self.parts)
+            for part_bytes, (dtype, _) in zip(mx.split(row_bytes, part_edges, axis=-1), self.parts)
         )
         return parts[0] if len(parts) == 1 else parts
 
