@@ -63,8 +63,7 @@ def _parse_messages(items: Any) -> list[Message]:
         except ValueError as error:
             raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
-        message.text or message.reasoning or message.calls or message.role in ("assistant", "tool")
-        for message in messages
+        message.has_content or message.role in ("assistant", "tool") for message in messages
     )
     last_number = len(items) - 1
     require(has_content, f".{last_number}.content must not be empty", "")

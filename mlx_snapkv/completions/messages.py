@@ -64,6 +64,11 @@ class Message:
     extra: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_content(self) -> bool:
+        """Return whether the message has text, reasoning or tool calls."""
+        return bool(self.text or self.reasoning or self.calls)
+
 
 def is_from_assistant(item: Any) -> bool:
     """Return whether a client's message is from the assistant."""
@@ -116,11 +121,7 @@ def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -
     calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
     openai_calls = tuple(_parse_call(call) for call in calls if isinstance(call, dict))
     messages.append(Message(role, calls=openai_calls))
-    messages = [
-        message
-        for message in messages
-        if message.text or message.reasoning or message.calls or message.role == "tool"
-    ]
+    messages = [message for message in messages if message.has_content or message.role == "tool"]
     if role == "user":
         messages.sort(key=lambda message: message.role == "user")  # results (False) come first
     if not messages:

@@ -19,8 +19,8 @@ def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
     """
     turns: list[Message] = []
     for message in _in_order_of_calls(messages):
-        has_content = message.text or message.reasoning or message.calls or message.call_id
-        is_omitted = message.notes and not has_content
+        is_empty = not message.has_content and not message.call_id
+        is_omitted = message.notes and is_empty
         if is_omitted:
             continue
         if not turns:
