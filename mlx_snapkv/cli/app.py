@@ -80,8 +80,8 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command line and exit.
 
-    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each of them prints
-    one line on stderr. Bugs in the program print a traceback.
+    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each prints one
+    line on stderr. Bugs in the program print a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
@@ -127,7 +127,7 @@ def main(commands: typer.Typer = app) -> None:
 
 def _mlx_advice(error: ImportError) -> str | None:
     """Explain why MLX can't be imported. Return None if another module failed to import."""
-    # The name "mlx" as a part of a module's name or path, such as "mlx.core" or "/lib/mlx/core.so".
+    # Matches "mlx" as a component of a module name or path, e.g. "mlx.core" or "/lib/mlx/core.so".
     mlx_part = re.compile(r"(^|[/.])mlx([/.]|$)")
     module_and_path = f"{error.name} {error.path}".split()
     concerns_mlx = any(mlx_part.search(text) for text in module_and_path)
@@ -135,7 +135,7 @@ def _mlx_advice(error: ImportError) -> str | None:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Check whether an error, or one of its causes, reports a full disk or quota."""
+    """Check whether an error or one of its causes reports a full disk or an exceeded quota."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             return True

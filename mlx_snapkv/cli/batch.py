@@ -61,8 +61,8 @@ def batch(
     r"""Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
 
     Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. Sampling
-    options and --max-tokens apply to requests that don't set their own. A failed request gets a line with the reason,
-    and the exit code is 1.
+    options and --max-tokens apply to requests that don't set their own. If a request fails, its line says why and the
+    exit code is 1.
 
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --snapkv top_k=1024
@@ -123,7 +123,7 @@ def _answer(run: Run, requests: RequestsFile, quiet: bool) -> None:
         bar.start("answering", requests.n_lines)
 
         def update(progress: Progress) -> None:
-            seconds = max(progress.seconds, 1e-9)  # 0 if earlier runs have answered all requests
+            seconds = max(progress.seconds, 1e-9)  # 0 if earlier runs answered every request
             prompt_speed = progress.prompt_tokens / seconds
             answer_speed = progress.answer_tokens / seconds
             speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"

@@ -74,7 +74,10 @@ class BenchOptions:
 
 
 def bench(*, options: BenchOptions) -> None:
-    """Measure prefill and decoding by context length: the full cache, mlx-lm's options, policies, sparse attention."""
+    """Measure prefill and decoding speed by context length.
+
+    The contenders are the full cache, mlx-lm's options, policies and sparse attention.
+    """
     from ..engine.wired_memory import hold_memory
     from ..measure.contenders import RANDOM, decode_quota, make_random_model
     from ..measure.speed import BenchPlan, measure_speed, speed_table

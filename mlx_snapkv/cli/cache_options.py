@@ -67,7 +67,7 @@ class CacheOptions:
             return
         try:
             layers = attention_layers(model, make_prompt_cache(model))
-        except UnsupportedModelError:  # this model's entries are left to mlx-lm
+        except UnsupportedModelError:  # mlx-lm handles this model's entries
             return
         require_quantizable(model, layers, self.quantization)
 
@@ -109,7 +109,7 @@ class MLXCacheOptions(CacheOptions):
         return keywords
 
     def notes(self, setting: Setting | None, n_tokens: int) -> Iterator[str]:
-        """Yield a note if `n_tokens` of prompt and answer are too few for --kv-bits to have an effect."""
+        """Yield a note if prompt and answer (`n_tokens` in total) are too short for --kv-bits to have an effect."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
         start = self.quantized_kv_start
@@ -125,7 +125,7 @@ class MLXCacheOptions(CacheOptions):
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
         """Check that the model supports the options and that they can be combined.
 
-        Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another one.
+        Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another.
         """
         from ..models import type_of
 
@@ -148,7 +148,7 @@ def parse_settings(
 ) -> list[Setting]:
     """Parse the values of --snapkv, --policy and --sparse into settings.
 
-    Raises: SnapKVError: a text can't be parsed.
+    Raises: SnapKVError: a value can't be parsed.
     """
     texts_by_option = {
         "snapkv": [] if snapkv is None else [snapkv],
@@ -161,7 +161,7 @@ def parse_settings(
 
 
 def parse_setting(option: str, text: str) -> Setting:
-    """Parse `text` as the value of `option`, which is "snapkv", "policy" or "sparse".
+    """Parse `text` as the value of `option`: "snapkv", "policy" or "sparse".
 
     Raises: SnapKVError: the text can't be parsed. The message names the flag and the text.
     """
@@ -231,7 +231,7 @@ class AutoPolicyOptions(PolicyOptions):
 
     @property
     def is_auto(self) -> bool:
-        """Return whether --policy is auto. Raises: SnapKVError: --snapkv is set, too."""
+        """Return whether --policy is auto. Raises: SnapKVError: --snapkv and --policy are both set."""
         from ..planning.settings import asks_for_auto
 
         return asks_for_auto(self.snapkv, self.policy)
@@ -239,7 +239,7 @@ class AutoPolicyOptions(PolicyOptions):
     def resolve(self) -> Setting | None:
         """Return the selected policy or sparse attention.
 
-        Return None for the full cache, and for auto, which chooses later.
+        Return None for the full cache, or if auto will choose later.
 
         Raises: SnapKVError: a value can't be parsed, or several options select a setting.
         """
@@ -276,7 +276,7 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Apply these options to sparse attention where it has defaults. Return any other setting unchanged."""
+        """Return sparse attention with its defaults replaced by these options, and any other setting unchanged."""
         if not isinstance(setting, Sparse):
             return setting
         changes = {}
@@ -310,7 +310,7 @@ class StoreOptions:
         )
 
     def _require_no_conflict(self, sparse: Sparse) -> None:
-        """Raise SnapKVError if a flag and `sparse` both set an option, to different values."""
+        """Raise SnapKVError if a flag and `sparse` set the same option to different values."""
         for name, value in self.set_options.items():
             default = getattr(Sparse, name)
             sparse_value = getattr(sparse, name)
@@ -334,7 +334,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
     def setting(self) -> Setting | None:
         """Return the selected setting with its store options.
 
-        Return None for the full cache, and for auto, which chooses later.
+        Return None for the full cache, or if auto will choose later.
 
         Raises: SnapKVError: an option can't be parsed, or options conflict.
         """
@@ -367,11 +367,11 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
 
         Args:
             model: loaded model, or a model's name.
-            n_prompt: prompt length in tokens; None if the prompts are not known yet.
+            n_prompt: prompt length in tokens. None if the prompts are not known yet.
             task: "question", "conversation" or "batch".
             say: prints a line.
             generation: options for mlx-lm's `generate_step`.
-            max_tokens: maximum answer length in tokens; None uses mlx-lm's default.
+            max_tokens: maximum answer length in tokens. None uses mlx-lm's default.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS

@@ -33,8 +33,8 @@ def cache_prompt(
     r"""Read a long text once and save its KV cache: all entries, or what a policy keeps.
 
     generate --prompt-cache-file then starts each answer from the saved cache. With --sparse, all entries are saved, and
-    answers choose which ones to read. With --store file, a text of any length is read in little memory, and its entries
-    are saved in a folder next to the file.
+    answers choose which ones to read. With --store file, reading a text of any length takes little memory, and its
+    entries are saved in a folder next to the file.
 
     \b
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt -o book.safetensors
@@ -94,7 +94,7 @@ def cache_prompt(
 
 
 def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
-    """Call `save(progress)` with a progress bar and describe the written files for the closing line."""
+    """Call `save(progress)` with a progress bar. Describe the written files for the closing line."""
     from .progress import writing_bar
 
     replacement_text = ", replacing the earlier file" if path.exists() else ""
@@ -131,7 +131,7 @@ def _read(
     Args:
         model: an mlx-lm model.
         tokens: token ids of the text.
-        setting: policy or sparse attention; None for the full cache.
+        setting: policy or sparse attention. None for the full cache.
         **loop_options: mlx-lm's prefill options.
     """
     import mlx.core as mx

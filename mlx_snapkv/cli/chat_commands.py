@@ -32,7 +32,7 @@ Handler = Callable[[Session, str], None]
 
 
 class Command(NamedTuple):
-    """A slash command. The docstring of its `handler` is its help text.
+    """A slash command. Its handler's docstring is its help text.
 
     Attributes:
         arguments: argument synopsis for the help.
@@ -242,10 +242,10 @@ def _stats(session: Session, _: str) -> None:
 
 
 def _entries_text(entries_by_layer: Sequence[int | None]) -> str:
-    """Describe how many entries the layers have, such as "512 in layers 0 to 3, 64 in layer 4".
+    """Describe how many entries each layer has, e.g. "512 in layers 0 to 3, 64 in layer 4".
 
     Args:
-        entries_by_layer: entries per KV head in each layer; None for layers without entries, which are omitted.
+        entries_by_layer: entries per KV head in each layer. Layers without entries are None and omitted.
     """
     all_layers = range(len(entries_by_layer))
     items = []
@@ -337,7 +337,7 @@ def _chosen_by_auto(session: Session) -> Setting | None:
         generation=generation,
         max_tokens=generation.get("max_tokens"),
     )
-    assert recommendation is not None  # `options` asks for auto
+    assert recommendation is not None  # `options` selects auto
     return recommendation.config.setting
 
 

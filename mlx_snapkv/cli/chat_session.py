@@ -27,9 +27,8 @@ from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-MAX_SHORT_TURN = (
-    2048  # tokens; turns up to this length don't announce how many bytes they write to files
-)
+# Turns of up to this many tokens don't announce how much they will write to files.
+MAX_SHORT_TURN = 2048
 
 
 class Lines:
@@ -39,7 +38,7 @@ class Lines:
     reads its own standard input, because `mlx.launch` passes the same input to all.
 
     Args:
-        stream: standard input, or None if it is closed, which is an error.
+        stream: standard input. None (closed) is an error.
         completer: completes words with Tab in a terminal.
 
     Attributes:
@@ -121,13 +120,13 @@ class Session:
 
     Attributes:
         model: model name as typed by the user.
-        sampling: sampling options, which /set changes.
+        sampling: sampling options, changed by /set.
         console: prints progress and warnings unless the chat is quiet.
-        context: typer's context of the chat command.
+        context: typer's context for the chat command.
         policy: setting for new conversations.
         compression: compression options from the command line.
         max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
-        names: file names of attached documents, keyed by the document's text.
+        names: file names of attached documents, keyed by their text.
         exported: files written by /export.
         speed: speed of the last turn, as text.
     """
@@ -246,18 +245,18 @@ class Session:
         return has_agreed
 
     def replace(self, conversation: Conversation) -> None:
-        """Switch to a saved or new conversation, which may be discarded until the next turn."""
+        """Switch to a saved or new conversation. It counts as saved until its next turn."""
         self.conversation = conversation
         self._saved_messages = conversation.messages
 
     def start_new_conversation(self, message: str, **changes: Any) -> None:
         """Start a new conversation if the current one may be discarded, and print `message`.
 
-        A setting that came from a loaded file is not kept.
+        A setting from a loaded file is not kept.
 
         Args:
             message: line to print.
-            **changes: new values for `system` and `policy`. If any is given, attached documents stay attached.
+            **changes: new values for `system` and `policy`. If either is given, attached documents stay attached.
         """
         if not self.confirm_replacing():
             return
@@ -291,7 +290,7 @@ class Session:
         return "\n\n".join(paragraphs) + "\n"
 
     def _file_cost(self, n_new: int) -> FileCost | None:
-        """Return what a turn of `n_new` tokens will write to files.
+        """Predict the disk space that a turn of `n_new` tokens takes.
 
         Return None for short turns, and if entries are stored in memory.
         """

@@ -24,8 +24,8 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Turn a function into a command with one option per field of its dataclass parameters.
 
     Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. Fields for
-    options of the library's `Sparse` have their help in the field metadata instead. The command builds each dataclass
-    from its option values, and calls the function. Other parameters stay as they are.
+    `Sparse` options have their help text in the field metadata instead. The command builds each dataclass from its
+    option values and calls the function. Other parameters stay as they are.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -66,7 +66,7 @@ def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# Hidden in the help text: the type, as in "--seed <int>", and the negation, as in "--quiet / --no-quiet".
+# The help text hides the type, as in "--seed <int>", and the negation, as in "--quiet / --no-quiet".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
 # Option -> (the option it requires, text that the required option's value must contain).
@@ -111,7 +111,7 @@ class Command(TyperCommand):
         return remaining_args
 
     def _value_of(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
-        """Return an option's unparsed value and the flag, variable or config key that sets it, or None."""
+        """Return an option's unparsed value and its origin: a flag, variable or config key. Return None if unset."""
         values_by_name, *_ = self.make_parser(ctx).parse_args(list(args))
         typed_value = values_by_name.get(option.name)
         if typed_value is not None:
@@ -122,7 +122,7 @@ class Command(TyperCommand):
     def _reset_overridden(self, ctx: Any) -> None:
         """Reset configured values that have no effect.
 
-        If one of `SETTING_OPTIONS` was typed, the configured values of all of them are reset. A configured store is
+        If any of `SETTING_OPTIONS` was typed, the configured values of all three are reset. A configured store is
         reset unless sparse attention may use it. The policy "none" becomes None.
         """
         params = ctx.params
@@ -203,7 +203,7 @@ def _mentions_option(message: str, option: str, value: Any) -> bool:
         return True
     if not isinstance(value, str):
         return False
-    policy_or_key, *_ = re.split("[:=]", value)  # "keydiff:budget=64" begins with "keydiff"
+    policy_or_key, *_ = re.split("[:=]", value)  # e.g. "keydiff" in "keydiff:budget=64"
     return policy_or_key != "" and policy_or_key in message
 
 
@@ -216,7 +216,7 @@ def is_typed(ctx: Any, name: str) -> bool:
 def typed_only(ctx: Any, group: Group, *names: str) -> Group:
     """Return a copy of an options dataclass with the named options reset unless they were typed.
 
-    Their configured values are also removed from the context, so that errors don't report them as an origin.
+    Their configured values are also removed from the context, so errors don't mention them.
     """
     defaults = {field.name: field.default for field in fields(group)}  # type: ignore[arg-type]
     changes = {name: defaults[name] for name in names if not is_typed(ctx, name)}
@@ -241,7 +241,7 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 
 
 def _range_rule(option: Any, value: Any) -> str | None:
-    """Return the rule that a number outside the option's range breaks, or None."""
+    """Describe the option's range if `value` is a number outside it. Return None otherwise."""
     # Older versions of typer store the range in the option's type.
     number_range = getattr(option, "type", option)
     least = getattr(number_range, "min", None)

@@ -60,8 +60,9 @@ def compare(
 ) -> None:
     r"""Answer your own prompt with the full cache and with policies, and show what differs.
 
-    Policies that choose after prefill share one pass over the prompt. Policies that evict during prefill, and sparse
-    attention, each need their own. Answers are greedy. The page shows the answers side by side, and the entries kept.
+    Policies that choose after prefill share one pass over the prompt. Each policy that evicts during prefill needs its
+    own pass, and so does sparse attention. Decoding is greedy. The page shows the answers side by side, and which
+    entries are kept.
 
     \b
       mlx-snapkv compare --model demo --prompt-file contract.txt --prompt "When does it end?"
@@ -137,7 +138,7 @@ class _AnswerPrinter:
 
     def print_part(self, name: str, text: str) -> None:
         """Print the next part of a method's answer."""
-        # Print the name with the first part of the answer, when the prompt's progress bar has disappeared.
+        # Print the name with the first part of the answer. By then, the progress bar has disappeared.
         heading = "" if name in self._printed_names else f"── {name}\n"
         self._printed_names.add(name)
         print(heading, text, sep="", end="", flush=True)
@@ -167,7 +168,7 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
 
 
 def _same_tokens(answer: Compared) -> str:
-    """Describe how many tokens match the full cache's answer, from the compression to the first difference."""
+    """Describe how many tokens in a row match the full cache's answer after the compression."""
     is_compressed = answer.kl is not None
     if not is_compressed:
         return ""
@@ -192,5 +193,5 @@ def _difference(answer: Compared) -> str:
 
 
 def _token_text(token: str) -> str:
-    """Return a token's text in quotes. The text is empty if the answer has ended."""
+    """Return a token in quotes. An empty token means that the answer has ended."""
     return repr(token) if token else "nothing more"

@@ -36,7 +36,7 @@ class _Source(NamedTuple):
 
     Attributes:
         values: values by option name.
-        origin_prefix: prefix for the origin of each value.
+        origin_prefix: prefix of each value's origin.
         is_shared: whether the values apply to all commands.
     """
 
@@ -52,7 +52,7 @@ class _Source(NamedTuple):
     def values_for(self, options: dict[str, Any]) -> Table:
         """Return the values that apply to a command with these options.
 
-        A policy "auto" that is set for all commands is omitted if this command does not support auto.
+        A shared policy "auto" is omitted if the command does not support auto.
         """
         values = {name: value for name, value in self.values.items() if name in options}
         supports_auto = "kv_memory" in options  # only commands that support auto have this option

@@ -48,10 +48,10 @@ def demo(
         typer.Option(metavar="FILE", help="Save the document to this file, to ask more about it."),
     ] = None,
 ) -> None:
-    """Hide facts in a long document, ask for them with all entries, with 1/16 kept, with 1/16 read, and time decoding.
+    """Hide facts in a long document, ask for them with all entries, 1/16 kept or 1/16 read, and time decoding.
 
-    The first question chooses which entries are kept, so the small cache can answer it. The entries that later
-    questions need are gone. With sparse attention all entries stay, and every token chooses which ones it reads.
+    The first question chooses which entries are kept, so it can still be answered. The entries that later questions
+    need are gone. With sparse attention, all entries stay, and every token chooses which ones to read.
     """
     from rich.console import Console
     from rich.progress import track
@@ -84,7 +84,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # Lookahead would answer the short questions from the full cache.
+    # Lookahead would make the full cache answer the short questions.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
@@ -142,7 +142,7 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
 
 
 def _save_document(document: str, name: str) -> None:
-    """Write the document to a file. Raises: SnapKVError: the file exists with other content, or can't be written."""
+    """Write the document to a file. Raises: SnapKVError: it exists with different content, or can't be written."""
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
@@ -190,7 +190,7 @@ def _ask_in_chat(
 
 
 def _decoding_speed_text(model: Any) -> str:
-    """Time decoding over `DECODED_ENTRIES` random entries: full cache, SnapKV and sparse attention.
+    """Time decoding over `DECODED_ENTRIES` random entries with the full cache, SnapKV and sparse attention.
 
     Returns: A sentence with the time and the bytes read per token.
     """

@@ -21,7 +21,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    r"""Print what a bug report needs: machine, memory, versions, what MLX computes with, free disk, sparse attention.
+    r"""Print what a bug report needs: machine, memory, versions, MLX's backend, free disk space and sparse attention.
 
     No weights are loaded.
 

@@ -63,7 +63,7 @@ class FidelityOptions:
 
 
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
-    """Compare a model's predictions after a compressed prompt with those after the full prompt, on your own texts.
+    """Compare a model's predictions after a compressed prompt and after the full prompt, on your own texts.
 
     No questions with known answers are needed. Policies that choose after prefill share one pass over each piece.
 
@@ -95,7 +95,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.JUDGED_TOKENS,  # rejects files that also score earlier tokens
+        "judged": measuring.JUDGED_TOKENS,  # rejects result files that also score earlier tokens
     }
     run = partial(
         measuring.run,

@@ -177,7 +177,7 @@ def generate(
         prompt, draft, cache, compression = _reset_for_saved_prompt(
             context, prompt, draft, cache, compression
         )
-    # A saved prompt may have its own setting. In that case --store changes the store of that setting.
+    # A saved prompt may have its own setting. In that case, --store changes that setting's store.
     setting = compression.setting if file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)
@@ -232,7 +232,7 @@ def generate(
 
 @dataclass
 class _Answer:
-    """An answer that is printed while it is generated, and its figures.
+    """Prints an answer as it is generated, then its figures.
 
     Attributes:
         model_name: model name as typed by the user.
@@ -242,7 +242,7 @@ class _Answer:
         advice: hint shown after "full cache" in the closing line.
         recommendation: what --policy auto chose, if it was used.
         reports: the request's report, once there is one.
-        texts: texts of the responses.
+        texts: text of each response.
         n_drafted: number of answer tokens proposed by the draft model.
         last_response: mlx-lm's last response. Earlier ones are dropped, because each contains log-probabilities for the
             whole vocabulary.
@@ -298,7 +298,7 @@ class _Answer:
         drafted = ""
         if drafted_share is not None:
             drafted = f" ({drafted_share:.0%} of the tokens were drafted)"
-        # The first token's time is counted as prompt time.
+        # The first token's time counts as prompt time.
         is_timed = response.generation_tokens > 1 and response.generation_tps > 0
         speed = f"{response.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
         console.say(

@@ -53,11 +53,11 @@ def inspect(
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     inspect_options: InspectOptions,
 ) -> None:
-    r"""Show what a policy keeps of a prompt, by layer and position and by sentence, and where the answer attended.
+    r"""Show what a policy keeps of a prompt, by layer, position and sentence, and where the answer attends.
 
     Each line is a layer and runs from the prompt's start to its end; brighter means that more heads keep the entries
-    there. The page shows the text, with each token tinted by the number of heads that keep it. It is one file and needs
-    no network. The answer is greedy.
+    there. The page shows the text, with each token tinted by the number of heads that keep it. It is a single file
+    and works offline. Decoding is greedy.
 
     \b
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \
@@ -132,7 +132,7 @@ def _print(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the top sentences, ranked by their share of the votes or of the chosen entries."""
+    """Print the top sentences, each with its share of the votes or the share of its entries that was chosen."""
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     top_sentence = sentences[0]

@@ -76,7 +76,7 @@ CHOICES = [Choice(*lines.split("\n")) for lines in _CHOICES_TEXT.strip().split("
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the model types that can be compressed, and the refused ones with the reason."""
+    """List which model types can be compressed, and which are refused and why."""
     from ..measure.tables import Table
     from ..models.table import refused_types, supported_types
     from .terminal_table import print_table
@@ -122,7 +122,7 @@ def policies(
 
 
 def _print_choices() -> None:
-    """Print the recommended setting for each use case, with its command and the pages that measure it."""
+    """Print the recommended setting for each use case, its command, and the pages with measurements."""
     for choice in CHOICES:
         files = [page.partition("#")[0] for page in choice.pages.split()]
         pages = ", ".join(f"docs/{file}" for file in files)

@@ -43,10 +43,10 @@ def load_model(
         trust_remote_code: whether the tokenizer may run code from the model folder.
         option: flag that names the model, for messages.
         quantize_activations: whether to quantise activations like the weights.
-        pipeline: whether each process loads whole layers instead of a slice of every layer; None for commands that run
+        pipeline: whether each process loads whole layers instead of a slice of every layer. None for commands that run
             in one process only.
 
-    Raises: SnapKVError: the model does not exist, or mlx-lm can't load it. The message says what was looked for.
+    Raises: SnapKVError: the model does not exist, or mlx-lm can't load it. The message says why.
     """
     import mlx.core as mx
     from mlx_lm import load
@@ -120,7 +120,7 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
     Args:
         location: the folder or repository name.
-        label: start of the line on stderr, which names the model.
+        label: prefix of the printed line, such as "--model demo".
 
     Raises: SnapKVError: mlx-lm does not support a value.
     """
@@ -242,7 +242,7 @@ def load_without_weights(name: str, for_mac: bool = False):
     from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
-        # If it is not in the local cache, the hub is asked below.
+        # If it is not in the local cache, it is looked up on the hub below.
         with contextlib.suppress(Exception):
             folder = hf_repo_to_path(name)
     with _explaining_failures("--model", name, folder, "planned"):
@@ -254,7 +254,7 @@ def load_without_weights(name: str, for_mac: bool = False):
 
 
 def _folder_of(name: str, option: str) -> Path:
-    """Return the folder of an embedded model or a path. It may not exist if `name` is a repository name.
+    """Return the model's folder. It may not exist if `name` is a repository name.
 
     Raises: SnapKVError: the folder has no config.json, or it does not exist and `name` is not a repository name.
     """
@@ -286,7 +286,7 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     Args:
         name: model name as typed by the user.
         model: model with its weights.
-        memory: the machine's total memory in bytes. Free memory would vary from run to run; then answers would vary,
+        memory: the machine's total memory in bytes. Free memory changes from run to run: answers would change with it,
             and saved prompts would no longer fit the model.
     """
     import mlx.core as mx

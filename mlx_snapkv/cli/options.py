@@ -21,7 +21,7 @@ SETTABLE_TEMPLATE_PARAMETERS = {"tools", "documents", "chat_template"}
 
 
 def parse_bytes(text: Any, least: int = 1) -> int:
-    """Parse a number of bytes such as "500MB", "4 GB" or "1.5e9", of at least `least`. Units are decimal."""
+    """Parse a number of bytes, at least `least`, such as "500MB", "4 GB" or "1.5e9". Units are decimal."""
     bounds = f" from {least:,}" if least > 1 else ""
     rule = f"a number of bytes{bounds}, such as 500MB or 4GB"
     number = str(text).strip().lower().removesuffix("b")
@@ -45,7 +45,7 @@ def _parse_number(number: str, units: dict[str, Any], least: int, most: int, rul
 
     Args:
         number: text such as "1.5k".
-        units: factors of the one-letter units.
+        units: factor of each one-letter unit.
         least: smallest allowed value.
         most: largest allowed value.
         rule: description of the allowed values, for the error message.
@@ -192,7 +192,7 @@ class ModelOptions:
 
     @property
     def pipeline_argument(self) -> bool | None:
-        """Return `load_model`'s argument `pipeline`, which is None for commands that run in one process only."""
+        """Return `load_model`'s `pipeline` argument. None is for commands that run in one process only."""
         return None
 
 
@@ -207,7 +207,7 @@ class ChatModelOptions(ModelOptions):
     ] = None
 
     def load(self) -> tuple[Any, Any]:
-        """Load the model and its tokenizer, and apply template options and extra end tokens."""
+        """Load the model and its tokenizer, and apply template options and extra end-of-answer tokens."""
         model, tokenizer = super().load()
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
@@ -228,7 +228,7 @@ class ShardedModelOptions(ChatModelOptions):
 
     @property
     def pipeline_argument(self) -> bool:
-        """Return `load_model`'s argument `pipeline`."""
+        """Return `load_model`'s `pipeline` argument."""
         return self.pipeline
 
 
@@ -276,7 +276,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrencyOptions:
-    """Limits for requests that are answered together."""
+    """Limit on the number of requests that are answered at once."""
 
     concurrency: Annotated[
         int, Option(min=1, max=1024, help="Maximum number of requests at once.")

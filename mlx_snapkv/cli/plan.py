@@ -55,11 +55,11 @@ class PlanOptions:
 def plan(
     *, model: Model, options: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
-    r"""Show how much memory prompts will take, what fits, and which setting to use, before any weight is loaded.
+    r"""Show how much memory prompts will take, what fits, and which setting to use, without loading any weights.
 
-    It also says from which length sparse attention is faster, if earlier requests measured it on this machine, or if
-    this machine has a GPU to estimate it. Only the model's configuration and weight headers are read, or downloaded
-    from a Hugging Face repository. docs/benchmarks.md explains the arithmetic.
+    It also says at what length sparse attention becomes faster on this machine, as measured by earlier requests or, on
+    a GPU, estimated. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
+    repository. docs/benchmarks.md explains the arithmetic.
 
     \b
       mlx-snapkv plan --model demo
@@ -109,7 +109,7 @@ class ContextPlans(NamedTuple):
     Attributes:
         context: prompt length in tokens.
         plans: plans to show.
-        best: the recommended plan, which is one of `plans`; None if none fits.
+        best: the recommended plan, one of `plans`. None if none fits.
         why: reason for the recommendation.
     """
 
@@ -128,9 +128,9 @@ class Plans:
         policy: the user's setting as text, if any.
         kv_bits: bits per value of kept entries; see --kv-bits.
         kv_memory: KV memory limit in bytes; see --kv-memory.
-        speed: speed record for sparse attention on this machine; None when planning for another machine.
-        break_evens: prompt lengths from which sparse attention is faster on this machine; empty when planning for
-            another machine.
+        speed: speed record for sparse attention on this machine. None when planning for a different machine.
+        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when planning for a
+            different machine.
     """
 
     model: str
@@ -153,7 +153,7 @@ class Plans:
     def for_context(self, n_prompt: int) -> ContextPlans:
         """Return the plans for a prompt of `n_prompt` tokens.
 
-        Recommend the user's policy if it fits, and otherwise the choice of --policy auto.
+        Recommend the user's policy if it fits, and otherwise what --policy auto chooses.
         """
         from ..planning.auto import AutoRequest, recommend
         from ..planning.speed_record import Speed
@@ -194,7 +194,7 @@ class Plans:
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
     def _policies(self) -> list[str]:
-        """Return the settings to plan in addition to the full cache: the user's setting, or the candidates of auto."""
+        """Return the settings to plan in addition to the full cache: the user's setting, or auto's candidates."""
         from ..planning.auto import SNAPKV, SPARSE
 
         if self.policy is not None:
@@ -304,7 +304,7 @@ class Plans:
 
 
 def _policy_text(plan: MemoryPlan) -> str:
-    """Return the plan's policy, store and bits as text."""
+    """Return a plan's policy, store and bits as text."""
     text = str(_config(plan)) if plan.policy else "full cache"
     return text if plan.kv_bits is None else f"{text}, {plan.kv_bits} bits"
 

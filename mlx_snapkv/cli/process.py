@@ -41,7 +41,7 @@ def allow_many_files() -> None:
     new_limit = MAX_OPEN_FILES
     if hard_limit != resource.RLIM_INFINITY:
         new_limit = min(new_limit, hard_limit)
-    with contextlib.suppress(OSError, ValueError):  # opening a file reports the error later
+    with contextlib.suppress(OSError, ValueError):  # opening files may fail later
         resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
 
 

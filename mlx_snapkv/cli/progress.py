@@ -73,7 +73,7 @@ class CallbackBar:
             self._bar.stop()
 
     def update(self, n_done: int, n_total: int) -> None:
-        """Update the bar. It appears at the first call with `n_done < n_total`, and stops when both are equal."""
+        """Update the bar. It appears on the first call with `n_done < n_total`, and stops when they are equal."""
         self.n_done = n_done
         has_appeared = self._bar.live.is_started
         if n_done < n_total and not has_appeared:
@@ -91,7 +91,7 @@ def prefill_bar(console: Console) -> CallbackBar:
 
 
 def writing_bar(console: Console) -> CallbackBar:
-    """Return a bar that counts written bytes, for `saved.save`'s argument `progress`. Only terminals show it."""
+    """Return a bar that counts written bytes, for `saved.save`'s `progress` argument. It is shown only in terminals."""
     columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
@@ -100,7 +100,7 @@ class StepBars:
     """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        results_file: file that the same command continues, so a message names it after Ctrl-C.
+        results_file: file that the same command continues. After Ctrl-C, a message names it.
         quiet: whether to hide the bars.
     """
 
@@ -126,7 +126,7 @@ class StepBars:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the bars. After Ctrl-C, print where the results so far are."""
+        """Remove the bars. After Ctrl-C, print where to find the results so far."""
         self._progress.stop()
         if kind is KeyboardInterrupt and self._results_file is not None:
             message = f"The answers so far are in {self._results_file}; the same command continues from there."
@@ -150,7 +150,7 @@ class StepBars:
         self._print_line()
 
     def _print_line(self) -> None:
-        """Print a progress line if stderr is not a terminal, and a line is due or the work has ended."""
+        """Print a progress line when one is due and at the end, unless stderr is a terminal."""
         task = self._progress.tasks[-1]
         now = self._progress.get_time()
         is_due = now - self._last_line_time >= LINE_INTERVAL

@@ -44,9 +44,9 @@ class PromptConsole:
         self.say_all(f"warning: {warning}" for warning in report.warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which tokenises a text, in a thread. Return its result or raise its exception.
+        """Tokenise text in a thread by calling `work`. Return its result or raise its exception.
 
-        The thread keeps the command responsive to Ctrl-C. A status line is shown if the work takes long.
+        The thread keeps the command responsive to Ctrl-C. A status line is shown if the work takes a while.
         """
         future: Future[Result] = Future()
 
@@ -108,8 +108,8 @@ class PromptConsole:
         """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that updates it.
 
         Args:
-            cost: called with the number of tokens to read. It returns the cost of writing their entries to files, which
-                is printed first, or None if nothing is written.
+            cost: called with the number of tokens to read. It returns the cost of writing their entries to files, or
+                None if nothing is written. The cost is printed before the bar appears.
             check: called with the number of tokens to read. It raises SnapKVError if they can't be read.
         """
         from .progress import prefill_bar

@@ -21,7 +21,7 @@ from .prompt_console import PromptConsole
 # Questions that start differently. The tokens that their prompts share do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
-# A call in a chat template that formats the current date, such as `strftime_now("%d %B %Y")`.
+# A chat template's call that formats the current date, e.g. `strftime_now("%d %B %Y")`.
 _DATE_CALL = re.compile(
     r"""
     strftime_now \(
@@ -34,7 +34,7 @@ _DATE_CALL = re.compile(
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Options for a text on the command line, in a file or on stdin."""
+    """Options for text from the command line, a file or stdin."""
 
     prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt text, or - for stdin.")] = (
         None
@@ -85,7 +85,7 @@ class PromptOptions(TextOptions):
         return loaded, tokenizer, console.wait_for(partial(self.encode, tokenizer, text))
 
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
-        """Encode a text as a prompt.
+        """Encode text as a prompt.
 
         The text becomes a user message in the chat template. With --ignore-chat-template, or if the tokenizer has no
         template, it is encoded as is.
@@ -93,7 +93,7 @@ class PromptOptions(TextOptions):
         Args:
             tokenizer: the model's tokenizer.
             text: the user's message.
-            today: date for templates that contain one; None uses the current date.
+            today: date for templates that contain one. None uses the current date.
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
@@ -173,7 +173,7 @@ def require_text(text: str, source: str) -> str:
 
 
 def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
-    """Return a `chat_template` option in which `today` replaces the calls that format the current date.
+    """Return a `chat_template` option with `today` in place of calls that format the current date.
 
     Return an empty dict if the template does not contain the date, or if `today` is None.
     """
@@ -198,7 +198,7 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Return the opening token ids that are shared by the prompts of all questions about `text`.
+    """Return the opening token ids shared by all prompts that ask about `text`.
 
     Raises: SnapKVError: the chat template puts nothing before a question.
     """

@@ -72,7 +72,7 @@ class ResultFiles:
 def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     """Return the path of a single-file --output, or None without the option.
 
-    Raises: SnapKVError: the path has another suffix, can't be written, or is a file that this package did not write.
+    Raises: SnapKVError: the path has a different suffix, can't be written, or is a file not written by this package.
     """
     if name is None:
         return None
@@ -164,13 +164,13 @@ class ResultOptions:
         """Measure the records missing from the files, then print and write the result.
 
         Args:
-            files: result files; None only prints the result.
-            shared_fields: settings of the measurement. Files with other settings are rejected.
+            files: result files. With None, the result is only printed.
+            shared_fields: measurement settings. Files with different settings are rejected.
             n_documents: number of documents that `run` measures.
             run: returns all records, given the results so far and a callback for each finished document.
             page: builds tables from the records.
 
-        Raises: SnapKVError: the files contain records with other settings or of another version.
+        Raises: SnapKVError: the files contain records with different settings or from a different version.
         """
         from ..measure.records import Results
         from .progress import StepBars

@@ -37,7 +37,7 @@ class SavedPrompt:
 
     Attributes:
         n_tokens: length of the saved prompt in tokens.
-        report: report on the compression while loading.
+        report: report on the compression during loading.
         options: `stream_generate` keywords for the answer.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.
@@ -74,12 +74,12 @@ class SavedPrompt:
             policy = compression.apply_to(policy)
             if isinstance(policy, Compress):
                 self.report = self._compress(model, policy, quantization)
-                policy = None  # the answer continues on the compressed caches
+                policy = None  # the answer continues from the compressed caches
         self.options = {"policy": policy, "prompt_cache": self._caches}
 
     @property
     def _is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file. Its files have no tokens, and their notes mean something else."""
+        """Return whether mlx-lm saved the file. Such files have no tokens, and different notes."""
         return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
@@ -115,7 +115,7 @@ class SavedPrompt:
 
     @property
     def _saved_sparse(self) -> Sparse | None:
-        """Return the sparse attention that a text was saved for, or None for other files."""
+        """Return the sparse attention setting that a text was saved with, or None for other files."""
         if self._saved.policy == NO_POLICY or "messages" in self._saved.notes:
             return None
         setting = setting_named(self._saved.policy)
@@ -142,7 +142,7 @@ class SavedPrompt:
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Encode a question as token ids that continue the saved prompt.
 
-        Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not allow
+        Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not support
             questions.
         """
         notes = self._saved.notes
@@ -168,7 +168,7 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that compressed the saved prompt, whether now or when it was saved."""
+        """Return the setting that compressed the saved prompt, now or when it was saved."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property
@@ -189,7 +189,7 @@ class SavedPrompt:
     def _compress(
         self, model, compress: Compress, quantization: Quantization | None
     ) -> CompressionReport:
-        """Compress the saved full cache, unless the prompt is below `min_ctx`, and return a report.
+        """Compress the saved full cache and return a report. Prompts shorter than `min_ctx` are not compressed.
 
         Raises: SnapKVError: a policy needs queries, which are not saved.
         """

@@ -90,7 +90,7 @@ class HTTPOptions:
 
 @dataclass(frozen=True)
 class LimitOptions(options.ConcurrencyOptions):
-    """Limits for the number and length of requests."""
+    """Limits on the number and length of requests."""
 
     queue: Annotated[
         int,
@@ -170,7 +170,7 @@ def serve(
     cache: cache_options.CacheOptions,
     sampling: AnswerOptions,
 ) -> None:
-    r"""Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac.
+    r"""Serve the OpenAI and Anthropic APIs to agents and apps on this Mac.
 
     \b
       mlx-snapkv serve --model demo --sparse top_k=1024
@@ -228,7 +228,7 @@ class _Loader:
     Attributes:
         names: model names that clients may use.
         options: `generate_step` keywords for every request.
-        cache_size: size limit of the prefix cache, the same on all ranks; None before the model is loaded.
+        cache_size: size limit of the prefix cache, the same on all ranks. None before the model is loaded.
     """
 
     model: options.ShardedModelOptions
@@ -274,8 +274,8 @@ def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], 
     """Serve requests until the user stops the server.
 
     Args:
-        settings: HTTP server settings on rank 0; None on other ranks, which follow rank 0.
-        loader: the model's loader, which has finished once the engine has started.
+        settings: HTTP server settings on rank 0. None on other ranks, which follow rank 0.
+        loader: the model's loader. It has finished once the engine has started.
         start_engine: creates and starts the engine.
     """
     from ..server.app import bind_socket, serve

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..measure.tables import Table
 
-# Text columns, aligned left. All other columns are aligned right.
+# Text columns are left-aligned, all others right-aligned.
 TEXT_COLUMNS = {
     "cache", "method", "task", "model type", "also loads", "note", "why", "name", "here"
 }  # fmt: skip
@@ -13,7 +13,7 @@ MIN_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is c
 
 
 def print_table(table: Table) -> None:
-    """Print a table with title and remark on stdout."""
+    """Print a table with its title and remark on stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
