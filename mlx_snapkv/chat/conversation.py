@@ -30,7 +30,7 @@ from .states import STATE_FIELDS, StateBefore, load
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """Check that mlx-lm's `generate_step` has all of these options. Raises: UnknownOptionError."""
+    """Check that mlx-lm's `generate_step` accepts every option. Raises: UnknownOptionError."""
     known_names = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
     known_names -= {"prompt_cache", "input_embeddings"}  # set by the conversation
     for name in options:
@@ -56,12 +56,12 @@ class Conversation:
     Attributes:
         policy: the setting, or None for the full cache.
         messages: the chat so far, in the form that chat templates expect.
-        report: the compression report of the last turn, or None before the first turn.
+        report: the last turn's compression report, or None before the first turn.
         prompt_cache: the caches that the next turn continues from.
         read: tokens of the chat that are in the cache.
         pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
-        n_unknown: number of tokens at the start of `read` that are unknown, because the chat started from an mlx-lm
-            file, which does not contain tokens. They are 0 in `read`.
+        n_unknown: number of unknown tokens at the start of `read`, where they are 0. A chat that started from an mlx-lm
+            file has some, because these files contain no tokens.
         attached: documents to read with the next message.
         user_inputs: for each user message, its documents followed by the typed text.
 
@@ -230,7 +230,7 @@ class Conversation:
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         **options: Any,
     ) -> "Conversation":
-        """Load a saved conversation, or start a conversation about a saved text.
+        """Load a saved conversation, or start a conversation about saved text.
 
         The system prompt is loaded from the file. mlx-lm files contain it only as part of the cache, so `reset` drops
         it.
@@ -239,12 +239,12 @@ class Conversation:
             path: a file written by `save`, `mlx-snapkv cache-prompt` or mlx-lm.
             model: the model that filled the cache.
             tokenizer: the model's tokenizer.
-            policy: a policy for files that were saved without a setting. Otherwise, the file's own setting is used.
-            sparse: sparse attention for files that were saved without a setting. If the file was saved with sparse
-                attention, only the `store` is used, and entries move there unless it is "memory".
+            policy: a policy, used if the file was saved without a setting. Otherwise, the file's setting is used.
+            sparse: sparse attention, used if the file was saved without a setting. If the file was saved with sparse
+                attention, only `store` is used, and entries are moved there unless it is "memory".
             **options: see `Conversation`. Files do not contain mlx-lm's options.
 
-        Raises: SnapKVError: the file is damaged, belongs to another model, or can't be used with this setting.
+        Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
         keywords, state = load(path, model, setting)
@@ -308,7 +308,7 @@ class Conversation:
         if chat_tokens[: len(known_tokens)] == known_tokens:
             return chat_tokens[len(self.read) :]
         # The rendered chat does not start with the known tokens, either because the template changes earlier answers or
-        # because their text is tokenized differently than it was generated.
+        # because tokenizing their text does not give the tokens that were generated.
         earlier_tokens = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([earlier_tokens, chat_tokens])
         return self.pending_tokens + chat_tokens[n_shared:]

@@ -1,4 +1,4 @@
-"""Renders chats as token ids."""
+"""Render chats as token ids."""
 
 import re
 from functools import cached_property
@@ -13,7 +13,7 @@ MARKER = "<query>"  # placeholder for the question in a chat template
 
 
 class Rendering:
-    """Renders a conversation's messages as token ids, and caches the result to tokenize only new text.
+    """Renders a conversation's messages as token ids, and caches the result so that only new text is tokenized.
 
     The rendered text is split before special tokens. Because no token crosses a special token, tokenizing the pieces
     gives the same result as tokenizing the whole text. If that is not certain, as with tokenizers written in Python,
@@ -54,9 +54,9 @@ class Rendering:
 
     @cached_property
     def _cut_pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern that matches the special tokens before which text can be split, or None.
+        """Return a pattern for the special tokens that text can be split at, or None.
 
-        Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as this
+        Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as that
         token, regardless of the surrounding text.
         """
         if not getattr(self._tokenizer, "is_fast", False):
@@ -78,10 +78,10 @@ class Rendering:
         return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def _is_always_encoded(self, token_id: int) -> bool:
-        """Return whether the text of this special token is always encoded as exactly this token."""
+        """Return whether a special token's text is always encoded as exactly that token."""
         special_tokens = self._tokenizer.added_tokens_decoder
         token = special_tokens[token_id]
-        # Such a token may match other text than its own, or also the spaces before it.
+        # Such a token may match text other than its own, or the spaces before it as well.
         if token.normalized or token.lstrip:
             return False
         texts = [special.content for special in special_tokens.values()]
@@ -98,7 +98,7 @@ class Rendering:
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
     """Return the tokens of a question about a prompt saved by `mlx_lm.cache_prompt`.
 
-    They are the tokens that mlx-lm's `generate` would feed, without a second beginning-of-text token.
+    They are the tokens that mlx-lm's `generate` would feed to the model, without a second beginning-of-text token.
 
     Raises: SnapKVError: the chat template fails, or omits the question.
     """

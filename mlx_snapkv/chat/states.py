@@ -1,4 +1,4 @@
-"""Restores a conversation from a file, or to its state before the last turn."""
+"""Restore a conversation from a file, or to its state before the last turn."""
 
 import weakref
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import file_store_of, make_caches, move_entries
 
-# Attributes of a conversation that are saved to files.
+# Conversation attributes that are saved to files.
 STATE_FIELDS = (
     "messages",
     "user_inputs",
@@ -25,12 +25,12 @@ STATE_FIELDS = (
     "system",
     "n_unknown",
 )
-# Attributes of a conversation that each turn replaces.
+# Conversation attributes that each turn replaces.
 TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
 class StateBefore:
-    """A snapshot of a conversation before a turn, which can be restored until the next turn starts.
+    """A snapshot of a conversation before a turn. It can be restored until the next turn starts.
 
     Attributes:
         caches: a copy of the prompt cache.
@@ -62,7 +62,7 @@ def load(
 
     Returns: The arguments `policy` and `system` for `Conversation`, and the attributes to set afterwards.
 
-    Raises: SnapKVError: the file can't be read, contains another kind of prompt, or can't be used with `policy`.
+    Raises: SnapKVError: the file can't be read, contains a different kind of prompt, or can't be used with `policy`.
     """
     prompt = saved.load(path, model)
     notes = _notes_of(prompt, path)
@@ -89,9 +89,9 @@ def load(
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
-    """Return the notes of a saved conversation or text. Files of mlx-lm have no tokens and no notes of ours.
+    """Return the notes of a saved conversation or text. mlx-lm files contain neither tokens nor these notes.
 
-    Raises: SnapKVError: the file contains another kind of prompt.
+    Raises: SnapKVError: the file contains a different kind of prompt.
     """
     if prompt.tokens is None:
         return {}
@@ -105,7 +105,7 @@ def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
 def _resumed_setting(
     path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
 ) -> Setting | None:
-    """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
+    """Choose the setting for continuing from a file: the file's, or `policy` if it has none.
 
     If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
 

@@ -10,7 +10,7 @@ from .request import CompletionRequest
 class Completion:
     """The answer to one request, assembled as its tokens arrive.
 
-    Stop strings are matched in the text rather than in tokens, because the same text can be tokenised in several ways.
+    Stop strings are matched against text rather than tokens, because the same text can be tokenised in several ways.
     They are ignored in reasoning and in tool calls.
 
     Attributes:
@@ -39,7 +39,7 @@ class Completion:
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Add a token, and return the parts of the answer that can no longer change.
 
-        `finish_reason` is mlx-lm's: None for every token but the last. A stop string can end the answer as well.
+        `finish_reason` is mlx-lm's: None for every token but the last. A stop string can also end the answer.
         """
         is_last = finish_reason is not None
         self.n_tokens += 1
@@ -111,7 +111,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop: list[str]):
-        """Start before the first piece."""
+        """Start with no text."""
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._state = self._machine.make_state()
@@ -142,7 +142,7 @@ class StopMatcher:
 
 
 def _new_detokenizer(tokenizer, continues_text: bool) -> StreamingDetokenizer:
-    """Return mlx-lm's detokenizer, set up to keep a leading space if the answer continues a text.
+    """Return mlx-lm's detokenizer, set up to keep a leading space if the answer continues other text.
 
     The detokenizer drops the space before its first word, so a dummy word is decoded first.
     """

@@ -1,4 +1,4 @@
-"""Format answers as response bodies of OpenAI's endpoints."""
+"""Format answers as OpenAI response bodies."""
 
 import time
 import uuid
@@ -23,7 +23,7 @@ def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[s
 
 
 def body_head(is_chat: bool, model: str) -> dict[str, Any]:
-    """Return the first fields of the response body of a chat or a text completion."""
+    """Return the first fields of a chat or text completion's response body."""
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if is_chat else "text_completion",
@@ -37,7 +37,7 @@ def answer_choice(answer: Completion, index: int = 0, logprobs: Any = None) -> d
     reply = answer.reply
     answer_fields: dict[str, Any]
     if answer.request.chat:
-        # Like OpenAI, send null instead of an empty text if there are calls.
+        # Like OpenAI, send null rather than an empty string if there are calls.
         empty_content = None if reply.calls else ""
         non_empty_fields = message_fields(reply, answer.request.uses_functions)
         message = {"role": "assistant", "content": empty_content, **non_empty_fields}
@@ -66,7 +66,7 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
     }
     if uses_functions and reply.calls:
         first_call = reply.calls[0]
-        # Streamed calls have an index. Calls of a complete answer have none, and the first one is the answer's first.
+        # Only streamed calls have an index. In a complete answer, the list starts with the first call.
         is_first_of_answer = first_call.get("index", 0) == 0
         if is_first_of_answer:
             fields["function_call"] = first_call["function"]
@@ -74,7 +74,7 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
 
 
 def usage_fields(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
-    """Return `usage` in tokens. `n_cached` of the prompt tokens came from the prefix cache."""
+    """Return the `usage` field, in tokens. `n_cached` of the prompt tokens came from the prefix cache."""
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,

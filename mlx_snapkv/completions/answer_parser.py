@@ -11,14 +11,14 @@ from mlx_lm.tool_parsers import json_tools
 from .request import CompletionRequest
 from .tool_calls import ends_within_argument, parse_tool_calls
 
-# Number of end markers that are tried as the end of a call. A model may repeat a marker endlessly.
+# Maximum number of end markers to try as the end of a call. A model may repeat a marker endlessly.
 MAX_END_MARKERS = 16
 Segment = tuple[str, str]  # (state of mlx-lm's `TextStateMachine`, text)
 
 
 @dataclass
 class Reply:
-    """An answer, or a part of one.
+    """An answer, or part of one.
 
     Attributes:
         calls: tool calls in OpenAI's format.
@@ -34,13 +34,13 @@ class AnswerParser:
 
     mlx-lm's `TextStateMachine` finds the markers. This class adds four rules:
 
-    - A marker inside an argument of a call is part of the argument.
-    - A marker inside JSON that the request asked for is text.
+    - A marker inside a call's argument is part of the argument.
+    - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
     - A call that can't be parsed is text.
 
     Attributes:
-        state: state of the last segment: "normal", "reasoning", "tool", or another of the tokenizer's states.
+        state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
@@ -56,9 +56,9 @@ class AnswerParser:
         )
         self._call_start_marker = tokenizer.tool_call_start
         self._call_end_marker = tokenizer.tool_call_end
-        # True until the JSON that the format requires has started, which may be a call.
+        # True until the required JSON starts, or a tool call starts in its place.
         self._awaits_json = answer_format is not None and not continues_json
-        # Answers that continue a text or JSON have no markers.
+        # Answers that continue text or JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
@@ -102,7 +102,7 @@ class AnswerParser:
         return parts
 
     def _must_split_by_letter(self, text: str) -> bool:
-        """Return whether `text` continues a call or starts JSON, where a marker may turn out to be text."""
+        """Return whether `text` continues a call or starts JSON, so that a marker may turn out to be text."""
         _, segments = TextStateMachine.split(self._machine_state, text)
         has_call_text = any(state == "tool" for state, _ in segments)
         may_end_call = has_call_text and bool(self._call_end_marker)
@@ -111,7 +111,7 @@ class AnswerParser:
     def _split_text(self, text: str) -> list[Segment]:
         """Split text into segments, and advance the state machine.
 
-        A tool call takes the place of the required JSON, so the parser stops waiting for the JSON.
+        A tool call replaces the required JSON, so the parser stops waiting for the JSON.
         """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
         self._awaits_json = self._awaits_json and not self._is_within_call
@@ -124,7 +124,7 @@ class AnswerParser:
         return state == "tool"
 
     def _split_letter(self, letter: str) -> list[Segment]:
-        """Split off one letter as `_split_text` does, and correct the state if a marker turns out to be text."""
+        """Split one letter like `_split_text`, and correct the state if a marker turns out to be text."""
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
         was_within_call = state_before == "tool"
@@ -181,7 +181,7 @@ class AnswerParser:
         return [Reply(text)]
 
     def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
-        """Parse the calls that follow a start marker, which small models may write twice."""
+        """Parse the calls after a start marker. Small models may write the marker twice."""
         if self._call_start_marker and text.lstrip().startswith(self._call_start_marker):
             text = text.lstrip().removeprefix(self._call_start_marker)
         return parse_tool_calls(text, self._tool_parser, self._tools, is_complete)
@@ -189,9 +189,9 @@ class AnswerParser:
     def _end_unfinished_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends in the middle of a call.
 
-        So far, end markers in the call's text were taken to be part of an argument. If the whole text is not a call,
-        one of the markers must have ended it: the first that leaves a valid call before it, or else the very first. The
-        text after that marker is parsed again.
+        Until now, end markers in the call's text counted as part of an argument. If the whole text is not a valid call,
+        one of the markers must have ended the call: the first one with a valid call before it, or else the very
+        first. The text after that marker is parsed again.
         """
         call_text = self._call_text
         marker = self._call_end_marker  # empty if the model's calls have no end marker
@@ -209,7 +209,7 @@ class AnswerParser:
         text_after_call = call_text[end_position + len(marker) :]
         self._call_text = call_text[:end_position]
         self._machine_state = self._machine.make_state()
-        # Without text before the marker there is no call, so the marker is text.
+        # If there is no text before the marker, there is no call, and the marker is text.
         parts = self._end_call() or [Reply(marker)]
         return parts + self.parse(text_after_call, is_last=True)
 

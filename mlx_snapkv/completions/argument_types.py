@@ -1,4 +1,4 @@
-"""Convert the text of a tool argument to a type that its JSON schema allows."""
+"""Convert a tool argument's text to a type that its JSON schema allows."""
 
 import ast
 import contextlib
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-# JSON Schema's names of types, by the names that clients send instead.
+# JSON Schema type names, keyed by the names that some clients send instead.
 SCHEMA_TYPE_OF_ALIAS = {
     "bool": "boolean",
     "dict": "object",
@@ -41,17 +41,17 @@ def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows. The set is empty if the schema names none.
+    """Return the names of the JSON types that a schema allows, or an empty set if it names none.
 
     Args:
         schema: the schema of one argument.
-        root: the schema of all parameters, against which `$ref` is resolved.
+        root: the schema of all parameters, used to resolve `$ref`.
     """
     return set(_all_types(schema, root, followed=frozenset()))
 
 
 def _all_types(schema: Any, root: dict[str, Any], followed: frozenset[str]) -> Iterator[str]:
-    """Yield the types of a schema and of its alternatives. `followed` lists the references already followed."""
+    """Yield the types of a schema and its alternatives. `followed` lists the references already followed."""
     if not isinstance(schema, dict):
         return
     yield from _own_types(schema)
@@ -65,7 +65,7 @@ def _all_types(schema: Any, root: dict[str, Any], followed: frozenset[str]) -> I
 
 
 def _own_types(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the types in a schema's `type`. Without `type`, yield what its other keywords imply."""
+    """Yield the types in a schema's `type`. If it has none, yield the types that other keywords imply."""
     type_field = schema.get("type")
     for name in type_field if isinstance(type_field, list) else [type_field]:
         if isinstance(name, str):
@@ -109,8 +109,8 @@ def _json_type(value: Any) -> str:
 def convert_argument(text: str, types: set[str]) -> Any:
     """Convert an argument's text to one of the allowed types, or return it unchanged.
 
-    If strings are allowed too, lists and objects are still converted, but numbers, booleans and null only if the text
-    is exactly their JSON.
+    If strings are allowed too, lists and objects are still converted. Numbers, booleans and null are converted only if
+    the text is exactly their JSON.
 
     Args:
         text: what the model wrote, including surrounding whitespace.
@@ -123,7 +123,7 @@ def convert_argument(text: str, types: set[str]) -> Any:
     if value_type == "string":
         return text
     if value_type == "number" and value.is_integer() and types.isdisjoint({"number", "string"}):
-        value, value_type = int(value), "integer"  # 5.0 is an integer in JSON schema
+        value, value_type = int(value), "integer"  # JSON Schema counts 5.0 as an integer
     is_allowed = value_type in types or (value_type == "integer" and "number" in types)
     if not is_allowed:
         return text

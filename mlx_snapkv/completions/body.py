@@ -44,7 +44,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def _parse_messages(items: Any) -> list[Message]:
     """Parse a list of chat messages, or of input items from the Responses API.
 
-    Raises: ValueError: an item has an unknown format, or all items are empty. The error starts with the item's index.
+    Raises: ValueError: an item has an unknown format, or every item is empty. The error starts with the item's index.
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
@@ -52,7 +52,7 @@ def _parse_messages(items: Any) -> list[Message]:
     answer_numbers = [number for number, item in enumerate(items) if is_from_assistant(item)]
     last_answer_number = max(answer_numbers, default=0)
     for number, item in enumerate(items):
-        if isinstance(item, Message):  # already parsed, from the body of another API
+        if isinstance(item, Message):  # already parsed from another API's body
             messages.append(item)
             continue
         follows_tool_result = bool(messages) and messages[-1].role == "tool"

@@ -16,15 +16,15 @@ from .matcher import error_reason, llguidance_tokenizer, make_matcher
 from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
 NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
-# Within a string, a token lengthens the short end by at most this many tokens: the rest of a character.
+# Inside a string, a token lengthens the short end by at most this many tokens, to complete a character.
 MAX_GROWTH_IN_STRING = 3
 MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
 MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts
-MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # such as `"minItems": 3`
+MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # e.g. `"minItems": 3`
 # Near `max_tokens`, at most this many tokens are tried, most likely first.
 MAX_CANDIDATES = 8
-# If the short end is longer than this, each tried token costs milliseconds. Then only the most likely tokens are tried,
-# up to a cumulative probability of CANDIDATES_SHARE.
+# If the short end is longer than this, trying a token takes milliseconds, so only the most likely tokens are tried, up
+# to a cumulative probability of CANDIDATES_SHARE.
 QUICK_END_LENGTH = 32
 CANDIDATES_SHARE = 0.99
 
@@ -40,7 +40,7 @@ class Constraint:
     would run them with truncated arguments.
 
     Args:
-        tokenizer: the model's tokenizer, for which the grammar is compiled.
+        tokenizer: the model's tokenizer. The grammar is compiled for it.
         answer_format: the grammar, the kind of answer, and the text that the answer continues.
         max_tokens: maximum number of tokens in the answer, or -1 for no limit.
 
@@ -62,15 +62,15 @@ class Constraint:
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
         self._answer: list[int] = []
-        # Number of answer tokens that the matcher has consumed. It stops at the end of the grammar.
+        # Number of answer tokens that the matcher has consumed. The matcher stops at the end of the grammar.
         self._n_matched = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
         self._max_growth = _max_growth(answer_format.grammar, self._vocabulary)
-        # A short end is looked for again when no more than this many tokens are left.
+        # Search for a short end again once at most this many tokens are left.
         self._n_left_at_next_search = max_tokens
-        # Short ends after the tokens that were tried for the next position, keyed by token.
+        # For each token tried at the next position, the short end after it.
         self._end_after_candidate: dict[int, list[int] | None] = {}
-        # Tokens that still have to close the JSON. None if it is not being closed.
+        # Remaining tokens of the short end while the JSON is being closed. None otherwise.
         self._rest_of_end: list[int] | None = None
         self._require_enough_tokens()
 
@@ -122,7 +122,7 @@ class Constraint:
         self._n_left_at_next_search = self._max_tokens
 
     def _require_enough_tokens(self) -> None:
-        """Check that a short JSON answer fits into `max_tokens`, unless reasoning may precede it.
+        """Check that a short JSON answer fits within `max_tokens`, unless reasoning may precede it.
 
         Raises: SnapKVError: it does not fit.
         """
@@ -140,12 +140,12 @@ class Constraint:
             )
 
     def _keep_room_to_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
-        """Return which allowed tokens leave room for a short end, bool `(vocabulary,)`.
+        """Return a bool mask `(vocabulary,)` of the allowed tokens that leave room for a short end.
 
-        If the most likely token does not, the JSON is closed: `is_cut` is set, and from then on only the tokens of the
-        short end are allowed.
+        If the most likely token does not, the JSON is closed: `is_cut` is set, and from then on only the short end's
+        tokens are allowed.
 
-        Looking for an end is too slow to do at every token. Each token lengthens the end by at most `_max_growth`, so
+        Searching for an end at every token would be too slow. Each token lengthens the end by at most `_max_growth`, so
         the next search is due after `n_spare // (_max_growth + 1)` tokens.
         """
         if self._rest_of_end is not None:
@@ -173,7 +173,7 @@ class Constraint:
         return self._only_next_of_end(allowed.size, end)
 
     def _only_next_of_end(self, size: int, end: list[int]) -> np.ndarray:
-        """Return a mask that allows only the first token of `end`, and remember the rest of it.
+        """Return a mask that allows only the first token of `end`, and store the rest.
 
         After the last token of the end, the end-of-answer token is allowed.
         """
@@ -181,7 +181,7 @@ class Constraint:
         return _mask_of([next_token], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
-        """Return a short end after the answer so far, from the candidates of the last position if they include it.
+        """Return a short end after the answer so far. If the last token was a candidate, its end is already known.
 
         Return None if no end of at most `n_left` tokens is found, or if reasoning may come first.
         """
@@ -203,9 +203,9 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_leave_room(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return which allowed tokens leave room for a short end, as far as this is known without trying them.
+        """Return a mask of the allowed tokens that are known to leave room for a short end without being tried.
 
-        Within a string, all tokens do that do not end it, if there are some tokens to spare.
+        Inside a string, if there are tokens to spare, these are the tokens that do not end the string.
         """
         has_spare_tokens = n_spare > MAX_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
@@ -213,7 +213,7 @@ class Constraint:
         return np.zeros_like(allowed)
 
     def _fits(self, token: int, n_left: int) -> bool:
-        """Return whether the JSON can end within `n_left` tokens after `token`. Tokens of reasoning always fit."""
+        """Return whether the JSON can end within `n_left` tokens after `token`. Reasoning tokens always fit."""
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
             return False
@@ -228,7 +228,7 @@ class Constraint:
 
     @cached_property
     def _without_quotes(self) -> np.ndarray:
-        """Return which tokens contain neither quotes nor backslashes, bool `(vocabulary,)`."""
+        """Return a bool mask `(vocabulary,)` of the tokens without quotes or backslashes."""
         matcher = make_matcher(self._tokenizer, NO_QUOTES)
         size = 8 * len(matcher.compute_bitmask())
         return allowed_tokens(matcher, size)
@@ -237,8 +237,8 @@ class Constraint:
 def _max_growth(grammar: str, vocabulary: LLTokenizer) -> int:
     """Return an upper bound on how many tokens one token adds to the short end.
 
-    A token may start an object or array whose required contents must then follow. Without repetitions, they are no
-    longer than the schema.
+    A token may start an object or array, whose required contents must then follow. Unless something in them must be
+    repeated, they are no longer than the schema.
     """
     n_grammar_tokens = len(vocabulary.greedy_tokenize(grammar))
     min_counts = map(int, MIN_COUNT.findall(grammar))
@@ -248,7 +248,7 @@ def _max_growth(grammar: str, vocabulary: LLTokenizer) -> int:
 def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
     """Return up to `MAX_CANDIDATES` allowed tokens, most likely first.
 
-    The list ends early once its tokens have a total probability of more than `share`.
+    The list stops early once its total probability exceeds `share`.
     """
     n_candidates = min(MAX_CANDIDATES, int(allowed.sum()))
     allowed_logits = mx.where(mx.array(allowed), logits[0], -mx.inf)
@@ -260,7 +260,7 @@ def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, share: float) -> li
 
 
 def _mask_of(tokens: list[int], size: int) -> np.ndarray:
-    """Return a mask that allows only `tokens`, bool `(size,)`."""
+    """Return a bool mask `(size,)` that allows only `tokens`."""
     mask = np.zeros(size, bool)
     mask[tokens] = True
     return mask

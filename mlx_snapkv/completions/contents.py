@@ -22,7 +22,7 @@ class TextPart(NamedTuple):
     """One part of a message's content, as text.
 
     Attributes:
-        note: a sentence about what the model does not see of the part, or None.
+        note: a sentence about content that the model does not see, or None.
     """
 
     text: str
@@ -33,10 +33,10 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
     """Yield the text of each part of a message's content.
 
     Args:
-        content: the `content` of a message in any API: a string, a part, a list of both, or None.
-        source: "user" for user and system messages, which must not contain media. "tool" for tool results, in which
-            parts of unknown types become JSON. "other" for everything else. In "tool" and "other" content, media are
-            replaced by a description in brackets.
+        content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
+        source: "user" for user and system messages, which must not contain media. "tool" for tool results, where parts
+            of unknown types become JSON. "other" for everything else. In "tool" and "other" content, media are replaced
+            by a description in brackets.
 
     Raises: ValueError: a part of a "user" message is not text.
     """
@@ -58,7 +58,7 @@ def as_list(content: Any) -> list[Any]:
 
 
 def as_json(value: Any) -> str:
-    """Return a value as single-line JSON, without escaping non-ASCII letters."""
+    """Return a value as single-line JSON, without escaping non-ASCII characters."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -69,7 +69,7 @@ def part_type(part: dict[str, Any]) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD. Clients send them when they cut a text in the middle of an emoji."""
+    """Replace lone surrogates with U+FFFD. Clients send them when they cut text in the middle of an emoji."""
     with contextlib.suppress(UnicodeEncodeError):
         text.encode()
         return text
@@ -77,9 +77,9 @@ def replace_surrogates(text: str) -> str:
 
 
 def replace_surrogates_in(value: Any) -> Any:
-    """Apply `replace_surrogates` to every string in a JSON value except the keys of objects.
+    """Apply `replace_surrogates` to every string in a JSON value except object keys.
 
-    A string that consists only of lone surrogates is left as it is, so that the tokenizer rejects it.
+    A string that consists only of lone surrogates is left unchanged, so that the tokenizer rejects it.
     """
     if isinstance(value, str):
         text = replace_surrogates(value)
@@ -187,7 +187,7 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
 def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
     """Decode text from base64 or a data URL. Return None if the data is not text.
 
-    Files may have no media type or a generic `application/...` type. Their bytes then decide whether they are text.
+    If a file has no media type, or a generic `application/...` type, its bytes determine whether it is text.
     """
     if not isinstance(data, str):
         return None

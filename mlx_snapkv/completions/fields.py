@@ -1,4 +1,4 @@
-"""Field types for request bodies, which accept numbers and lists in the forms that clients send."""
+"""Field types for request bodies. They accept numbers and lists in the forms that clients send."""
 
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ from .validation import must
 
 NO_LIMIT = -1  # `max_tokens` or `top_k` without a limit, as in other servers
 NO_SEED = -1  # random `seed`, as in other servers
-MAX_BIAS = 10_000  # limit for logit biases, because larger ones could overflow in half precision
+MAX_BIAS = 10_000  # larger logit biases could overflow in half precision
 
 
 class BodyModel(BaseModel):

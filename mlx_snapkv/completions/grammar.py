@@ -14,7 +14,7 @@ from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-# Number of brackets in a prefill that are tried as the start of the JSON.
+# Maximum number of brackets in a prefill to try as the start of the JSON.
 MAX_PREFILL_STARTS = 16
 TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too large to be enforced"
 # Keywords that may allow properties besides those in `properties`.
@@ -46,7 +46,7 @@ class AnswerFormat:
         kind: "json" for JSON that follows a schema. "marked call" for a call in the model's own format, including its
             markers. "call" for a call as a JSON object with name and arguments, used if there is no grammar for the
             model's own format.
-        prefill: start of the JSON, if it is at the end of the prompt and the answer continues it.
+        prefill: the start of the JSON, if the prompt ends with it and the answer continues it.
         note: a sentence about what is not enforced.
     """
 
@@ -81,8 +81,8 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON starts at the first bracket from which the grammar accepts the prefill. Trailing whitespace and line
-    breaks, which the grammar forbids, are dropped if necessary. If no bracket works, the answer must contain the whole
+    The JSON starts at the first bracket where the grammar accepts the rest of the prefill. The grammar forbids trailing
+    whitespace and line breaks, so they are dropped if necessary. If no bracket works, the answer must contain the whole
     JSON.
     """
     bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
@@ -98,7 +98,7 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON unchanged, then without trailing whitespace, then without line breaks."""
+    """Return the start of JSON as it is, without trailing whitespace, without line breaks, and without both."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
@@ -107,7 +107,7 @@ def _spellings(json_text: str) -> list[str]:
 def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> AnswerFormat:
     """Return the format for one call to one of the tools.
 
-    If the parameter schemas are too large together, the arguments may be any object, and the format has a note.
+    If the parameter schemas are too large together, the arguments may be any object, and `note` says so.
 
     Raises: SnapKVError: a tool has no name, or its parameter schema can't be enforced.
     """
@@ -125,7 +125,7 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
     """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas.
 
-    Models of Mistral write `[TOOL_CALLS]NAME[ARGS]{...}` or, if they are older, `[TOOL_CALLS][{...}]`.
+    Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
     """
     parser = tokenizer.tool_parser
     start = _terminals(tokenizer.tool_call_start or "", tokenizer)
@@ -167,7 +167,7 @@ def tool_name(tool: dict[str, Any]) -> str:
 def _json_calls(schemas: dict[str, Schema]) -> str:
     """Return the grammar of a call as a JSON object, with one alternative per tool.
 
-    Each tool's arguments are a separate `%json` grammar, so that `$ref` is resolved within their own schema.
+    Each tool's arguments have a separate `%json` grammar, so that `$ref` is resolved within that tool's schema.
     """
     calls = []
     for name, schema in schemas.items():
@@ -225,7 +225,7 @@ def _combines_schemas(schema: Any) -> bool:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Forbid additional properties in every object of a schema that names its properties, at any depth.
+    """Forbid additional properties in every object with named properties, at any depth of a schema.
 
     Objects without named properties stay open, because they may be maps.
     """
@@ -252,7 +252,7 @@ def _schema_json(schema: Schema) -> str:
 
 
 def _simplify(schema: Any) -> Any:
-    """Remove keywords that restrict nothing from a schema, and convert numbers such as 2.0 to 2."""
+    """Drop a schema's keywords that restrict nothing, and convert numbers such as 2.0 to 2."""
     if isinstance(schema, list):
         return [_simplify(part) for part in schema]
     if isinstance(schema, float) and schema.is_integer():
@@ -290,10 +290,10 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
         answer: expression for the answer without reasoning.
         tokenizer: the model's tokenizer, with its reasoning markers.
         state: see `json_format`. With "reasoning", the answer starts in the middle of reasoning.
-        schemas: the schemas in `answer`, keyed by how errors refer to them.
+        schemas: the schemas in `answer`, keyed by their names in errors.
 
     Raises:
-        TooLargeTogether: each schema can be enforced alone, but not all together.
+        TooLargeTogether: each schema can be enforced alone, but not all of them together.
         SnapKVError: a schema can't be enforced.
     """
     reasoning, reasoning_rules = _reasoning_grammar(tokenizer, state)
@@ -366,7 +366,7 @@ def _terminals(text: str, tokenizer) -> str:
 
 
 def _terminal_list(text: str, tokenizer) -> list[str]:
-    """Return text as a list of terminals: special tokens, such as call markers, by id, and other text as strings."""
+    """Return text as a list of terminals: special tokens (such as call markers) by id, and other text as strings."""
     vocabulary = llguidance_tokenizer(tokenizer)
     special_ids: dict[str, int] = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():

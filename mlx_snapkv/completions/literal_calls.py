@@ -1,4 +1,4 @@
-"""Parse tool calls written as the tool's name and a literal in the notation of JSON, Python or Gemma."""
+"""Parse tool calls written as a tool name and a JSON, Python or Gemma literal."""
 
 import json
 import re
@@ -19,27 +19,27 @@ ESCAPE_SEQUENCE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Escape sequences: the character after the backslash, and the character that the sequence means.
+# Maps the character after a backslash to the character that the escape sequence encodes.
 CHARACTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 CHARACTERS |= {letter: letter for letter in "\"'\\"}
 KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`
 UNQUOTED_KEY = r"[^\s:=,\"'{}\[\]()]+"
 NUMBER_OR_CONSTANT = r"[\w.+-]+"
 UNQUOTED_ITEM = r"[^{}\[\](),]+"
-# A value may contain commas. A comma before another key, such as `, key:`, ends it.
+# A value may contain commas. A comma before the next key, as in `, key:`, ends it.
 COMMA_IN_VALUE = r",(?!\s*[\w.$\"'-]+\s*[:=])"
 UNQUOTED_VALUE = rf"{UNQUOTED_ITEM}(?:{COMMA_IN_VALUE}{UNQUOTED_ITEM})*"
 
 
 @dataclass(frozen=True)
 class Notation:
-    """How a format writes calls.
+    """How calls are written in a format.
 
     Attributes:
         header: regular expression for the text before the arguments, with the groups `name` and optionally `id`. Empty
             if calls have no header.
         quotes: string delimiters, longest first.
-        escapes: whether a backslash in a string escapes the next letter.
+        escapes: whether a backslash in a string escapes the next character.
         is_json: whether arguments are JSON. If so, unquoted text is an error, and slashes may be escaped.
         end: text after a call, or "".
     """
@@ -58,7 +58,7 @@ class Notation:
 
 JSON = Notation()
 NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
-# Tool-call notations, by the name of mlx-lm's parser.
+# Tool-call notations, keyed by the name of mlx-lm's parser.
 FORMATS = {
     "function_gemma": Notation(
         rf"call:{NAME}\s*(?={{)", ("<escape>",), escapes=False, is_json=False
@@ -77,11 +77,11 @@ FORMATS = {
 
 
 def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> list[dict[str, Any]]:
-    """Return the calls in a text as dicts with `name`, `arguments` and optionally `id`.
+    """Return the calls in `text` as dicts with `name`, `arguments` and optionally `id`.
 
     Args:
         text: the answer's text between a call's markers.
-        notation: the notation of the model's format.
+        notation: the model's notation.
         is_complete: whether the model has finished the text. If so, mistakes are repaired.
 
     Raises: ValueError: a call's arguments can't be parsed.
@@ -97,7 +97,7 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
 
 def parse_json_objects(text: str, is_complete: bool) -> list[Any]:
-    """Return the JSON objects in a text that may contain other text as well. Lists are flattened.
+    """Return the JSON objects in `text`, which may also contain other text. Lists are flattened.
 
     Raises: ValueError: an object or list can't be parsed.
     """
@@ -117,7 +117,7 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def ends_within_string(text: str, notation: Notation) -> bool:
-    """Return whether a text ends inside a string that is inside brackets."""
+    """Return whether `text` ends inside a string within brackets."""
     reader = LiteralReader(text, 0, notation)
     n_open_brackets = 0
     while reader.position < len(text):
@@ -217,7 +217,7 @@ class LiteralReader:
         return CHARACTERS.get(letter, whole_sequence)
 
     def _read_object(self, closer: str) -> dict[str, Any]:
-        """Read the object or the keyword arguments at the current position."""
+        """Read the object or keyword arguments at the current position."""
         items: dict[str, Any] = {}
         for _ in self._each_item(closer):
             key = self.read_string() if self.opening_quote() else self._read(UNQUOTED_KEY)
@@ -230,7 +230,7 @@ class LiteralReader:
         return [self.read_value(in_list=True) for _ in self._each_item(closer)]
 
     def _each_item(self, closer: str) -> Iterator[None]:
-        """Stop before each item within brackets, for the caller to read it, then read the closing bracket."""
+        """Yield before each item in brackets, so that the caller can read it. Then read the closing bracket."""
         self.position += 1  # the opening bracket
         while not self._read_closer(closer):
             yield
@@ -262,7 +262,7 @@ class LiteralReader:
     def _read_closer(self, closer: str) -> bool:
         """Read the closing bracket if it comes next, and return whether the brackets end here.
 
-        In a complete text, the last closing brackets may be missing.
+        If the text is complete, the last closing brackets may be missing.
         """
         self._skip_blanks()
         if self._text.startswith(closer, self.position):
@@ -271,7 +271,7 @@ class LiteralReader:
         text_before, rest = self._text[: self.position], self._text[self.position :]
         call_end = self._notation.end
         is_at_end = not rest or (call_end != "" and rest.startswith(call_end))
-        # Text that does not end with a bracket may be cut off.
+        # Text that does not end with a bracket may have been cut off.
         follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_at_end and follows_bracket
 
@@ -287,7 +287,7 @@ class LiteralReader:
         return match[0]
 
     def _skip(self, pattern: str) -> bool:
-        """Read a pattern if it matches at the current position, and return whether it did."""
+        """Skip what a pattern matches at the current position, and return whether it matched."""
         match = re.compile(pattern).match(self._text, self.position)
         if match is None:
             return False

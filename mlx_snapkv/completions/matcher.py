@@ -20,7 +20,7 @@ _tokenizers: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 def llguidance_tokenizer(tokenizer) -> LLTokenizer:
     """Return llguidance's version of a tokenizer, with the bytes of all tokens.
 
-    The result is cached, because large vocabularies take seconds.
+    The result is cached, because a large vocabulary takes seconds to convert.
 
     Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
     """
@@ -53,7 +53,7 @@ def error_reason(matcher: LLMatcher) -> str:
     reason = quotation.sub("", matcher.get_error())
     if reason.startswith("panic: "):  # llguidance has hit a limit
         return "it is too large"
-    position = r"^at \d+\(\d+\): (failed to compile JSON schema: )?"  # such as "at 1(8): "
+    position = r"^at \d+\(\d+\): (failed to compile JSON schema: )?"  # e.g. "at 1(8): "
     parser_prefix = "^Parser Error: "
     advice = "; consider .*"
     reason = re.sub(f"{position}|{parser_prefix}|{advice}", "", reason)

@@ -28,7 +28,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "tool_response": "tool",
     "tool_result": "tool",
 }
-# Fields that `Message` represents in its own format. All others become `extra`.
+# Fields that `Message` has attributes for. All others go into `extra`.
 PARSED_FIELDS = {
     "content",
     "role",
@@ -46,12 +46,12 @@ THOUGHT_TYPES = ("thinking", "reasoning", "redacted_thinking")
 
 @dataclass(frozen=True)
 class Message:
-    """A message of one role: text with reasoning and tool calls, or a tool result.
+    """A message from one role: text with reasoning and tool calls, or a tool result.
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
         calls: tool calls in OpenAI's format, except that `arguments` is a value rather than JSON text.
-        call_id: for a "tool" message, the id of the call whose result it is.
+        call_id: for a "tool" message, the id of its call.
         extra: fields that only some chat templates read.
         notes: sentences about omitted parts of the client's message.
     """
@@ -82,8 +82,8 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
     Args:
         item: the message or item, as the client sent it.
         may_have_media: whether images in a user message are described to the model rather than rejected. True after a
-            tool result, because clients put images that the tool returned there, and for messages that have already
-            been answered, perhaps by another model.
+            tool result, where clients put the tool's images, and for messages that have already been answered, perhaps
+            by a different model.
 
     Raises: ValueError: the item has an unknown format.
     """
@@ -188,7 +188,7 @@ def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message
     """Convert a tool result to a message. If `item` reports an error, the text starts with it."""
     parts = []
     for part in text_parts(content):
-        # Parts with a note are placeholders between line breaks, which the separator replaces.
+        # A part with a note is a placeholder. The separator replaces the line breaks around it.
         is_placeholder = part.note is not None
         parts.append(part._replace(text=part.text.strip("\n")) if is_placeholder else part)
     message = _join_parts("tool", parts, SEPARATOR)
@@ -211,8 +211,8 @@ def _failure_text(item: dict[str, Any]) -> str:
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool call of any API to OpenAI's format, with its arguments as a value."""
-    # The object with the name and the arguments may be nested in the call.
+    """Convert a tool call from any API to OpenAI's format, but with its arguments as a value."""
+    # The name and arguments may be in a nested object.
     nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
     inner = nested[0] if nested else call
     argument_values = (inner[key] for key in ARGUMENT_FIELDS if key in inner)
@@ -220,7 +220,7 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
     name = inner.get("name") or call.get("name")
-    # Calls of built-in tools have only a type, such as "web_search_call".
+    # Calls to built-in tools have no name, only a type such as "web_search_call".
     if not isinstance(name, str):
         name = part_type(call).removesuffix("_call")
     function = {
@@ -257,7 +257,7 @@ def parse_arguments(value: Any) -> Any:
 
 
 def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
-    """Parse an input item of the Responses API that is not a message."""
+    """Parse a Responses API input item that is not a message."""
     if kind == "item_reference":
         raise ValueError(
             "refers to an earlier response, and nothing is stored here: send the item itself"
@@ -275,7 +275,7 @@ def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
     output = item.get("output", item.get("outputs", item.get("results")))
     has_output = "output" in item or output
     if is_call and has_output:
-        # Items of built-in tools contain both the call and its result.
+        # A built-in tool's item contains both the call and its result.
         call_message = Message("assistant", calls=(_parse_call(item),))
         return [call_message, _result_message(item, item.get("id"), output)]
     if kind in ("tool_use", "tool_result", *THOUGHT_TYPES):

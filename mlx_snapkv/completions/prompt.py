@@ -42,7 +42,7 @@ class ToolOffer(NamedTuple):
 
     Attributes:
         tools: the tools for the chat template. None if no tool may be called.
-        choice: the body's tool choice, or None if it has none or it was dropped.
+        choice: the body's tool choice, or None if it is missing or was dropped.
         notes: sentences about ignored tools and choices.
     """
 
@@ -55,7 +55,7 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
     """Convert a body's prompt to tokens.
 
     Args:
-        body: the body of a chat or of a text completion.
+        body: the body of a chat or text completion.
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
         vocabulary_size: size of the model's vocabulary, if smaller than the tokenizer's.
 
@@ -98,7 +98,7 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
 
 def _tool_offer(body: ChatBody) -> ToolOffer:
-    """Return the functions of a body that may be called, and its tool choice. Built-in services are left out."""
+    """Return a body's callable functions and its tool choice. Built-in services are omitted."""
     choice = body.tool_choice
     may_call = choice is None or choice.type != "none"
     client_tools = replace_surrogates_in(body.tools or []) if may_call else []
@@ -139,8 +139,7 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert any API's function definition to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
-    # Anthropic's name for `parameters` is `input_schema`. Keep the order of the fields, because templates show them to
-    # the model.
+    # Anthropic calls `parameters` `input_schema`. Keep the field order, because templates show the fields to the model.
     function = {
         "parameters" if field == "input_schema" else field: value
         for field, value in tool.items()
@@ -170,7 +169,7 @@ def _render_messages(
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:
-    """Tokenise a text. A list contains token ids already, and is returned unchanged.
+    """Tokenise a prompt. A list already contains token ids, and is returned unchanged.
 
     Raises: SnapKVError: the tokenizer fails.
     """

@@ -170,8 +170,8 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
         without_prompt = render_text(rendered.messages, add_generation_prompt=False)
         if without_prompt != chat and chat.startswith(without_prompt):
             return chat.removeprefix(without_prompt)
-        # This template ignores `add_generation_prompt`. Its generation prompt is the end of the text that stays the
-        # same when the last message changes.
+        # This template ignores `add_generation_prompt`. Its generation prompt is the suffix that stays the same when
+        # the last message changes.
         other_chat = render_text([*earlier, last | {"content": "\u00a4"}])
     except SnapKVError:  # the template rejects one of these chats
         last_tokens = rendered.tokens[-LONG_GENERATION_PROMPT:]
@@ -180,7 +180,7 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
 
 
 def _common_suffix(first: str, second: str) -> str:
-    """Return the longest common suffix of two texts."""
+    """Return the longest common suffix of two strings."""
     length = common_prefix([first[::-1], second[::-1]])
     return first[len(first) - length :]
 

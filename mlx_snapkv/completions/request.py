@@ -17,8 +17,7 @@ from .prompt import Prompt, tokenize
 from .sampler import make_sampler
 from .tool_choice import ToolChoice
 
-# Unknown fields that need no warning, because they would not change an answer here, or because they concern other
-# requests.
+# Unknown fields that need no warning: they would not change an answer here, or they concern other requests.
 FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
@@ -98,7 +97,7 @@ def completion_request(
     """Build the request for a body.
 
     Args:
-        body: the body of a chat or of a text completion.
+        body: the body of a chat or text completion.
         tokenizer: the model's tokenizer.
         defaults: values for fields that the body omits.
         seed: 64-bit seed, used if the body has none.
@@ -150,7 +149,7 @@ def completion_request(
 def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Callable]:
     """Return mlx-lm's logits processors for a body's bias and penalties.
 
-    Raises: SnapKVError: a token of `logit_bias` is outside the vocabulary.
+    Raises: SnapKVError: a token in `logit_bias` is outside the vocabulary.
     """
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     require_in_vocabulary("logit_bias", bias, vocabulary_size)
@@ -159,7 +158,7 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
 
 
 def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a warning for each unknown field from which a client may expect an effect.
+    """Return a warning for each unknown field that a client may expect to have an effect.
 
     Args:
         unknown_fields: values of the unknown fields, by name.
@@ -180,7 +179,7 @@ def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bo
 
 
 def _keeps_whole_context(value: Any) -> bool:
-    """Return whether a value is a `context_management` without effect, which Claude Code always sends."""
+    """Return whether a value is a `context_management` that has no effect. Claude Code always sends one."""
     edits = value.get("edits") if isinstance(value, dict) else None
     if not isinstance(edits, list):
         return False
@@ -188,7 +187,7 @@ def _keeps_whole_context(value: Any) -> bool:
 
 
 def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
-    """Return the maximum answer length in tokens: the body's or the default, capped by the model's limit."""
+    """Return the maximum answer length in tokens: the body's or the default, capped at the model's limit."""
     max_tokens = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     if max_tokens == NO_LIMIT:
         return bounds.max_tokens

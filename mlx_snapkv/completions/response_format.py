@@ -11,7 +11,7 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
-    """OpenAI's `json_schema`. Only its `schema` is used, which by default allows any object."""
+    """OpenAI's `json_schema`. Only `schema` is used, and it allows any object by default."""
 
     schema_: Schema = Field(ANY_OBJECT, alias="schema")
 

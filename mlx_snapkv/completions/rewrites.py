@@ -1,6 +1,6 @@
 """Rewrite chats that a template rejects, starting with the smallest change.
 
-Templates reject what their model was not trained on: system messages, call ids in another format, user text after a
+Templates reject what their model was not trained on: system messages, call ids in a different format, user text after a
 tool result, several calls in one turn. Agents send all of these.
 """
 
@@ -40,7 +40,7 @@ def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
 
 
 def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Add to the tools all fields that templates may read. If a tool has no function, change nothing."""
+    """Give each tool every field that templates may read. If a tool has no function, change nothing."""
     default_function = {"description": "", "parameters": {}}
     default_schema = {"type": "object", "properties": {}, "required": []}
     tools = []

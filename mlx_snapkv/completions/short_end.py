@@ -1,4 +1,4 @@
-"""Find a short end for JSON: a few tokens after which the grammar allows the answer to end."""
+"""Find a short end for JSON: a few tokens that complete it as the grammar requires."""
 
 import heapq
 import itertools
@@ -23,7 +23,7 @@ class FreeText(Exception):
 
 
 def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
-    """Return a few tokens after which the grammar allows the answer to end.
+    """Return a few tokens that complete the answer as the grammar requires.
 
     At each position, the first of `CLOSERS` that the grammar allows is used. If it allows none of them, up to
     `MAX_CHOICES` alternatives are tried, shortest path first, so that the search ends even for recursive schemas.
@@ -41,7 +41,7 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
 
 
 def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
-    """Return which tokens the grammar allows next, bool `(size,)`."""
+    """Return a bool mask `(size,)` of the tokens that the grammar allows next."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, count=size, bitorder="little").view(bool)
 
@@ -76,7 +76,7 @@ def _search_end(
     path_numbers = itertools.count()
     paths = [_Path(0, next(path_numbers), matcher.deep_copy(), [])]  # a heap, shortest first
     n_steps = 0
-    # Limit the number of paths. If each position has one choice, there is one path, as long as the end.
+    # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.
     max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
     for _ in range(max_rounds):
         if not paths or n_steps > MAX_STEPS:
@@ -123,7 +123,7 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _closing_token(path: _Path, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return the first closer that the bitmask allows, or within a string a quote, as a list of at most one token.
+    """Return a list of at most one token: the first closer that the bitmask allows or, in a string, a quote.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
@@ -138,7 +138,7 @@ def _closing_token(path: _Path, bits: bytes, tokenizer: LLTokenizer) -> list[int
 def _continuations(matcher: LLMatcher, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return allowed tokens that may continue a value or a name, or else any allowed token.
 
-    In the middle of a character, only tokens with the rest of the character are allowed.
+    In the middle of a character, only tokens that complete it are allowed.
     """
     tokens = _allowed_character_tokens(bits, CONTINUATIONS, tokenizer)
     if tokens:
@@ -148,7 +148,7 @@ def _continuations(matcher: LLMatcher, bits: bytes, tokenizer: LLTokenizer) -> l
 
 
 def _allowed_character_tokens(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
-    """Return the tokens of those characters that a matcher's bitmask allows."""
+    """Return the tokens of the characters that a matcher's bitmask allows."""
     tokens = (_character_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bits, token)]
 

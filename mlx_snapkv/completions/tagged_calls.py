@@ -17,7 +17,7 @@ CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of a format, as regular expressions.
+    """A format's tags, as regular expressions.
 
     Attributes:
         call: start of a call, with the group `name`.
@@ -44,19 +44,19 @@ class Tags:
 
     @cached_property
     def tag_outside_values(self) -> re.Pattern[str]:
-        """Return the expression for the tags that are not in a value: the group that matched is the kind of tag."""
+        """Return the expression for tags outside values. The group that matches names the kind of tag."""
         return re.compile(
             f"(?P<argument>{self.argument})|(?P<call>{self.call})|(?P<call_end>{self.call_end})"
         )
 
     @cached_property
     def argument_tag(self) -> re.Pattern[str]:
-        """Return the expression for the start and end of arguments: the group that matched says which."""
+        """Return the expression for the start or end of an argument. The group that matches says which."""
         return re.compile(f"(?P<argument>{self.argument})|(?P<argument_end>{self.argument_end})")
 
     @cached_property
     def final_call_end(self) -> re.Pattern[str]:
-        """Return the expression for an end of a call that is followed by another call or by the end of the text."""
+        """Return the expression for a call's end, followed by another call or the end of the text."""
         return re.compile(rf"{self.call_end}\s*(?=\Z|{self.call})")
 
     @cached_property
@@ -67,7 +67,7 @@ class Tags:
 
 
 def _quoted(group: str) -> str:
-    """Return the expression for a name in quotes or without them, such as `"city"`. The name is the group `group`."""
+    """Return the expression for a name with or without quotes, such as `"city"`. It captures the name as `group`."""
     first_letter = r"""[^\s<>"']"""
     more_letters = r"""[^<>"'\n]*?"""
     return rf"""\s*["']?(?P<{group}>{first_letter}{more_letters})["']?"""
@@ -97,7 +97,7 @@ def _glm_tags(prefix: str) -> Tags:
 
 
 def _invoke_tags(prefix: str) -> Tags:
-    """Return the tags of a format with `<invoke name="NAME">`, with `prefix` in their names.
+    """Return the tags of an `<invoke name="NAME">` format, with `prefix` in their names.
 
     A call is `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
     """
@@ -112,7 +112,7 @@ def _invoke_tags(prefix: str) -> Tags:
     )
 
 
-# Tags by the name of mlx-lm's parser.
+# Tags, keyed by the name of mlx-lm's parser.
 FORMATS = {
     "glm47": _glm_tags(""),
     # <|open|>call tool="NAME"<|sep|> <|open|>argument key="KEY" type="TYPE"<|sep|> VALUE <|close|>argument<|sep|> ...
@@ -153,12 +153,12 @@ class UnclosedArgument(ValueError):
 def parse_tagged_calls(
     text: str, tags: Tags, tools: Any, is_complete: bool
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text as dicts with `name` and `arguments`.
+    """Return the calls in `text` as dicts with `name` and `arguments`.
 
     Args:
         text: the answer's text between a call's markers.
         tags: the tags of the model's format.
-        tools: the request's tools, whose schemas determine the types of arguments, or None.
+        tools: the request's tools, or None. Their schemas determine the argument types.
         is_complete: whether the model has finished the text. If so, closing tags may be missing.
 
     Raises:
@@ -178,7 +178,7 @@ def parse_tagged_calls(
 def _read_arguments(
     text: str, start: int, tags: Tags, parameters: dict[str, Any], is_complete: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return a call's arguments, which start at `start`, and the position after the call.
+    """Return the call arguments that start at `start`, and the position after the call.
 
     `parameters` is the schema of the tool's parameters. For errors, see `parse_tagged_calls`.
     """
@@ -200,7 +200,7 @@ def _read_arguments(
 
 
 def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
-    """Return whether a text with calls ends inside an argument."""
+    """Return whether `text` ends inside a call's argument."""
     try:
         parse_tagged_calls(text, tags, None, is_complete=False)
     except UnclosedArgument:
@@ -233,7 +233,7 @@ def _find_closing_tag(
 ) -> tuple[int, int]:
     """Return the start and the end of a value's closing tag.
 
-    The closing tag is one that is followed by another tag of the call, and does not close an argument inside the value.
+    It is the first one that is followed by another of the call's tags and does not close an argument inside the value.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -253,7 +253,7 @@ def _find_closing_tag(
 def _guess_closing_tag(
     text: str, value_start: int, tags: Tags, expected_keys: Collection[str]
 ) -> tuple[int, int]:
-    """Return what `_find_closing_tag` does, for a value whose closing tag is missing or followed by other text.
+    """Do the same as `_find_closing_tag` for a value whose closing tag is missing or followed by other text.
 
     The value ends before the end of the call, or before the next argument that the tool expects.
     """
@@ -282,7 +282,7 @@ def _may_end_before(text: str, value_start: int, next_tag_start: int, tags: Tags
 
 
 def _closing_tags(text: str, start: int, end: int, tags: Tags) -> list[re.Match[str]]:
-    """Return the ends of arguments between two positions."""
+    """Return the closing tags of arguments between two positions."""
     return [tag for tag in tags.argument_tag.finditer(text, start, end) if tag["argument_end"]]
 
 

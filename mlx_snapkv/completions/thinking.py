@@ -1,4 +1,4 @@
-"""Translate the fields with which clients control reasoning to chat template variables."""
+"""Translate the fields that control reasoning into chat template variables."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ BUDGET_VARIABLES = ("thinking_budget", "reasoning_budget")  # names in chat temp
 
 
 class ThinkingRequest(NamedTuple):
-    """How much reasoning one field of a body asks for.
+    """The reasoning that one field of a body requests.
 
     Attributes:
         field: the field's name, for notes.
@@ -49,7 +49,7 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
 
 
 def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -> dict[str, Any]:
-    """Return values for those template variables that can express the request."""
+    """Return values for the template variables that can express the request."""
     values: dict[str, Any] = {}
     if "reasoning_effort" in variables and request.effort is not None:
         values["reasoning_effort"] = request.effort
@@ -63,7 +63,7 @@ def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -
 
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
-    """Yield what each field of a body asks for. Later fields take precedence."""
+    """Yield the request in each field of a body. Later fields take precedence."""
     switches = (("enable_thinking", body.enable_thinking), ("think", body.think))
     for field, thinks in switches:
         if isinstance(thinks, bool):
@@ -85,7 +85,7 @@ def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
 
 
 def _anthropic_request(thinking: Any) -> ThinkingRequest:
-    """Parse Anthropic's `thinking` field, an object with a type and optionally a budget."""
+    """Parse Anthropic's `thinking` field, an object with a type and an optional budget."""
     fields = thinking if isinstance(thinking, dict) else {}
     kind = fields.get("type", thinking)
     thinks = kind not in ("disabled", False)

@@ -1,4 +1,4 @@
-"""Get the bytes of single tokens, which may be only part of a character."""
+"""Get a token's bytes, which may be only part of a character."""
 
 import re
 from typing import Any
@@ -9,13 +9,13 @@ from mlx_lm.tokenizer_utils import (
     _byte_decoder,
 )
 
-BYTE_TOKEN = re.compile("<0x(?P<hex_digits>[0-9A-Fa-f]{2})>")  # such as <0xE2>
+BYTE_TOKEN = re.compile("<0x(?P<hex_digits>[0-9A-Fa-f]{2})>")  # e.g. <0xE2>
 SENTENCEPIECE_SPACE = "\u2581"
 REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return a token's bytes, even if they are only part of a character, for which `decode` returns U+FFFD."""
+    """Return a token's bytes, even if it is only part of a character and `decode` returns U+FFFD."""
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(piece, str) or token in tokenizer.all_special_ids:
@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     detokenizer = tokenizer.detokenizer
     if isinstance(detokenizer, SPMStreamingDetokenizer):
         return piece.replace(SENTENCEPIECE_SPACE, " ").encode()
-    # Byte-level BPE represents each byte by one printable character.
+    # Byte-level BPE represents each byte as one printable character.
     byte_of_letter = _byte_decoder()
     is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
     is_part_of_character = REPLACEMENT_CHARACTER in text

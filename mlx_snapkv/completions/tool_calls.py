@@ -10,7 +10,7 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Maximum nesting depth of a call's arguments. Clients send calls back in later requests, whose JSON must be parsable.
+# Maximum nesting depth of a call's arguments. Clients send them back in later requests, where they must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -20,7 +20,7 @@ METADATA_FIELDS = {"id", "type", "index"}
 def parse_tool_calls(
     text: str, parser: Callable, tools: Any, is_complete: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the calls in a text in OpenAI's format. The list is empty if the text has no calls or can't be parsed.
+    """Return the calls in `text`, in OpenAI's format, or an empty list if it has none or can't be parsed.
 
     Strings are kept exactly as the model wrote them. The types of other arguments come from the format or from the
     tool's schema.
@@ -28,7 +28,7 @@ def parse_tool_calls(
     Args:
         text: the answer's text between a call's markers.
         parser: the tokenizer's tool parser. It identifies the format, and parses formats that are unknown here.
-        tools: the request's tools, whose schemas determine the types of arguments, or None.
+        tools: the request's tools, or None. Their schemas determine the argument types.
         is_complete: whether the model has finished the text. If not, mistakes are not repaired, because an argument may
             be cut off.
     """
@@ -39,14 +39,14 @@ def parse_tool_calls(
     calls = []
     for value in parsed_values:
         call = _call_or_none(value)
-        if call is None:  # if one value is not a call, none is
+        if call is None:  # reject all values if one is not a call
             return []
         calls.append(call)
     return calls
 
 
 def _parse_values(text: str, parser: Callable, tools: Any, is_complete: bool) -> list[Any]:
-    """Return the calls in a text as the format's parser represents them.
+    """Return the calls in `text` as the format's parser represents them.
 
     Raises: Exception: the text can't be parsed.
     """
@@ -67,14 +67,14 @@ def _parse_values(text: str, parser: Callable, tools: Any, is_complete: bool) ->
 
 
 def format_name(parser: Callable) -> str:
-    """Return the name of the format that one of mlx-lm's parsers reads, such as `qwen3_coder`."""
-    module = getattr(parser, "__module__", "")  # such as mlx_lm.tool_parsers.qwen3_coder
+    """Return the name of an mlx-lm parser's format, such as `qwen3_coder`."""
+    module = getattr(parser, "__module__", "")  # e.g. mlx_lm.tool_parsers.qwen3_coder
     _, _, name = module.rpartition(".")
     return name
 
 
 def ends_within_argument(text: str, parser: Callable) -> bool:
-    """Return whether the text of a call ends inside an argument.
+    """Return whether a call's text ends inside an argument.
 
     If so, an end marker after the text is part of the argument and does not end the call.
     """

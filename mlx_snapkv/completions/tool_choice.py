@@ -1,4 +1,4 @@
-"""Parse `tool_choice` in the formats of OpenAI's three endpoints and of Anthropic."""
+"""Parse `tool_choice` in any of the formats that OpenAI's three endpoints and Anthropic use."""
 
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,7 @@ class ToolChoice(BodyModel):
     Attributes:
         type: "function" if the answer must call `function`.
         allowed: names of the tools that may be called, or None for all.
-        service: type of the built-in tool that the client wants to be called, which is not available here.
+        service: type of the built-in tool that the client wants called. Built-in tools are not available here.
     """
 
     type: Literal["auto", "none", "required", "function"]
@@ -64,7 +64,7 @@ def _as_tool_choice(value: Any) -> Any:
 
 
 def _name_fields(tool: Any) -> dict[str, Any]:
-    """Return an object with a tool's `name`: the tool itself, or its `function` or `custom`."""
+    """Return an object with a tool's `name`, which may be nested in `function` or `custom`."""
     require(isinstance(tool, dict), " should name tools", tool)
     nested_fields = tool.get("function") or tool.get("custom") or {}
     return {"name": tool.get("name")} | nested_fields

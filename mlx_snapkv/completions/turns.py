@@ -14,7 +14,7 @@ def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
 
     Tool results are sorted into the order of their calls, because most templates do not show ids.
 
-    System messages after the start, which agents send, become user messages. Many templates reject them there, and
+    Agents also send system messages after the start. These become user messages: many templates reject them there, and
     moving them to the front would change a prefix that may be in the prefix cache.
     """
     turns: list[Message] = []
@@ -46,7 +46,7 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
     for role, group in groupby(messages, lambda message: message.role):
         same_role = list(group)
         if role == "assistant":
-            # Keys of a dict, so that an id that occurs twice is numbered once.
+            # A dict, so that a repeated id is numbered only once.
             call_ids = dict.fromkeys(call["id"] for message in same_role for call in message.calls)
             call_numbers = {call_id: number for number, call_id in enumerate(call_ids)}
         elif role == "tool":

@@ -32,7 +32,7 @@ def error_sentence(place: str, rule: str) -> str:
 
 
 def must(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
-    """Return a validator that rejects values for which `is_valid` is False. For `rule`, see `require`."""
+    """Return a validator that rejects values unless `is_valid` accepts them. For `rule`, see `require`."""
 
     def validate(value: Any) -> Any:
         require(is_valid(value), rule, value)
@@ -99,7 +99,7 @@ def describe_error(error: Mapping[str, Any], body: Any) -> str:
 def _dotted_path(location: Sequence[str | int], body: Any) -> str:
     """Return an error's location as a path such as `messages.0.role`.
 
-    Pydantic's location also contains the names of union members, which are not keys of the body and are skipped.
+    Pydantic's location also contains the names of union members. They are not keys of the body, so they are skipped.
     """
     path = []
     value = body
