@@ -47,12 +47,12 @@ class FullCache(LayerCache):
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        """Return the number of tokens that mlx-lm's cache has read."""
+        """Return the number of tokens in mlx-lm's cache."""
         return self.cache.offset
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
-        """Return the position that `full_cache` stored on mlx-lm's cache, or None if it has been trimmed since."""
+        """Return the position that `full_cache` stored, or None if that position has since been trimmed."""
         position = getattr(self.cache, "sparse_from", None)
         was_trimmed = position is not None and position >= self.cache.offset
         return None if was_trimmed else position
@@ -74,16 +74,16 @@ class FullCache(LayerCache):
         return count_bytes(slice_rows(self.sample_entries, 0, self.offset))
 
     def size(self) -> int:
-        """Return the number of entries, which is the number of tokens."""
+        """Return the number of entries, one per token."""
         return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries. `n_queries` is ignored, because mlx-lm's caches record no queries."""
+        """Return the entries. `n_queries` is ignored, because mlx-lm's caches don't record queries."""
         keys, values = slice_rows(self.sample_entries, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
     def cache_to_save(self) -> Any:
-        """Return mlx-lm's own cache."""
+        """Return the wrapped mlx-lm cache."""
         return self.cache
 
     def trim(self, n: int) -> int:  # type: ignore[override]
@@ -92,7 +92,7 @@ class FullCache(LayerCache):
 
 
 class StateCache(LayerCache):
-    """Adapter for mlx-lm's other caches: linear states and sliding windows, which policies leave alone."""
+    """Adapter for mlx-lm's other caches, linear states and sliding windows. Policies leave them alone."""
 
     kv_nbytes = 0  # type: ignore[assignment]
 
@@ -107,7 +107,7 @@ class StateCache(LayerCache):
 
     @property
     def sample_entries(self) -> tuple[Stored, Stored]:
-        """Return the buffers of a sliding window. Raises: AttributeError: the cache has a linear state."""
+        """Return a sliding window's buffers. Raises: AttributeError: the cache has a linear state."""
         return self.cache.keys, self.cache.values
 
     def size(self) -> int:
@@ -115,7 +115,7 @@ class StateCache(LayerCache):
         return self.cache.size()
 
     def cache_to_save(self) -> Any:
-        """Return mlx-lm's own cache."""
+        """Return the wrapped mlx-lm cache."""
         return self.cache
 
     def held(self, n_queries: int = 0) -> Entries:

@@ -17,23 +17,23 @@ from ..entries.quantization import Quantization, Stored, count_bytes, flat_array
 class LayerCache(ABC):
     """One layer's cache: either one of this package's caches, or an adapter around mlx-lm's (`adapter.layer_cache`)."""
 
-    offset: int  # number of tokens read, and therefore the next token's position
+    offset: int  # number of tokens read, and so the next token's position
     quantization: Quantization | None = None  # None if the entries are plain
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
     is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
     converts_to_save: bool = False  # whether `cache_to_save` returns a different cache
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
-    observes: bool = False  # whether it records queries, which requires a patched attention class
+    observes: bool = False  # whether it records queries (requires a patched attention class)
     chooses: bool = False  # whether a call reads only the entries that its queries choose
-    # Whether a batch can stack the cache's entries with those of other requests in one array.
+    # Whether a batch can stack the cache's entries with other requests' entries in one array.
     stacks: bool = False
     needs_layer: bool = (
         False  # whether `layer` must be set after loading; see `matching.set_missing_layers`
     )
-    # Position of the first entry that was computed with sparse attention, or None if there is no such entry.
+    # Position of the first entry that was computed with sparse attention, or None if there isn't one.
     sparse_from: int | None = None
-    block: int = 1  # number of tokens between two evictions
+    block: int = 1  # number of tokens between evictions
     room: float = math.inf  # number of tokens that fit before the next eviction
     nbytes: int
     size: Callable[[], int]
@@ -43,7 +43,7 @@ class LayerCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the recorded arrays, to be evaluated after each decoded token."""
+        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
         return ()
 
     @property
@@ -53,7 +53,7 @@ class LayerCache(ABC):
 
     @property
     def n_after_next(self) -> int:
-        """Return the number of entries that the cache will have, or a token will read, after one more token."""
+        """Return what `n_entries` will be after one more token."""
         return self.n_entries + 1
 
     @property
@@ -68,14 +68,14 @@ class LayerCache(ABC):
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries as stored, in order of position. The last `n_queries` recorded queries are the voters."""
+        """Return the entries as stored, in order of position, with the last `n_queries` recorded queries as voters."""
 
     def stored_entries(self) -> Entries:
         """Return the entries as stored, without queries."""
         return self.held()
 
     def cache_to_save(self) -> Any:
-        """Return a cache with the same entries that mlx-lm can save and load."""
+        """Return a cache that mlx-lm can save and load, with the same entries."""
         return self
 
     @property
@@ -85,7 +85,7 @@ class LayerCache(ABC):
 
     @property
     def sample_entries(self) -> tuple[Stored, Stored]:
-        """Return some stored keys and values, for checking their shapes and dtypes against a model."""
+        """Return a sample of the stored keys and values, for checking shapes and dtypes against a model."""
         return self.keys, self.values  # type: ignore[attr-defined]
 
     def validate(self) -> str | None:
@@ -100,7 +100,7 @@ class LayerCache(ABC):
 
     @property
     def full_nbytes(self) -> int:
-        """Return the size in bytes that a full, unquantised cache of all tokens would have."""
+        """Return the size in bytes of a full, unquantised cache of the same tokens."""
         if not self.offset:
             return 0
         first_entry = slice_rows(self.held().dequantized(), 0, 1)

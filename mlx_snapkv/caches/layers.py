@@ -55,7 +55,7 @@ class AttentionLayer:
 
     @property
     def logit_cap(self) -> float | None:
-        """Return the soft cap of the attention logits, or None."""
+        """Return the soft cap on the attention logits, or None."""
         return getattr(self.attention, self.family.logit_cap) if self.family.logit_cap else None
 
     @property
@@ -84,7 +84,7 @@ class AttentionLayer:
         def rotate(vectors: mx.array) -> mx.array:
             return vectors @ mean_rotation(rope, vectors.shape[3], start, n).T
 
-        # The columns of the matrix are the images of the unit vectors.
+        # The matrix's columns are the images of the unit vectors.
         unit_vectors = mx.eye(head_dim)[None, None]
         images = self.family.map_rotary(self.attention, unit_vectors, rotate)
         return images[0, 0].T
@@ -103,7 +103,7 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """Return the model's full-attention layers, without its linear and sliding-window layers.
+    """Return the model's full-attention layers, but not its linear or sliding-window layers.
 
     Raises: UnsupportedModelError: the model has no full-attention layer, or its type can't be compressed.
     """
@@ -145,7 +145,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Return the layers that use sparse attention.
 
-    A layer that lends its entries passes them on as arrays, so it is left out: all of its readers read all entries.
+    Layers that lend their entries are left out. They pass them on as arrays, so every reader reads all of them.
     """
     return [layer for layer in layers if not layer.borrowers]
 
@@ -193,7 +193,7 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
-    """Check that the model's entries can be quantised. Call this before the prompt is read.
+    """Check that the model's entries can be quantised. Call this before reading the prompt.
 
     Raises:
         SnapKVError: the number of bits or the group size is not supported.
@@ -244,7 +244,7 @@ def layer_caches(prompt_cache: list) -> list[LayerCache]:
 
 
 def n_tokens_read(model, prompt_cache: list) -> int:
-    """Return the number of tokens that a prompt cache has read."""
+    """Return the number of tokens read into a prompt cache."""
     first_layer, *_ = attention_layers(model, prompt_cache)
     return first_layer.layer_cache_in(prompt_cache).offset
 
@@ -267,7 +267,7 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    # Depending on the cache, one of the two sizes includes the other.
+    # Either size may include the other, depending on the cache.
     return sum(
         max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in all_caches(prompt_cache)
     )

@@ -11,14 +11,14 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import all_caches, attention_layers, layer_caches, slots, token_caches
 
-# Classes of caches with entries, which may replace a model's `KVCache`.
+# Cache classes that have entries and may replace a model's `KVCache`.
 KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
-    """Check that a prompt cache has the number, classes, heads, head size and dtype that the model needs.
+    """Check that a prompt cache fits a model: number and classes of caches, heads, head size and dtype.
 
-    Raises: SnapKVError: the prompt cache does not fit the model.
+    Raises: SnapKVError: it does not fit.
     """
     loaded_slots = slots(prompt_cache)
     model_slots = slots(token_caches(model))
@@ -39,7 +39,7 @@ def require_match(prompt_cache: list, model) -> None:
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
-    """Check that all layers have read the same number of tokens, and exactly `n_tokens` unless it is None.
+    """Check that all layers have read the same number of tokens, which must be `n_tokens` unless that is None.
 
     Raises: SnapKVError: the numbers differ, or no token has been read.
     """
@@ -56,7 +56,7 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def n_tokens(prompt_cache: list) -> int:
-    """Return the number of tokens that a prompt cache has read, or 0 if none of its caches counts tokens."""
+    """Return the number of tokens read into a prompt cache, or 0 if none of its caches counts tokens."""
     return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
@@ -110,7 +110,7 @@ def _array_mismatch(
 
 
 def _formats_by_path(tree: Any, includes_rows: bool) -> dict[str, str]:
-    """Return each array's dtype and shape, with or without the number of rows, by its path in a tree of arrays."""
+    """Map the path of each array in a tree to its dtype and shape, with or without the number of rows."""
     formats: dict[str, str] = {}
     for path, leaf in dict(tree_flatten(tree)).items():
         if isinstance(leaf, mx.array):

@@ -5,10 +5,10 @@ block takes a few queries of one KV head and all of the head's keys, so that the
 `mx.depends` makes each block wait for the previous one. Blocks are small because MLX allocates some results in advance.
 
 Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
-float16 overflows above 65,504, which the logits of Qwen2.5 exceed because its keys have large biases, and the three
-digits of bfloat16 are too few to rank large logits. A vote has many queries, so copying the keys is cheaper than
-converting the logits. A decoded token has few queries, and the copy makes it read five times as many bytes. This only
-happens for short texts, because an index ranks the entries of longer ones (`sparse.index.ranks_by_index`).
+float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
+has three digits, too few to rank large logits. A vote has many queries, so copying the keys is cheaper than converting
+the logits. A decoded token has few queries, and the copy makes it read five times as many bytes. This only happens for
+short texts, because longer ones have an index that ranks their entries (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from .queries import Queries
 from .spans import spans
 
 FLOAT_BYTES = 4
-# Size of the float32 arrays of one step. Larger blocks need more memory. With smaller ones, a vote on a GPU would spend
+# Size of one step's float32 arrays. Larger blocks need more memory. With smaller ones, a vote on a GPU would spend
 # most of its time launching operations.
 BLOCK_BYTES = 8 << 20
 ONE_PASS_BYTES = 64 << 20  # up to this size, logits and float32 keys are computed in one step
@@ -37,7 +37,7 @@ class KeyReader:
 
     Attributes:
         shape: `(B, n_kv_heads, T, head_dim)`.
-        read: `read(heads, after)` returns all keys of a slice of the KV heads. The arrays `after` are evaluated first.
+        read: `read(heads, after)` returns all keys of the KV heads in a slice. The arrays `after` are evaluated first.
     """
 
     shape: tuple[int, int, int, int]
@@ -148,14 +148,14 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
 
 
 def _float32_keys(keys: Keys, kv_heads: slice, after: Sequence[mx.array]) -> mx.array:
-    """Copy the keys of some KV heads to float32. The arrays `after` are evaluated first."""
+    """Copy the keys of the given KV heads to float32. The arrays `after` are evaluated first."""
     if isinstance(keys, KeyReader):
         return keys.read(kv_heads, after).astype(mx.float32)
     return mx.depends(keys[:, kv_heads], list(after)).astype(mx.float32)
 
 
 def _float32_queries(queries: Queries, kv_heads: slice, group_size: int) -> Queries:
-    """Return the queries and sinks of the query heads that read some KV heads, as float32."""
+    """Return, as float32, the queries and sinks of the query heads that share the given KV heads."""
     query_heads = slice(group_size * kv_heads.start, group_size * kv_heads.stop)
     vectors = queries.vectors[:, query_heads].astype(mx.float32)
     sinks = None
@@ -171,7 +171,7 @@ def _softmax_weights(
 
     Args:
         keys: `(B, n_kv_heads, T, head_dim)` float32.
-        queries: the float32 queries of these heads.
+        queries: float32 queries for the same heads.
         rows: slice of each KV head's `group_size * n_queries` queries.
         after: arrays to evaluate first.
     """
@@ -183,7 +183,7 @@ def _softmax_weights(
     sink_logits = sink_of_each_query.reshape(1, keys.shape[1], -1, 1)[:, :, rows]
     sink_logits = mx.broadcast_to(sink_logits, (*logits.shape[:3], 1))
     weights = mx.softmax(mx.concatenate([logits, sink_logits], axis=-1), axis=-1)
-    return weights[..., :-1]  # without the sink's
+    return weights[..., :-1]  # drop the sink's weight
 
 
 def _masked_logits(
@@ -201,7 +201,7 @@ def _masked_logits(
     if all_see_all_entries:
         return logits
     last_visible = _last_visible_indices(queries, _group_size(keys, queries))
-    # Compute the row of indices on the host, which saves launching an operation.
+    # Compute the row of indices on the host, to save launching an operation.
     indices = mx.array(np.arange(T, dtype=np.int32))
     is_visible = indices <= mx.array(last_visible[rows, None])
     return mx.where(is_visible, logits, HIDDEN_LOGIT)
@@ -213,12 +213,12 @@ def _group_size(keys: Keys, queries: Queries) -> int:
 
 
 def _last_visible_indices(queries: Queries, group_size: int) -> np.ndarray:
-    """Return the index of the last entry that each query sees, which is its own: `(group_size * n_queries,)`."""
+    """Return the index of the last entry that each query sees (its own), `(group_size * n_queries,)`."""
     return np.tile(np.array(queries.indices, np.int32), group_size)
 
 
 def entries_per_block(entry_bytes: int) -> int:
-    """Return how many entries of `entry_bytes` bytes fit in `BLOCK_BYTES`, but at least 64."""
+    """Return how many entries of `entry_bytes` bytes fit in `BLOCK_BYTES`, with a minimum of 64."""
     return max(64, BLOCK_BYTES // entry_bytes)
 
 

@@ -123,7 +123,7 @@ class Entries:
         return self._read(KEYS if self.layer.latent else VALUES, start, stop, after)
 
     def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return the stored KEYS or VALUES of entries `[start, stop)`, dequantised."""
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
         stored = slice_rows((self.stored_keys, self.stored_values)[which], start, stop)
         if after:
             stored = map_arrays(lambda array: mx.depends(array, list(after)), stored)
@@ -132,7 +132,7 @@ class Entries:
     def map_blocks(self, function: BlockFunction, blocks: Iterable[tuple[int, int]]) -> mx.array:
         """Call `function(start, stop, after)` for each block and concatenate the results along axis 2.
 
-        `after` holds the previous block's result, which MLX evaluates first, so that only one block is in memory.
+        `after` contains the previous block's result. MLX evaluates it first, so only one block is in memory at a time.
         """
         results: list[mx.array] = []
         for start, stop in blocks:
@@ -142,12 +142,12 @@ class Entries:
         return mx.concatenate(results, axis=2)
 
     def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
+        """Return all keys of the given KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
         entries_of_heads = self._map_arrays(lambda x: mx.depends(x[:, kv_heads], list(after)))
         return entries_of_heads.read_keys(0, len(self))
 
     def key_reader(self) -> KeyReader:
-        """Return a reader that reads the keys of a few KV heads at a time."""
+        """Return a `KeyReader` that reads the keys of a few KV heads at a time."""
         first_key = self.read_keys(0, 1)
         B, H, _, D = first_key.shape
         return KeyReader(shape=(B, H, len(self), D), dtype=first_key.dtype, read=self.keys_of_heads)
@@ -269,7 +269,7 @@ class Entries:
         )
 
     def with_quantization(self, quantization: Quantization | None) -> Entries:
-        """Return the entries with another quantisation, or dequantised if it is None."""
+        """Return the entries with the given quantisation, or dequantised if it is None."""
         if quantization == self.quantization:
             return self
         keys, values = self.dequantized()

@@ -53,7 +53,7 @@ class Quantised:
 def split_off_quantization(
     mlx_lm_kwargs: dict[str, Any],
 ) -> tuple[Quantization | None, dict[str, Any]]:
-    """Split mlx-lm's keyword arguments into the requested quantisation, or None, and all other arguments."""
+    """Split mlx-lm's keyword arguments into the requested quantisation (or None) and the rest."""
     bits = mlx_lm_kwargs.get("kv_bits")
     quantization = None
     if bits is not None:

@@ -41,11 +41,11 @@ class Queries:
 
     Attributes:
         vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
-        indices: index of each query's own entry, which is the last entry that the query sees. It may be past the end.
+        indices: index of each query's own entry, the last one that the query sees. It may be past the end.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
-        start: prompt position of the first query. None means `indices.start`, which is right if no entry was evicted.
-        logit_cap: soft cap of the logits, applied as `logit_cap * tanh(logit / logit_cap)`, or None.
+        start: prompt position of the first query. None means `indices.start`, which is correct if no entry was evicted.
+        logit_cap: soft cap on the logits, applied as `logit_cap * tanh(logit / logit_cap)`, or None.
     """
 
     vectors: mx.array
@@ -79,7 +79,7 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 def on_queries(callback: Callback) -> Iterator[None]:
     """Inside the `with` block, call `callback(cache, queries)` whenever a cache records queries in this thread.
 
-    `queries` are those of the newest `L` tokens, `(B, n_heads, L, head_dim)`.
+    `queries` belong to the newest `L` tokens, `(B, n_heads, L, head_dim)`.
     """
     token = _callback.set(callback)
     try:
@@ -92,7 +92,7 @@ class Recorder:
     """Base class for KV caches that record queries.
 
     Attributes:
-        offset: position of the next token, which the cache updates.
+        offset: position of the next token, updated by the cache.
         layer: the cache's `AttentionLayer`, or None if the policy needs no layer.
         scale: scale of the attention logits, NaN before the first query.
         sinks: logits of attention sinks, `(n_heads,)`, or None.
@@ -114,14 +114,14 @@ class Recorder:
         newest: int | None = None,
         statistics_from: int | None = None,
     ) -> None:
-        """Forget all recorded queries, and record those of the tokens that follow.
+        """Discard all recorded queries, and start recording the next tokens' queries.
 
         Args:
             first: first position whose query is recorded.
             last: position after the last recorded query.
             newest: number of most recent queries to keep. None keeps all.
-            statistics_from: first position whose pre-RoPE query enters the statistics, which end before `last`. The
-                query just before `last` is always included. Statistics require a `layer`. None turns them off.
+            statistics_from: first position whose pre-RoPE query is added to the statistics. They stop before `last`,
+                and always include the query just before it. Statistics require a `layer`. None turns them off.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
@@ -136,7 +136,7 @@ class Recorder:
 
     @property
     def waits_for_readers(self) -> bool:
-        """Return whether some layers that read the newest entries have not recorded their queries yet."""
+        """Return whether any layer that reads the newest entries has yet to record its queries."""
         return bool(self._queries_by_reader)
 
     def record(self, captured: CapturedQueries) -> None:
@@ -160,7 +160,7 @@ class Recorder:
             self._take_queries(captured._replace(queries=queries))
 
     def _take_queries(self, captured: CapturedQueries) -> None:
-        """Add a chunk's queries to the statistics, and keep the newest ones that are to be recorded."""
+        """Add a chunk's queries to the statistics, and store the ones to be recorded."""
         self.scale = captured.scale
         self.sinks = captured.sinks
         callback = _callback.get()
@@ -224,7 +224,7 @@ class Recorder:
         Args:
             queries: `(B, n_heads, n, head_dim)`, with heads in the model's order.
             positions: prompt positions of the queries.
-            shape: `(B, n_kv_heads, T)`, shape of the entries. The last entry is the newest token's.
+            shape: shape of the entries, `(B, n_kv_heads, T)`. The last entry belongs to the newest token.
         """
         _, n_kv_heads, n_entries, *_ = shape
         # The newest token is at position `offset - 1`, and its entry at index `n_entries - 1`.
@@ -263,11 +263,11 @@ class Recorder:
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, to be evaluated after each decoded token."""
+        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
     def inherit_queries(self, other_cache: Any) -> None:
-        """Adopt another cache's queries as those of the newest tokens, until this cache records its own.
+        """Adopt another cache's queries for the newest tokens, until this cache records its own.
 
         Do nothing if `other_cache` does not record queries.
         """

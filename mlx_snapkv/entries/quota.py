@@ -16,7 +16,7 @@ class Quota:
     n_window: int
 
     def shrunk_to_fit(self) -> Quota:
-        """Scale sink and window down in proportion if they don't fit. They then get half of `entries`."""
+        """Shrink sink and window in proportion if they don't fit. Together they then take half of `entries`."""
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:
             return self

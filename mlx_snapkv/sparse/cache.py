@@ -16,7 +16,7 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain_path
 from .token_ranking import Pair, TokenRanking
 
-# Tokens read all of the newest entries, up to this number. Then they start to choose among the older half.
+# Tokens read all of the newest entries until there are this many. Then they start to choose among the older half.
 MAX_RECENT = 512
 
 
@@ -24,7 +24,7 @@ class SparseKVCache(AttendingCache):
     """One layer's cache while an answer is decoded with sparse attention.
 
     Each token reads the sink, the entries that its queries rank highest, the window, and the answer's newest entries.
-    It chooses among the entries of the prompt and the older entries of the answer; see `TokenRanking`.
+    It chooses among the prompt's entries and the answer's older ones; see `TokenRanking`.
     """
 
     is_compressed = True

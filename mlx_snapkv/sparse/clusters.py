@@ -1,8 +1,8 @@
 """Cluster entries with similar keys. Each cluster has a mean key and a mean value.
 
 Each block of 8,192 entries is clustered separately with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
-starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to those of
-the full cache. An answer's entries are added 256 at a time, and form one cluster each time.
+starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to the full
+cache's. An answer's entries are added 256 at a time, and each addition is one cluster.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Average number of entries per cluster. If clusters were smaller, a token would read more means and therefore fewer
-# entries (measured by scripts/measure_rest.py).
+# Average number of entries per cluster. With smaller clusters, a token would read more means, and so fewer entries
+# (measured by scripts/measure_rest.py).
 CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
 ID_TYPE = mx.uint16  # dtype of cluster ids
@@ -29,7 +29,7 @@ class Clusters(NamedTuple):
     """The clusters of a layer's first entries.
 
     Attributes:
-        ids: cluster id of each entry, uint16 `(B, n_kv_heads, n)`, which is enough for 16 million entries.
+        ids: cluster id of each entry, `(B, n_kv_heads, n)`. uint16 is enough for 16 million entries.
         keys: mean keys, `(B, n_kv_heads, n_clusters, head_dim)`.
         values: mean values, of the same shape.
     """
@@ -49,7 +49,7 @@ class Clusters(NamedTuple):
         return self.ids.shape[2]
 
     def complete_blocks(self) -> CompleteBlocks | None:
-        """Return the clusters of complete blocks, which later entries won't change, or None if no block is complete."""
+        """Return the clusters of complete blocks, or None if no block is complete. Later entries won't change them."""
         n_blocks = self.n_entries // BLOCK_SIZE
         if n_blocks == 0:
             return None
@@ -61,7 +61,7 @@ class Clusters(NamedTuple):
         return CompleteBlocks(ids_in_block, keys, values)
 
     def followed_by(self, other: Clusters) -> Clusters:
-        """Return these clusters followed by those of the next entries."""
+        """Return these clusters followed by `other`, the clusters of the next entries."""
         return _concatenate([self, other])
 
     def sizes(self, positions: mx.array) -> mx.array:
@@ -147,7 +147,7 @@ def _concatenate(parts: list[Clusters]) -> Clusters:
 
 
 def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
-    """Sum int32 `counts` by the cluster `ids` `(B, n_kv_heads, m)`: `(B, n_kv_heads, n_clusters)`."""
+    """Sum int32 `counts` by cluster: `(B, n_kv_heads, n_clusters)`. The cluster `ids` are `(B, n_kv_heads, m)`."""
     B, H, _ = ids.shape
     n_bins = B * H * n_clusters
     first_bins = mx.arange(0, n_bins, n_clusters).reshape(B, H, 1)
@@ -158,7 +158,7 @@ def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.arra
 
 
 def cluster_entries(entries: Any, start: int = 0) -> Clusters:
-    """Cluster the entries from position `start` on, one block at a time.
+    """Cluster the entries at or after position `start`, one block at a time.
 
     Args:
         entries: object with `read_keys(first, stop)` and `read_values(first, stop)`, which return `(B, n_kv_heads, n,
@@ -169,7 +169,7 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     for first, stop in spans(start, len(entries)):
         n_clusters = math.ceil((stop - first) / CLUSTER_SIZE)
         ids, mean_keys = k_means(entries.read_keys(first, stop), n_clusters)
-        mx.eval(mean_keys)  # reading the values may read a file
+        mx.eval(mean_keys)  # before the values, which may be read from a file
         mean_values = mean_by_cluster(entries.read_values(first, stop), ids, n_clusters)
         mx.eval(mean_values)  # limits memory to one block
         blocks.append(Clusters(ids, mean_keys, mean_values))
@@ -209,6 +209,6 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
 def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
     """Return the index of each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
     squared_norms = mx.square(centres).sum(axis=-1)[:, :, None]
-    # The distance leaves out the key's squared norm, which does not change which centre is nearest.
+    # Leave out the key's squared norm. It doesn't change which centre is nearest.
     distances = squared_norms + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(ID_TYPE)

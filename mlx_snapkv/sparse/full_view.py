@@ -16,7 +16,7 @@ from .index import MAX_SAMPLED_KEYS, KeyIndex, ranks_by_index
 from .stores import EntryView, JoinedView
 
 KEYS_QUANTISED_AT_ONCE = 4096  # limits the memory for float32 copies of keys
-# Number of evenly spaced places in the text at which keys are sampled for an index.
+# Number of evenly spaced places in the text where keys are sampled for an index.
 SAMPLED_PLACES = 16
 
 
@@ -25,7 +25,7 @@ class FullView(Entries):
 
     Args:
         views: views of successive entries, in order of position.
-        layer: the `AttentionLayer` to which the entries belong.
+        layer: the `AttentionLayer` that the entries belong to.
 
     Attributes:
         index: ranks the entries. If it is None, entries are ranked by exact votes.
@@ -46,7 +46,7 @@ class FullView(Entries):
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a view of these entries that `extend` can lengthen by those of `view`. The index is copied."""
+        """Return a view of these entries that `extend` can continue into `view`. The index is copied."""
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the store may grow
         longer_view = FullView([these_entries, view], self.layer)
@@ -110,7 +110,7 @@ class FullView(Entries):
         return mx.depends(keys_or_values, list(after)) if after else keys_or_values
 
     def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
-        """Return all keys of some KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
+        """Return all keys of the given KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
 
         def read_block(start: int, stop: int, earlier_blocks: list[mx.array]) -> mx.array:
             return self.read_keys(start, stop, earlier_blocks or after)

@@ -51,7 +51,7 @@ class GrowingRows:
     Args:
         empty: arrays with 0 rows, which define dtypes and shapes.
         entries_per_row: number of entries that a row summarises: the page size for page means, otherwise 1.
-        make_spill: creates a file for rows beyond the first `ENTRIES_IN_MEMORY` entries. None keeps all in memory.
+        make_spill: creates a file for rows beyond the first `ENTRIES_IN_MEMORY` entries. None keeps all rows in memory.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GrowingRows:
         last_start = self._last_start
         self._last.n_used = min(self._last.n_used, max(0, n - last_start))
         while self._block_readers and n < last_start:
-            # If this block is cut in the middle, the rows that remain return to memory.
+            # If this block is cut in the middle, its remaining rows return to memory.
             last_start -= self._block_rows
             read_block = self._block_readers.pop()
             n_left_in_block = n - last_start

@@ -1,14 +1,14 @@
-"""An index of keys that ranks entries by their attention without reading the keys.
+"""An index of keys that ranks entries by attention without reading the keys themselves.
 
 Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. We first scale each
-channel by the magnitude of the queries in it, so that the components explain the variance of the logits. The index
-keeps `head_dim / 2` components of 4 bits each, which takes 17/128 of the memory of bfloat16 keys. Half as many
-components of 8 bits would take the same memory, but fail for models whose keys vary in all directions.
+channel by the queries' magnitude in that channel, so that the components explain the variance of the logits. The index
+keeps `head_dim / 2` components of 4 bits each, and takes 17/128 of the memory of bfloat16 keys. Half as many 8-bit
+components would take the same memory, but would fail for models whose keys vary in all directions.
 
-The codes are MXFP4 (OCP Microscaling Formats v1.0, section 5.1): 4-bit floats, where groups of 32 share a power of two.
-MLX multiplies by these codes directly, in one operation. Integer codes with sixteen even steps rank slightly better
-(the best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, compared with 12.2% for MXFP4 and 11.3% for exact
-logits), but need two float32 copies of all codes for every token.
+The codes are MXFP4 (OCP Microscaling Formats v1.0, section 5.1): 4-bit floats in groups of 32 that share a power of
+two. MLX multiplies by these codes directly, in one operation. Integer codes with sixteen equal steps rank slightly
+better (the best 1/16 of 6,000 entries misses 12.0% of SmolLM2's attention, compared with 12.2% for MXFP4 and 11.3% for
+exact logits), but need two float32 copies of all codes for every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..entries.queries import Queries
 from ..entries.spans import spans
 from .growing_rows import GrowingRows, MakeSpill
 
-EXACT_ENTRIES = 8192  # up to this number of entries, tokens rank them by exact attention
+EXACT_ENTRIES = 8192  # tokens rank up to this many entries by exact attention
 MAX_SAMPLED_KEYS = 4096  # maximum number of keys for computing the principal components
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 MXFP4_GROUP = 32  # components that share a power of two
@@ -42,9 +42,9 @@ class KeyIndex:
     """Codes of a layer's keys, in order of position.
 
     Args:
-        keys: sample of keys from which the components are computed, `(B, n_kv_heads, n, head_dim)`. The sample itself
+        keys: sample of keys that the components are computed from, `(B, n_kv_heads, n, head_dim)`. The sample itself
             is not indexed.
-        queries: sample of queries by which channels are weighted, `(B, n_heads, m, head_dim)`, with the heads of a GQA
+        queries: sample of queries that sets the channel weights, `(B, n_heads, m, head_dim)`, with the heads of a GQA
             group adjacent. None weighs all channels equally.
         make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
 
@@ -172,7 +172,7 @@ class KeyIndex:
     def _relevance_in_one_pass(
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
     ) -> mx.array:
-        """Compute `relevance` from the logits of all keys, which are in memory together."""
+        """Compute `relevance` with the logits of all keys in memory."""
         logits: list[mx.array] = []
         for start, stop in key_spans:
             logits.append(self._logits(projected, start, stop, after=logits[-1:]))
@@ -181,7 +181,7 @@ class KeyIndex:
     def _relevance_in_two_passes(
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
     ) -> mx.array:
-        """Compute `relevance` from logits that are computed twice, once for the maximum, because they need memory."""
+        """Compute `relevance` without keeping all logits in memory: compute them twice, first for the maximum."""
         tops: list[mx.array] = []
         for start, stop in key_spans:
             # Keep no reference to the logits, or two spans of them would be in memory.
@@ -246,7 +246,7 @@ def _scale_and_group(vectors: mx.array, scale: float, n_kv_heads: int) -> mx.arr
 
 
 def _distances_from_top(logits: mx.array) -> mx.array:
-    """Return each key's maximum over queries of `logit - the query's largest logit`, `(B, n_kv_heads, n)`."""
+    """Subtract each query's largest logit, and return each key's maximum over the queries, `(B, n_kv_heads, n)`."""
     top = logits.max(axis=3, keepdims=True)
     return (logits - top).max(axis=2)
 
@@ -277,6 +277,6 @@ def _n_stored_components(head_dim: int) -> int:
 
 
 def _packed_formats(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """Return (width, dtype) of a key's codes, which are packed by eight into a uint32, and of its powers of two."""
+    """Return (width, dtype) of a key's codes, packed eight to a uint32, and of its powers of two."""
     n_stored = _n_stored_components(head_dim)
     return (n_stored // 8, mx.uint32), (n_stored // MXFP4_GROUP, mx.uint8)

@@ -20,18 +20,18 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK_SIZE = 512  # number of prompt tokens per chunk, which choose entries together
+CHUNK_SIZE = 512  # prompt tokens per chunk; they choose entries together
 CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
 # Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
 LAST_TOKENS = 512
-FIRST_TOKENS = 16  # first tokens of an answer, which read all entries if when="faster"
+FIRST_TOKENS = 16  # first tokens of an answer that read all entries if when="faster"
 LAST_CHOSEN = 16384  # minimum number of entries that the last tokens choose
 # If entries are in files, the last tokens choose only 4 times as many entries as other chunks.
 LAST_FACTOR_IN_FILES = 4
-# Number of neighbouring entries that are chosen together. The KL after needles in 4,096 tokens (SmolLM2-135M) was
-# 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
+# Number of neighbouring entries that are chosen together. SmolLM2-135M's KL on needles in 4,096 tokens was 0.0046,
+# compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
 PAGE_SIZE = 16
-# An answer token reads 1/16 of the entries by default, but at least 1,024.
+# An answer token reads 1/16 of the entries by default, with a minimum of 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
 # Default number of entries that a chunk chooses: the largest of 1,024, 1/32 of the prompt, and the number of
@@ -40,7 +40,7 @@ MIN_BUDGET = 1024
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-# Number of queries at the end of the prompt from which the index is built. The residual is fitted to fewer.
+# Number of queries at the end of the prompt that the index is built from. The residual is fitted to fewer.
 N_VOTERS = 16
 
 
@@ -61,7 +61,7 @@ class Reach(NamedTuple):
 
         Args:
             n_prompt: prompt length in tokens.
-            n_earlier: number of tokens that earlier turns have read.
+            n_earlier: number of tokens read in earlier turns.
         """
         position = max(n_earlier, self.max_read) + CHUNK_SIZE
         last_tokens_start = n_prompt - LAST_TOKENS
@@ -81,15 +81,15 @@ class Sparse(Hyperparameters):
     If the prompt fits the budget, mlx-lm's full attention is used.
 
     Attributes:
-        top_k: number of entries that an answer token chooses per KV head, ranked by the logits of its own queries.
+        top_k: number of entries that an answer token chooses per KV head, ranked by its own queries' logits.
         budget: total number of entries that an answer token reads, instead of `top_k`: a number, or a share of the
-            prompt ("6.25%"). The default is 1/16 of the prompt, but at least 1,024.
+            prompt ("6.25%"). The default is 1/16 of the prompt, with a minimum of 1,024.
         n_sink: number of entries at the start that every token reads.
         n_window: number of entries at the end of the prompt that every token reads, or a share of the budget. A token
-            also reads at least the latest 256 tokens of the answer, and chooses among the older ones as in the prompt.
-        residual: how a token sees the entries that it does not read: as "means" of clusters, or not at all ("none").
-            A cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors, which
-            are fitted at the end of the prompt (`sparse/residual.py`).
+            also reads at least the answer's latest 256 tokens, and chooses among its older ones as in the prompt.
+        residual: how a token sees the entries that it does not read: as cluster "means", or not at all ("none"). A
+            cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors that are
+            fitted at the end of the prompt (`sparse/residual.py`).
         read: how prompt chunks read: only a few entries ("sparse"), or everything before them ("dense"), as in mlx-lm.
             With "sparse", a chunk reads the sink, the 256 tokens before it, itself, and the pages of 16 neighbouring
             entries that its queries choose.
@@ -98,11 +98,11 @@ class Sparse(Hyperparameters):
             as the model's other matrix products.
         when: when chunks and tokens choose: only while that is "faster" on this machine, or "always". With "faster", at
             least the first 16 tokens of an answer read all entries. With "always", the first two do. If entries are
-            in files, or stored in 8 or 4 bits, tokens always choose. A batch does not measure speed, but follows the
+            in files, or stored in 8 or 4 bits, tokens always choose. A batch doesn't measure speed; it relies on the
             speed record.
-        store: where to keep all entries: in memory ("memory", or "8bit" and "4bit" to quantise them), or in a "file".
-        store_dir: folder for the files, TMPDIR by default. Entries do not depend on the folder, so the string form
-            leaves it out.
+        store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
+        store_dir: folder for the files, TMPDIR by default. The string form omits it, because it does not affect
+            the entries.
     """
 
     name = "sparse"
@@ -160,7 +160,7 @@ class Sparse(Hyperparameters):
         return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
-        """Return whether an answer token would read all entries of a prompt of `n_prompt` tokens."""
+        """Return whether an answer token would read every entry of a prompt with `n_prompt` tokens."""
         return n_prompt <= self.entries(n_prompt)
 
     @property
@@ -173,7 +173,7 @@ class Sparse(Hyperparameters):
 
         Args:
             n_prompt: prompt length in tokens.
-            n_cheap: number of entries whose attention costs at most `CHEAP_SHARE` of the model's other products.
+            n_cheap: number of entries whose attention costs at most `CHEAP_SHARE` of the model's other matrix products.
         """
         if self.read_top_k is None:
             n_chosen = max(READ_TOP_K, n_prompt // READ_SHARE, n_cheap)

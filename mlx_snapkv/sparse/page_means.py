@@ -1,4 +1,4 @@
-"""Mean keys of pages, from which prompt chunks choose the pages that they read."""
+"""Mean keys of pages. Prompt chunks use them to choose which pages to read."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class PageMeans:
         return 0 if self._means is None else self._means.spilled_nbytes
 
     def truncate(self, n: int) -> None:
-        """Drop all means but those of the first `n` pages."""
+        """Drop the means of all but the first `n` pages."""
         if self._means is not None:
             self._means.truncate(n)
 
     def readers(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
-        """Return functions that each read the mean keys of some of the `pages`, after computing missing means.
+        """Compute any missing means, and return functions that each read the mean keys of some of the `pages`.
 
         Each function returns `(B, n_kv_heads, n, head_dim)` float32.
         """

@@ -13,8 +13,8 @@ from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
 from .residual import grouped_logits
 
-# Number of evenly spaced queries of a chunk that rank the pages. The KL after needles in 4,096 tokens (SmolLM2-135M)
-# was 0.006, compared with 0.010 for 32 queries and 0.008 for 128.
+# Number of a chunk's queries, evenly spaced, that rank the pages. SmolLM2-135M's KL on needles in 4,096 tokens was
+# 0.006, compared with 0.010 for 32 queries and 0.008 for 128.
 RANKING_QUERIES = 64
 
 
@@ -26,7 +26,7 @@ class PageRanking:
         means: mean keys of the pages. Missing means are computed when a chunk needs them.
         reach: how many entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many entries the prompt's last tokens read.
-        last_from: position of the first of these last tokens.
+        last_from: position of the first of those tokens.
         may_choose: returns whether a chunk that starts at the given position may choose. If not, it reads all entries.
     """
 
@@ -95,14 +95,14 @@ class PageRanking:
     def _most_attended_pages(
         self, captured: CapturedQueries, candidates: range, n: int
     ) -> mx.array:
-        """Return the `n` candidate pages to which single queries pay most attention.
+        """Return the `n` candidate pages that get the most attention from any single query.
 
         A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.
 
         Returns: uint32 `(B, n_kv_heads, n)`, unordered.
         """
         step = max(1, captured.queries.shape[2] // RANKING_QUERIES)
-        # Counts back from the end, so that the newest query is always sampled.
+        # Count back from the end, so that the newest query is always sampled.
         sampled_queries = captured.queries[:, :, ::-step].astype(mx.float32) * captured.scale
         mean_readers = self.means.readers(self._view, candidates)
         shares = _largest_shares(sampled_queries, mean_readers)
@@ -142,7 +142,7 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
 
 
 def _largest_shares_of_array(queries: mx.array, means: mx.array) -> mx.array:
-    """Compute `_largest_shares` for means that are in a single array.
+    """Compute `_largest_shares` for means in a single array.
 
     Queries are processed in groups, because the logits of all queries would take several times as much memory as the
     means.

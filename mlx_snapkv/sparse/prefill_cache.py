@@ -3,7 +3,7 @@
 In each layer and KV head, a chunk reads the sink, the tokens just before it, itself, and the pages that its queries
 choose (`page_ranking.py`). QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024, arXiv:2407.02490) and XAttention
 (Xu et al., 2025, arXiv:2503.16428) do the same on CUDA. Here the chosen entries are gathered into one array, so that a
-chunk needs a single, ordinary call of the attention function.
+chunk needs only one ordinary call to the attention function.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SparsePrefillKVCache(AttendingCache):
         return self._ranking.read(captured, chunk_start)
 
     def size(self) -> int:
-        """Return the number of earlier entries that the next chunk reads, which mlx-lm needs for its mask."""
+        """Return the number of earlier entries that the next chunk reads. mlx-lm needs it for its mask."""
         return self.n_before_next
 
     @property
@@ -99,7 +99,7 @@ class SparsePrefillKVCache(AttendingCache):
 
     @property
     def full_nbytes(self) -> int:
-        """Return the size in bytes that all entries would have in a full, unquantised cache."""
+        """Return the size in bytes of a full, unquantised cache of the same tokens."""
         return self.stored.full_nbytes
 
     @property

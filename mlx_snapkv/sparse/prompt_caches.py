@@ -28,7 +28,7 @@ def in_files(store: str | None) -> bool:
 
 
 def make_caches(model, sparse: Sparse | None) -> list:
-    """Build empty caches for a model. With sparse attention, the caches of full-attention layers use its store.
+    """Build empty caches for a model. With `sparse`, the caches of full-attention layers use its store.
 
     Args:
         model: an mlx-lm model.
@@ -93,7 +93,7 @@ def move_entries(model, caches: list, *, into: list) -> None:
 
 
 def caches_to_continue(model, caches: list, store: str | None) -> list:
-    """Return caches from which a caller can continue: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
+    """Return caches that a caller can continue from: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
     are_entries_in_files = in_files(store) or file_store_of(caches) is not None
     return caches if are_entries_in_files else caches_to_save(model, caches)
 

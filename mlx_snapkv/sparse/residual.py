@@ -29,10 +29,10 @@ from .clusters import Clusters
 
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 turns the residual off
 TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
-# Number of last queries from which mass and temperature are chosen. Sixteen would take four times as long. The KL of
-# SmolLM2-135M would be 0.0077 instead of 0.0090 after 1,400 tokens, but the same after 6,000 tokens.
+# Number of queries at the end of the prompt that mass and temperature are fitted to. Sixteen would take four times as
+# long. SmolLM2-135M's KL would be 0.0077 instead of 0.0090 after 1,400 tokens, but the same after 6,000 tokens.
 WEIGHING_QUERIES = 4
-# Number of entries from which the full attention of these queries is estimated in a long text.
+# Number of entries from which these queries' full attention is estimated, if the text is long.
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # number of adjacent entries in each sample
 
@@ -40,7 +40,7 @@ SMALLEST_MASS = 1e-30  # avoids log(0), which is replaced by `HIDDEN_LOGIT` afte
 
 
 class Residual(NamedTuple):
-    """A layer's clusters, and the factors by which each head weighs the cluster means.
+    """A layer's clusters, and each head's factors for weighing the cluster means.
 
     Attributes:
         clusters: clusters of all entries.
@@ -108,7 +108,7 @@ def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 class AttentionSums(NamedTuple):
-    """Sums over some entries, both scaled by `exp(-top logit)`.
+    """Sums over a set of entries, both scaled by `exp(-top logit)`.
 
     Attributes:
         weight: the softmax denominator, `(B, n_kv_heads, group, m, 1)`.
@@ -119,11 +119,11 @@ class AttentionSums(NamedTuple):
     value: mx.array
 
     def rescaled(self, factor: mx.array) -> AttentionSums:
-        """Return the sums for another top logit. `factor` is `exp(this top logit - the other one)`."""
+        """Return the sums for a different top logit. `factor` is `exp(old top logit - new top logit)`."""
         return AttentionSums(self.weight * factor, self.value * factor)
 
     def plus(self, weights: mx.array, values: mx.array) -> AttentionSums:
-        """Return the sums with additional entries of the given softmax weights."""
+        """Add entries with the given softmax weights, and return the new sums."""
         weight = weights.sum(axis=-1, keepdims=True)
         return AttentionSums(self.weight + weight, self.value + weights @ values)
 
@@ -156,10 +156,10 @@ class Example:
         return positions <= query_positions
 
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Yield `(spans, weight)`: spans to read together, and how many entries each of their entries represents.
+        """Yield `(spans, weight)`: spans to read together, and how many entries each entry in them represents.
 
-        In a short text, the spans cover all entries. In a long text, they cover a sample of the middle and everything
-        else.
+        In a short text, the spans cover all entries. In a long text, they cover everything outside the middle, and a
+        sample of the middle.
         """
         n_entries = self.is_read.shape[-1]
         # The middle contains the whole runs `[first_run, stop_run)`, of `SAMPLED_RUN` entries each.
@@ -197,7 +197,7 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
         entries: object with `read_keys(start, stop)` and `read_values(start, stop)`, which return
             `(B, n_kv_heads, stop - start, head_dim)`. Each block is read once, and a long text is sampled.
         clusters: clusters of all entries.
-        example: queries for which to compare the outputs.
+        example: queries whose outputs are compared.
 
     Returns: squared distances, summed over the queries, `(len(PAIRS), B, n_kv_heads, group)` float32.
     """

@@ -30,19 +30,19 @@ def best_positions(scores: mx.array, k: int, first: int = 0) -> mx.array:
     score_bits = mx.view(scores, mx.uint32)
     costs = _costs(score_bits, positions)
     lowest_costs = mx.partition(costs, k - 1, axis=-1)[..., :k]
-    return lowest_costs.astype(mx.uint32)  # the low bits, which are the positions
+    return lowest_costs.astype(mx.uint32)  # keeps the low bits, the positions
 
 
 @partial(mx.compile, shapeless=True)
 def _costs(score_bits: mx.array, positions: mx.array) -> mx.array:
     """Pack scores and positions into uint64 costs. A higher score, or a lower position among ties, costs less."""
-    # The magnitude bits of floats up to 0 increase as the float decreases.
+    # If a float is at most 0, its magnitude bits increase as it decreases.
     score_costs = mx.minimum(score_bits & MAGNITUDE_BITS, INFINITY_BITS).astype(mx.uint64)
     return (score_costs << 32) | positions
 
 
 def take_entries(buffers: Stored, positions: mx.array) -> Stored:
-    """Return the entries at `positions` `(B, n_kv_heads, n)` from keys and values, plain or quantised.
+    """Return the keys and values at `positions` `(B, n_kv_heads, n)`, plain or quantised.
 
     Buffers `(B, n_kv_heads, T, ...)` should be contiguous, or MLX will copy them.
     """

@@ -1,4 +1,4 @@
-"""The KV cache that keeps all entries, in a store between turns."""
+"""The KV cache that keeps all entries. Between turns, they are in a store."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FILES_MISSING = (
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records post-RoPE queries at positions `[first, last)`.
 
-    A plain in-memory store always has all entries. Any other store has the entries of earlier turns, which are read
-    again for each attention call, so that only one layer's entries are in memory at a time.
+    A plain in-memory store always has all entries. Any other store has the entries of earlier turns. They are read
+    again for each attention call, so only one layer's entries are in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index and the first entry, which gives the
-    shapes. `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
+    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index, and the first entry for its shapes.
+    `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
 
     Args:
         first: first position whose query is recorded.
@@ -97,8 +97,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return the keys and values of all entries."""
         entries_are_read_from_store = self._n_stored > 0
         if entries_are_read_from_store:
-            # Also evaluates the previous layer's attention, so that the entries that it has read can be freed before
-            # this layer's are read.
+            # Also evaluates the previous layer's attention, so that its entries can be freed before this layer's are
+            # read.
             mx.eval(keys, values)
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
@@ -128,7 +128,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return Entries(keys, values, voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
-        """Move all entries to the store, and return them as they are stored."""
+        """Move all entries to the store, and return them as stored."""
         self.offload()
         return self.store.all_entries()
 
@@ -153,7 +153,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.growing = KVCache()
 
     def nonempty_stores(self) -> list[Store]:
-        """Return the store and a store around `growing`, in order of position, without empty ones."""
+        """Return the store and a store that wraps `growing`, in order of position, leaving out empty ones."""
         stores: list[Store] = []
         if self._n_stored > 0:
             stores.append(self.store)
@@ -162,7 +162,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return stores
 
     def fill(self, entries: Entries) -> None:
-        """Fill this cache, which must be empty."""
+        """Fill this cache with `entries`. It must be empty."""
         if self._grows_in_store:
             self.growing.keys, self.growing.values = entries.dequantized()
             self.growing.offset = len(entries)
@@ -191,7 +191,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return create_attention_mask(N, self.offset, return_array, window_size)
 
     def size(self) -> int:
-        """Return the number of entries, which is the number of tokens."""
+        """Return the number of entries, one per token."""
         return self.offset
 
     def empty(self) -> bool:
@@ -220,12 +220,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of entries in memory, without index and means."""
+        """Return the size in bytes of entries in memory, not counting the index and means."""
         return sum(store.nbytes for store in self.nonempty_stores())
 
     @property
     def full_nbytes(self) -> int:
-        """Return the size in bytes that all entries would have in a full, unquantised cache."""
+        """Return the size in bytes of a full, unquantised cache of the same tokens."""
         if self.offset == 0:
             return 0
         first_store, *_ = self.nonempty_stores()

@@ -35,7 +35,7 @@ class TokenRanking:
         quota: how many entries a token reads, including sink and window.
 
     Attributes:
-        view: the prompt's entries, and the older entries of the answer, among which tokens choose.
+        view: the prompt's entries and the answer's older ones. Tokens choose among these.
         answer: all of the answer's entries.
         residual: cluster means of unread entries. None before `weigh_residual`, or if tokens read all entries.
         n_prompt: number of entries in the prompt.
@@ -91,7 +91,7 @@ class TokenRanking:
 
     @property
     def n_newest(self) -> int:
-        """Return the number of entries from the start of the window on, all of which every token reads."""
+        """Return the number of entries at or after the start of the window. Every token reads all of them."""
         return self.n_prompt + self.answer.offset - self.choice_stop
 
     @property
@@ -100,7 +100,7 @@ class TokenRanking:
         return 0 if self.residual is None else self.residual.clusters.n_clusters
 
     def choose(self, captured: CapturedQueries, start: int) -> mx.array:
-        """Choose one set of entries for the queries of all tokens from position `start` on.
+        """Choose one set of entries for all tokens' queries. The first token is at position `start`.
 
         Returns: positions, uint32 `(B, n_kv_heads, n_chosen)`.
         """
@@ -109,11 +109,11 @@ class TokenRanking:
         return self._best_positions(queries, self.choice_stop)
 
     def read(self, positions: mx.array | None) -> Pair:
-        """Return the keys and values that a token reads: cluster means, chosen entries, and what all tokens read.
+        """Return the keys and values that a token reads: cluster means, chosen entries, and what every token reads.
 
         Args:
             positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`. None returns only the entries that
-                all tokens read.
+                every token reads.
         """
         parts: list[Pair] = []
         gathered_positions = mx.broadcast_to(
@@ -178,7 +178,7 @@ class TokenRanking:
 
         Args:
             queries: the prompt's last queries.
-            earlier_clusters: clusters of the first entries from an earlier turn, if there are any.
+            earlier_clusters: an earlier turn's clusters of the first entries, if any.
         """
         n_choosable = self.choice_stop - self.n_sink
         reads_all_entries = self.n_chosen in (0, n_choosable)

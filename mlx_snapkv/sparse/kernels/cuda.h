@@ -1,4 +1,4 @@
-// Header of the kernels on CUDA. It defines the parts of the Metal language that the kernel bodies use. The bodies use
+// Header for the kernels on CUDA. It defines the parts of the Metal language that the kernel bodies use. The bodies use
 // `threadgroup` only to declare arrays, and `device` only in pointer types.
 #define UNROLL _Pragma("unroll")
 typedef unsigned int uint;
@@ -50,5 +50,5 @@ template <class N> __device__ inline N simd_prefix_exclusive_sum(N x) {
   return sum - x;
 }
 
-// This must come last, because __device__ is a macro whose expansion contains the word.
+// This must come last, because the expansion of the macro __device__ contains the word.
 #define device

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
 SCORE_BLOCK = 1024  # entries per block in `score`
 ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
-SCORE_GROUPS = 128  # threadgroups for `score`, each of which projects the queries again
-MAX_SPLITS = 128  # maximum number of splits of a token's items
+SCORE_GROUPS = 128  # threadgroups for `score`; each one projects the queries again
+MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
 N_PARAMS = 16  # MLX puts arrays of fewer than 8 numbers into Metal's constant memory
 NO_SINK = -1e30
@@ -55,7 +55,7 @@ Buffer = tuple[mx.array, mx.array]  # keys and values `(1, n_kv_heads, capacity,
 
 
 class Means(NamedTuple):
-    """Cluster means, and the factors by which a token weighs them.
+    """Cluster means, and the factors that weigh them.
 
     Attributes:
         keys: mean keys `(1, n_kv_heads, n_means, head_dim)`, in the queries' dtype.
@@ -93,7 +93,7 @@ def choose(
 ) -> tuple[mx.array, mx.array | None]:
     """Choose the `k` highest-scoring entries in `[first, stop)`, and count the unread entries in each cluster.
 
-    Scores are those of `KeyIndex.relevance`, in half precision. Ties go to lower positions.
+    Scores match `KeyIndex.relevance`, but in half precision. Ties go to lower positions.
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
@@ -159,7 +159,7 @@ def attend(
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
         prompt: buffers whose first `n_prompt` rows are the prompt's entries, in the queries' dtype.
-        answer: buffers of the entries from position `n_prompt` on. Ignored if `n == n_prompt`.
+        answer: buffers of the entries at or after position `n_prompt`. Ignored if `n == n_prompt`.
         scale: scale of the logits.
         n_prompt: number of entries in the prompt.
         n: total number of entries in prompt and answer.
@@ -244,7 +244,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         output_names=list(OUTPUTS[name]),
         source=_read_source(f"{name}.metal"),
         header=header(name) + _read_source("cuda.h" if on_cuda else "metal.h"),
-        ensure_row_contiguous=True,  # copies non-contiguous views, but no whole buffers
+        ensure_row_contiguous=True,  # copies non-contiguous views, but not whole buffers
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
 
@@ -294,7 +294,7 @@ def make_params(
 
 
 def _divide_into_splits(n_items: int) -> tuple[int, int]:
-    """Return the number of items per split, which is a multiple of `ATTEND_BLOCK`, and the number of splits."""
+    """Return the number of items per split (a multiple of `ATTEND_BLOCK`) and the number of splits."""
     blocks_per_split = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
     items_per_split = ATTEND_BLOCK * blocks_per_split
     return items_per_split, math.ceil(n_items / items_per_split)

@@ -1,4 +1,4 @@
-"""Self-test that compares the GPU kernels with the plain path on this machine before they are used."""
+"""Self-test that compares the GPU kernels with the plain path on this machine before using them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
 def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Return the reason why the kernels are not used for a shape and dtype, or None if they pass the self-test.
+    """Return why the kernels are not used for a shape and dtype, or None if they pass the self-test.
 
     The test runs once per process for each shape and dtype, and never raises an error.
 
@@ -51,7 +51,7 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
 
 @lru_cache(None)
 def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
-    """Run the self-test, and return the reason if it fails, otherwise None."""
+    """Run the self-test, and return why it failed, or None if it passed."""
     try:
         return describe_difference(head_dim, group, dtype)
     except Exception as error:  # raised by the compiler or the device
@@ -114,7 +114,7 @@ class _Case:
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)
-        # Imitate real keys, whose channels differ in magnitude and which all share a component.
+        # Imitate real keys. Their channels differ in magnitude, and all keys share a component.
         channel_sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
         self.prompt = _buffers(channel_sizes, N_PROMPT, dtype, seeds[2])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def why_plain_path(ranking: TokenRanking, queries: mx.array) -> str | None:
-    """Return the reason why the kernels can't compute the attention of these queries, or None if they can.
+    """Return why the kernels can't compute the attention of these queries, or None if they can.
 
     Args:
         ranking: chooses the entries that the queries read.

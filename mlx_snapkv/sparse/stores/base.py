@@ -1,4 +1,4 @@
-"""Base classes for stores, which keep a layer's entries, and the registry of stores."""
+"""Base classes for the stores that keep a layer's entries, and the registry of stores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class EntryView(ABC):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)`, or None unless plain and in memory."""
+        """Return the whole buffers `(B, n_kv_heads, capacity, head_dim)` of plain entries in memory, otherwise None."""
         return None
 
     @abstractmethod
@@ -41,7 +41,7 @@ class EntryView(ABC):
         return unpack(self.stored(which, start, stop), self.quantization)
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
-        """Return the dequantised keys and values of entries `[start, stop)`, by default of all entries."""
+        """Return the dequantised keys and values of entries `[start, stop)`, or of all entries by default."""
         stop = self.n_entries if stop is None else stop
         return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
@@ -85,7 +85,7 @@ class Store(EntryView):
         return False
 
     def all_entries(self) -> Entries:
-        """Return all entries as they are stored."""
+        """Return all entries as stored."""
         keys = self.stored(KEYS, 0, self.n_entries)
         values = self.stored(VALUES, 0, self.n_entries)
         return Entries(keys, values, quantization=self.quantization)
@@ -104,13 +104,13 @@ class JoinedView(EntryView):
     """Several views of successive entries, read as one.
 
     Attributes:
-        limit: number of entries that this view includes; None includes all.
+        limit: number of entries in this view. None includes all.
     """
 
     limit: int | None = None
 
     def __init__(self, views: Sequence[EntryView]):
-        """Join views, given in order of position."""
+        """Join views that are in order of position."""
         self._views: list[Any] = list(views)
 
     @property
@@ -126,7 +126,7 @@ class JoinedView(EntryView):
 
     @property
     def make_spill(self) -> MakeSpill | None:  # type: ignore[override]
-        """Return the first view's function for creating spill files, or None if all entries are in memory."""
+        """Return the first `make_spill` among the views, or None if all entries are in memory."""
         functions = (view.make_spill for view in self._views)
         return next((make_spill for make_spill in functions if make_spill is not None), None)
 

@@ -71,7 +71,7 @@ class Layout:
 
 
 class EntryFile:
-    """An open file with a layer's keys or values, which is closed when this object is deleted.
+    """An open file with a layer's keys or values. It is closed when this object is deleted.
 
     Attributes:
         n_rows: number of tokens in the file.
@@ -181,7 +181,7 @@ class SavedFile(EntryFile):
         return rows
 
     def _verify_checksums(self, rows: np.ndarray, pieces: np.ndarray) -> None:
-        """Verify the checksums of some pieces. Raises: EntryFileError: a checksum does not fit."""
+        """Verify the checksums of the given pieces. Raises: EntryFileError: a checksum does not match."""
 
         def checksum(piece: int) -> int:
             piece_rows: Any = rows[piece * self._piece : (piece + 1) * self._piece]
@@ -201,7 +201,7 @@ class SavedFile(EntryFile):
             )
 
     def _require_size(self, n_bytes: int) -> None:
-        """Check that the file has exactly the bytes of its `n_rows` rows. Raises: EntryFileError: it does not."""
+        """Check that the file is exactly `n_rows` rows long. Raises: EntryFileError: it is not."""
         file_size = self._file_size
         expected_size = self.n_rows * self.layout.token_bytes
         if file_size != expected_size:
@@ -241,7 +241,7 @@ class _FilePair(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: no file is a saved one, and none has more entries than this pair."""
+        """Return whether entries can be appended. No file may be a saved one, or have more entries than this pair."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -278,7 +278,7 @@ class FileStore(JoinedView, Store):
         first_entry: tuple[mx.array, mx.array] | None = None,
         folder: str | None = None,
     ):
-        """Start with the `n_entries` entries of saved files, if any. The first `append` creates further files."""
+        """Start with the `n_entries` entries of saved files, if any. The first `append` creates new files."""
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
@@ -339,7 +339,7 @@ class FileStore(JoinedView, Store):
 
     @property
     def first_entry(self) -> tuple[mx.array, mx.array] | None:  # type: ignore[override]
-        """Return the first entry's key and value, which may be read from files, or None if the store is empty."""
+        """Return the first entry's key and value, or None if the store is empty. This may read the files."""
         if self._first_entry is None and self.n_entries:
             return self.entries(0, 1)
         return self._first_entry
