@@ -35,8 +35,8 @@ from ..planning.request_plan import Plan, plan_compression
 from ..planning.settings import resolve_compress
 from .report import CompressionReport
 
-# Called as `on_kept(layer, positions, votes)`. `positions` `(B, n_kv_heads, n)` are the positions of the layer's kept
-# entries, in ascending order. `votes` has the same shape; it is None if nothing voted.
+# Called as `on_kept(layer, positions, votes)`. `positions` lists the positions of the layer's kept entries in ascending
+# order and has shape `(B, n_kv_heads, n)`. `votes` has the same shape, or is None if nothing voted.
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
@@ -91,8 +91,7 @@ def compress_prompt_cache(
         note_choices(choices, layers, prompt_cache, report)
         for layer, choice in zip(layers, choices):
             put_compressed_cache(layer, prompt_cache, plan, choice)
-            # Every layer still has its full cache in memory. Evaluate now, so that this layer's is freed before the
-            # next layer is compressed.
+            # Evaluate now to free this layer's full cache before the next layer is compressed.
             mx.eval(layer.cache_in(prompt_cache).state)
     return report
 
@@ -185,7 +184,7 @@ def _split_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
-    """Split a layer's entries into prompt entries, which the policy scores, and entries of answer tokens."""
+    """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
     cache = layer.layer_cache_in(caches)
     obs_window = plan.decode_policy.obs_window
     entries = cache.held(plan.n_voters if obs_window else 0)
@@ -251,7 +250,7 @@ def _compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None,
 ) -> EvictingCache:
-    """Build a cache with the chosen prompt entries and all entries of answer tokens."""
+    """Build a cache with the chosen prompt entries and all answer entries."""
     prefill_cache = layer.cache_in(caches)
     policy = plan.decode_policy
     prompt_entries, answer_entries = _split_entries(layer, caches, plan)
@@ -263,7 +262,7 @@ def _compressed_cache(
         kept_entries.received_attention,
         answer_entries.stored_keys,
     )
-    # After the keys, to lower peak memory.
+    # Evaluate values after keys, to lower peak memory.
     mx.async_eval(kept_entries.stored_values, answer_entries.stored_values)
     prompt_entries.release()
     if on_kept is not None:
@@ -282,7 +281,7 @@ def _compressed_cache(
 
 
 def _quantized(entries: Entries, plan: Plan) -> Entries:
-    """Quantise entries as the request asks. By default, their quantisation is left unchanged."""
+    """Quantise entries as configured. By default, their quantisation is left unchanged."""
     return entries.with_quantization(plan.config.quantization or entries.quantization)
 
 

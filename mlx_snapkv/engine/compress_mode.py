@@ -15,14 +15,14 @@ from .report import CompressionReport
 
 @final
 class PolicyMode:
-    """The mode of a request whose policy evicts entries.
+    """The mode for requests with a policy that evicts entries.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caller's prompt cache, which is empty or contains earlier turns.
-        pieces: calls the model on pieces of a chunk whose scores fit in memory.
+        pieces: calls the model, and splits chunks whose scores would not fit in memory.
         on_kept: called for each layer with the kept entries.
     """
 
@@ -40,7 +40,7 @@ class PolicyMode:
         self.layers = layers
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
-        # Under schedule="block", each chunk fits between two evictions and is not split.
+        # Chunks fit between evictions if schedule="block", so they are not split.
         self._call: Any = model if plan.config.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
@@ -66,7 +66,7 @@ class PolicyMode:
 
 
 def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
-    """Explain why no prompt entry was evicted under schedule="block". Return None if any were."""
+    """With schedule="block", explain why no prompt entries were evicted. In all other cases, return None."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)

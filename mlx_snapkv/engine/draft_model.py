@@ -36,7 +36,7 @@ class DraftedAnswer:
     """The answer to a request with a draft model. Only the main model's cache is compressed.
 
     Attributes:
-        options: mlx-lm's keywords. `prompt_cache` lists the main model's caches, then the draft model's.
+        options: mlx-lm's keyword arguments. `prompt_cache` has the main model's caches first, then the draft model's.
 
     Raises: SnapKVError: a layer's cache can't be trimmed.
     """
@@ -95,7 +95,7 @@ class DraftedAnswer:
     def _main_then_drafted(
         self, main_responses: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield the main model's responses until its cache is compressed, then those of the speculative loop."""
+        """Yield the main model's responses until its cache is compressed, then the speculative loop's."""
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
@@ -114,7 +114,7 @@ class DraftedAnswer:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
         Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`. Both models
-        must have read every token before that one.
+        must have read every token before it.
 
         Args:
             earlier: the responses so far, decoded by the main model alone.
@@ -123,7 +123,7 @@ class DraftedAnswer:
         *fed_tokens, last_token = earlier_tokens
         latest = earlier[-1]
         for cache in layer_caches(self._main_caches):
-            cache.trim(1)  # mlx-lm's loop has already fed one token more
+            cache.trim(1)  # mlx-lm's loop has already fed one more token
         started = time.perf_counter()
         if fed_tokens:
             self._feed_draft_model(mx.array(fed_tokens))
@@ -207,7 +207,7 @@ def _require_none(role: str, model, untrimmable: list) -> None:
 
 
 class ContinuedTokenizer(TokenizerWrapper):
-    """A tokenizer with a single detokenizer, whose text continues across several calls to mlx-lm.
+    """A tokenizer that keeps one detokenizer, so that its text continues across calls to mlx-lm.
 
     Args:
         tokenizer: a tokenizer, or an mlx-lm `TokenizerWrapper`.

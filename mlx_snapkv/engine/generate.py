@@ -43,7 +43,7 @@ def generate_step(
     Args:
         prompt: token ids, `(T,)`.
         model: an mlx-lm model.
-        snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string. True is the same as policy="auto".
+        snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string. True means policy="auto".
         policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto" picks the setting that
             docs/choose.md recommends for this prompt and machine.
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`

@@ -1,4 +1,4 @@
-"""Model wrappers that hook into the model calls of mlx-lm's generation loops."""
+"""Model wrappers that intercept the model calls in mlx-lm's generation loops."""
 
 import contextlib
 import math
@@ -55,7 +55,7 @@ class RequestModel(WrappedModel):
 
 
 class SplittingModel(WrappedModel):
-    """A model that splits calls at evictions, so that the result is the same as feeding one token at a time."""
+    """A model that splits calls at evictions, so that the result matches feeding one token at a time."""
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Call the model once for each span between evictions, and return all logits `(1, L, vocab_size)`."""
@@ -72,7 +72,7 @@ class SplittingModel(WrappedModel):
 
 
 def _n_until_eviction(cache: LayerCache) -> float:
-    """Return how many tokens fit before the next eviction, or after it if it is already due."""
+    """Return how many tokens fit before the next eviction. If one is due now, return how many fit after it."""
     return cache.room if cache.room > 0 else cache.block
 
 
@@ -110,7 +110,7 @@ class Evaluation:
         self._n_layers = 1
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
-        """Evaluate all caches. Call `on_layers` with the number of layers done after each group but the last."""
+        """Evaluate all caches. After each group but the last, call `on_layers` with the number of layers done."""
         n_done = 0
         while n_done < len(cache):
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Switches between sparse and full attention during an answer, whichever is faster on this machine."""
+"""Chooses between sparse and full attention during an answer, depending on which is faster on this machine."""
 
 from collections import deque
 from statistics import median
@@ -11,8 +11,7 @@ N_SKIPPED = 2
 N_MEASURED = 6  # the time per token is the median of this many tokens
 MAX_TIME_RATIO = 0.97  # sparse tokens must take less than this fraction of the full cache's time
 # The slower mode is retried once the text has grown by a factor of `RETRY_GROWTH`. If it takes at most `RETRY_RATIO`
-# times as long as the faster one, it is retried earlier: after `FIRST_GAP` tokens, and then after twice as many each
-# time.
+# times as long as the faster one, it is retried sooner: after `FIRST_GAP` tokens, with the gap doubling each time.
 RETRY_RATIO = 1.25
 FIRST_GAP = 256
 RETRY_GROWTH = 1.5
@@ -21,18 +20,18 @@ RETRY_GROWTH = 1.5
 class Pace:
     """Decides from token times whether the next answer tokens read all entries or only a few.
 
-    A few tokens are decoded in each mode, shortly after one another, and the times are compared. No entry is evicted,
-    so the answer can switch modes at any token.
+    A few tokens are decoded in each mode in quick succession, and their times are compared. Nothing is evicted, so the
+    answer can switch modes at any token.
 
     Args:
         n_prompt: prompt length in tokens.
-        tokens_to_repay_setup: number of sparse tokens that it takes to make up for building the index and the means.
-            Sparse attention is first tried after this many tokens. This way, an answer of any length takes at most
-            twice as long as it would with the better mode.
+        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
+            attention is first tried after this many tokens. That way, an answer of any length takes at most twice as
+            long as it would in the better mode.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
-        seconds: latest time per token, by value of `reads_all`. Modes that were not measured are missing.
+        seconds: latest time per token, keyed by `reads_all`. Modes that have not been measured are omitted.
     """
 
     def __init__(self, n_prompt: int, tokens_to_repay_setup: float = 0):
@@ -41,7 +40,7 @@ class Pace:
         self.seconds: dict[bool, float] = {}
         self._n_tokens = n_prompt
         self._lengths: dict[bool, int] = {}  # text length in tokens when `seconds` was measured
-        # Number of tokens before the other mode is tried.
+        # Number of tokens until the other mode is tried.
         self._n_until_trial = max(
             FIRST_TOKENS, int(min(tokens_to_repay_setup, self._max_until_trial()))
         )
@@ -108,11 +107,11 @@ class Pace:
         return self.prefers_all != self.reads_all
 
     def _max_until_trial(self) -> int:
-        """Return the number of tokens after which the other mode is tried at the latest."""
+        """Return the maximum number of tokens until the other mode is tried."""
         return int(self._n_tokens * (RETRY_GROWTH - 1))
 
     def _plan_next_trial(self) -> None:
-        """Schedule the next trial, which is earlier if the two modes take about equally long."""
+        """Schedule the next trial. It comes sooner if the two modes are about equally fast."""
         self._n_until_trial = self._max_until_trial()
         faster_seconds, slower_seconds = min(self.seconds.values()), max(self.seconds.values())
         if slower_seconds <= RETRY_RATIO * faster_seconds:

@@ -14,7 +14,7 @@ from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-MAX_PAIR_BYTES = 3 * 4  # upper bound on score bytes per query, entry and head
+MAX_PAIR_BYTES = 3 * 4  # upper bound on score bytes per query-entry pair and head
 
 
 class Pieces:

@@ -1,4 +1,4 @@
-"""Prefill without generation, to decode with mlx-lm or to ask questions about a text later."""
+"""Prefill without generation, for decoding with mlx-lm or for asking questions about a text later."""
 
 import importlib
 from collections.abc import Sequence
@@ -150,7 +150,7 @@ def _decode_voters(model, prompt_cache: list, next_logprobs: mx.array, n_tokens:
     ]
     caches_before = CacheCopy(full_caches)
     first_token = mx.argmax(next_logprobs, axis=-1)
-    # mlx-lm's loop also feeds the last token it yields, so ask for one less.
+    # mlx-lm's loop also feeds the last token it yields, so ask for one fewer.
     n_to_yield = n_tokens - 1
     for _ in mlx_generate.generate_step(
         first_token, model, max_tokens=n_to_yield, prompt_cache=prompt_cache

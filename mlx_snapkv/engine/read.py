@@ -18,16 +18,16 @@ from .reading_pace import ReadingPace
 def prefill_caches(
     plan: Plan, layers: list[AttentionLayer], prompt_cache: list, pace: ReadingPace | None = None
 ) -> list:
-    """Create the caches for mlx-lm's loop to read a prompt, which continues the earlier turns in `prompt_cache`.
+    """Create the caches that mlx-lm's loop reads a prompt into. They continue the earlier turns in `prompt_cache`.
 
     With a policy, these are new caches, so the caller's caches stay unchanged until compression. With sparse attention,
-    the caller's caches store all entries, and sparse chunks choose among those.
+    the caller's caches store all entries, and sparse chunks choose from them.
 
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caller's caches, which are empty or contain earlier turns.
-        pace: if the plan has `sparse_reading`, decides which chunks are sparse.
+        pace: decides which chunks are sparse, if the plan has `sparse_reading`.
     """
     if plan.sparse is None:
         return _evicting_caches(plan, layers, prompt_cache)
@@ -39,7 +39,7 @@ def prefill_caches(
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
             view = FullView([stored.store], layer)
-            # Computing page means reads all keys, so for entries in files they are stored for later turns.
+            # Computing page means reads all keys. If the keys are in files, store the means for later turns.
             means = stored.page_means if stored.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last_reach, reading.last_from, pace.chooses
@@ -80,7 +80,7 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """Create a cache for `n_new` tokens that evicts, accumulates attention, or continues a compressed turn."""
+    """Create a cache that evicts, accumulates attention or continues a compressed turn, for `n_new` tokens."""
     policy = plan.prefill_policy
     quota = plan.prefill_quota
     evicts_once = not plan.config.evicts_in_blocks
@@ -92,7 +92,7 @@ def _block_cache(
         are_quantised = earlier_entries.quantization is not None
         if evicts_once:
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
-    # Entries that are not quantised yet are quantised only once, at compression.
+    # If entries are evicted only once, they are quantised at that point, unless they already are.
     is_quantised_later = evicts_once and not are_quantised
     block_cache = BlockKVCache(
         policy,

@@ -1,4 +1,4 @@
-"""Switches between sparse and full attention during prefill, whichever is faster on this machine."""
+"""Chooses between sparse and full attention during prefill, depending on which is faster on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .pace import MAX_TIME_RATIO
 
 RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# Values of `chooses` for which this process has already read a chunk. The first chunk of each kind includes
+# Kinds of chunks (values of `chooses`) that this process has already read. The first chunk of each kind includes
 # compilation, so it is not measured.
 compiled: set[bool] = set()
 
@@ -41,7 +41,7 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
-        recorded: the speed record, which a conversation turn relies on until it has measured a chunk itself.
+        recorded: the speed record. Later turns of a conversation rely on it until they have measured a chunk.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -70,12 +70,12 @@ class ReadingPace:
             self._is_sparse_faster = bool(
                 recorded.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
             )
-        self._next_trial_from = 0  # position of the first chunk that may be tried next
+        self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:
-        """Return whether a chunk that starts at position `start` chooses, if there are enough entries.
+        """Return whether the chunk that starts at position `start` chooses entries, provided there are enough.
 
-        If a chunk is read in pieces, all pieces are treated alike.
+        If a chunk is read in pieces, all of them are treated alike.
         """
         if not self._adapts:
             return True
@@ -87,7 +87,7 @@ class ReadingPace:
         return self._is_sparse_faster or self._is_trial(start)
 
     def _is_trial(self, start: int) -> bool:
-        """Return whether a chunk that starts at position `start` tries whether choosing is faster."""
+        """Return whether the chunk that starts at position `start` is a trial, to see if choosing is faster."""
         is_whole_chunk = start + CHUNK_SIZE <= self._last_from
         return self._full_seconds is not None and is_whole_chunk and start >= self._next_trial_from
 

@@ -22,7 +22,7 @@ ENDED_IN_BLOCKS = (
 
 @dataclass
 class CompressionReport:
-    """The outcome of compression or sparse attention in one request.
+    """The outcome of compression or sparse attention for one request.
 
     If several Macs share the model, all numbers are for this Mac only.
 
@@ -31,22 +31,22 @@ class CompressionReport:
         prompt_tokens: length of the whole prompt in tokens.
         reason: why nothing was compressed, and what to change. None if entries were evicted or are read sparsely.
         entries_kept: entries per KV head in each layer of the model. None for layers without a KV cache.
-        kv_bytes_before: size of all tokens' entries at compression, including entries that were already evicted.
+        kv_bytes_before: size of all tokens' entries at compression, including any that were already evicted.
         kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
             it except `kv_bytes_staying`.
         kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
         file_bytes: size of the entries in files.
         kv_dtype: type of the entries after compression, such as "float16" or "8 bits".
-        block: if the answer evicts in blocks, number of tokens that fit in the cache on top of the kept entries.
-        attention_share: if queries vote, share of their attention that went to the kept entries, 0 to 1 in each layer.
+        block: if the answer evicts in blocks, how many tokens fit in the cache besides the kept entries.
+        attention_share: share of the voters' attention that went to the kept entries, by layer. None without voters.
         prefill_seconds: time from the first chunk to compression.
         selection_seconds: time for scoring, ranking and copying, including evictions during prefill.
         read_per_chunk: largest number of earlier entries per KV head that a prompt chunk chose to read. None if chunks
             read all entries.
         read_per_token: largest number of entries per KV head that an answer token chooses to read. None if tokens do
             not choose.
-        read_all: runs of answer tokens that read all entries, if other tokens choose. Each run is a pair of the first
-            and last token, counted from 1. The last token is None if the run lasts to the end of the answer.
+        read_all: runs of answer tokens that read all entries, if other tokens choose. Each run is a `[first, last]`
+            pair of tokens, counted from 1. `last` is None if the run lasts to the end of the answer.
         means: largest number of cluster means that a token reads in place of unread entries. 0 without means.
         plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no token
             chooses.
@@ -79,7 +79,7 @@ class CompressionReport:
 
     @classmethod
     def of_full_cache(cls, plan: Plan) -> CompressionReport:
-        """Create the report of a prompt that is left to mlx-lm."""
+        """Create the report for a prompt that is left to mlx-lm."""
         return cls(str(plan.config.setting or NO_POLICY), plan.n_prompt, plan.reason)
 
     @property
@@ -109,7 +109,7 @@ class CompressionReport:
         return warnings
 
     def _speed_warning(self) -> str | None:
-        """Return a warning if tokens were slower after compression, or None."""
+        """Return a warning if tokens were slower after compression, otherwise None."""
         if not self.full_token_seconds or not self.token_seconds:
             return None
         speed_ratio = self.full_token_seconds / self.token_seconds
@@ -159,7 +159,7 @@ class CompressionReport:
     def memory_text(self) -> str:
         """Describe the KV memory before and after compression, and where unread entries stay.
 
-        Buffers may be larger than the kept entries need, which the text points out.
+        Also say if the buffers are larger than the kept entries need.
         """
         room = ""
         if self._has_room_for_more:

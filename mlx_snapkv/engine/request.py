@@ -41,21 +41,20 @@ class Request:
     """A request that is compressed or uses sparse attention.
 
     mlx-lm's `generate_step` runs on the request's `model` and `caches`. It looks up the elements of `caches` at every
-    step, so `compress` can replace them between two steps.
+    step, so `compress` can replace them between steps.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
-        prompt_cache: the caller's prompt cache, which is empty or contains the full or compressed entries of earlier
-            turns.
-        on_kept: called for each layer with the entries that a policy keeps.
+        prompt_cache: the caller's prompt cache. It is empty or contains earlier turns, compressed or not.
+        on_kept: called for each layer with the kept entries.
 
     Attributes:
         model: the model to pass to mlx-lm's loop.
         caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the
             caches for decoding.
         is_compressed: whether `compress` has replaced the caches.
-        report: the report, which `compress` fills in.
+        report: the report. `compress` fills it in.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Request:
 
     @property
     def caches_so_far(self) -> list:
-        """Return the caches with the tokens read so far, from which another request can continue."""
+        """Return the caches with the tokens read so far. Another request can continue from them."""
         return self.prompt_cache if self.plan.sparse is not None else self.caches
 
     @contextlib.contextmanager
@@ -98,7 +97,7 @@ class Request:
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model for mlx-lm's loop on prompt or answer tokens `(1, L)`, and return the logits."""
+        """Call the model on prompt or answer tokens `(1, L)` for mlx-lm's loop, and return the logits."""
         if not self.is_compressed:
             return self._mode.read(inputs, cache)
         return self._model(inputs, cache=cache)
@@ -123,12 +122,12 @@ class Request:
         return self.report
 
     def use_full_attention(self) -> None:
-        """Make the next tokens of a sparse answer read all entries, until `compress` is called again."""
+        """Make the tokens of a sparse answer read all entries until `compress` is called again."""
         assert self._sparse_mode is not None
         self._sparse_mode.use_full_attention(self.caches)
 
     def tokens_to_repay_setup(self) -> float:
-        """Estimate from this machine's speed record how many answer tokens make up for building the index.
+        """Estimate how many answer tokens it takes to make up for building the index, from the speed record.
 
         Return 0 for later turns of a conversation, which only extend the index.
         """
@@ -138,7 +137,7 @@ class Request:
         return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 
     def record_speed(self, answer: Sequence[Measurement] = ()) -> None:
-        """Add the measured times of prompt chunks and of the answer to this machine's speed record."""
+        """Add the measured chunk and answer times to this machine's speed record."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
         chunks = [] if pace is None else pace.measurements
@@ -167,9 +166,9 @@ def make_request(
     Args:
         model: an mlx-lm model.
         plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
-        prompt_cache: the prompt cache that was planned for. By default, a new one is created.
+        prompt_cache: the prompt cache that the plan was made for. By default, a new one is created.
         owned: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
-        on_kept: called for each layer with the entries that a policy keeps.
+        on_kept: called for each layer with the kept entries.
 
     Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """

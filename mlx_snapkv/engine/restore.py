@@ -1,4 +1,4 @@
-"""Rolls back a prompt cache, by trimming it if it only grows, or else by restoring a copy."""
+"""Rolls back a prompt cache. A cache that only grows is trimmed; any other is restored from a copy."""
 
 from ..caches.layers import all_caches, kv_bytes, layer_caches
 

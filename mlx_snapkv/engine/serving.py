@@ -1,4 +1,4 @@
-"""Serves a request with mlx-lm's generators, and compresses the prompt cache between two of their steps."""
+"""Serves a request with mlx-lm's generators, and compresses the prompt cache between steps."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
 
-MIN_TIMED = 8  # minimum number of tokens for a mean time to be reported
+MIN_TIMED = 8  # minimum number of timed tokens for reporting a mean
 
 
 def serve(
@@ -43,7 +43,7 @@ def serve(
 ) -> Iterator[Any]:
     """Start a request, and return an iterator over the items that `start(model, **options)` yields.
 
-    The cache is compressed between two steps of mlx-lm's iterator.
+    The cache is compressed between steps of mlx-lm's iterator.
 
     If the request fails before the first item, the caller's prompt cache is unchanged. With a policy, the prompt is
     read into separate caches. With sparse attention, `_all_or_nothing` restores the cache. Conversations restore their
@@ -55,9 +55,9 @@ def serve(
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
         config: the config. If it has `turns`, `options` must contain the conversation's prompt cache.
-        on_report: called with the `CompressionReport`, if given.
+        on_report: called with the `CompressionReport`. May be None.
         options: mlx-lm's keyword arguments for `start`.
-        on_kept: called for each layer with the entries that a policy keeps.
+        on_kept: called for each layer with the kept entries.
     """
     start = with_pacing(start)
     callback = on_report or (lambda report: None)
@@ -107,8 +107,8 @@ def require_servable(model, config: CompressionConfig) -> None:
 def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's iterator for a request that is not compressed.
 
-    The prompt cache may still evict, if an earlier request compressed it. In that case calls are split at evictions,
-    and the queries that vote are recorded.
+    The prompt cache may still evict, if an earlier request compressed it. In that case, calls are split at evictions,
+    and voting queries are recorded.
 
     Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """
@@ -141,9 +141,9 @@ def _answer(
 def _adaptive_answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback
 ) -> Iterator[Any]:
-    """Yield the items of a sparse answer, which falls back to full attention whenever that is faster.
+    """Yield the items of a sparse answer, falling back to full attention whenever that is faster.
 
-    The index is built when sparse attention is first tried, so short answers never need one.
+    The index is built when sparse attention is first tried, so short answers never need it.
     """
     pace = Pace(request.plan.n_prompt, request.tokens_to_repay_setup())
     builds_index = request.plan.n_earlier == 0  # later turns only extend it
@@ -199,7 +199,7 @@ def _switch_attention(
 def _end_adaptive(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
-    """Add a sparse answer to the speed record. If it never switched to sparse attention, report on it now."""
+    """Add measurements to the speed record. If the answer never switched to sparse attention, report on it now."""
     request.record_speed(measurements)
     if request.is_compressed:
         return
@@ -226,7 +226,7 @@ def _compressed_answer(
     By then, mlx-lm has already fed this token to the model.
 
     Args:
-        items: mlx-lm's iterator on the request's model and caches.
+        items: mlx-lm's iterator, running on the request's model and caches.
         request: the request. Its prompt has not been read yet.
         on_report: called with the report.
         will_use_cache: whether the caller will use the cache again. If so, it is compressed even if the answer ends or
@@ -289,7 +289,7 @@ class _TimedItems(Iterator[Any]):
 
     @property
     def mean_seconds(self) -> float | None:
-        """Return the mean seconds per item, without the first one. Return None for fewer than `MIN_TIMED` items."""
+        """Return the mean seconds per item, excluding the first. Return None for fewer than `MIN_TIMED` items."""
         n_timed = self._n_items - 1
         return self._total_seconds / n_timed if n_timed >= MIN_TIMED else None
 

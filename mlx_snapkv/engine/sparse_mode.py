@@ -31,17 +31,17 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """The mode of a request with sparse attention.
+    """The mode for requests with sparse attention.
 
     Args:
         model: the mlx-lm model.
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: the caches that store all entries.
-        pieces: calls the model on pieces of a chunk whose scores fit in memory.
+        pieces: calls the model, and splits chunks whose scores would not fit in memory.
 
     Attributes:
-        pace: decides which prompt chunks choose entries. None if all chunks read all entries, as with read="dense".
+        pace: decides which prompt chunks choose entries. None if every chunk reads all entries, as with read="dense".
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SparseMode:
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
-        A sparse chunk is split into parts, each of which chooses its own entries. The pace stops timing a part at the
-        start of the next one, because only then has the part been evaluated.
+        A sparse chunk is split into parts, and each part chooses its entries separately. The pace stops timing a part
+        when the next one starts, because the part has not been evaluated before then.
         """
         if self.pace is None:
             return self._call_in_pieces(inputs, cache)
@@ -89,7 +89,7 @@ class SparseMode:
             inputs = inputs[:, n_tokens:]
 
     def _part_size(self, start: int, n_left: int) -> int:
-        """Return how many of the `n_left` tokens from position `start` on choose entries together.
+        """Return how many of the next `n_left` tokens, starting at position `start`, choose entries together.
 
         The prompt's last tokens all choose together.
         """
@@ -98,7 +98,7 @@ class SparseMode:
         return min(n_left, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n_left
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace `caches` with caches whose tokens choose among all entries. Nothing is evicted."""
+        """Replace `caches` with caches that let tokens choose among all entries. Nothing is evicted."""
         self._require_no_nan()
         if report.read_per_token is None:
             self._note_chunks(caches, report)
@@ -107,7 +107,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # Borrowing layers receive this layer's entries as arrays, so its tokens have to read all of them.
+            # Borrowing layers receive this layer's entries as arrays, so here every token has to read all of them.
             if layer.borrowers:
                 stored = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored.stored_entries().with_quantization(None)))
@@ -126,7 +126,7 @@ class SparseMode:
     def use_full_attention(self, caches: list) -> None:
         """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
 
-        The next tokens read all entries, until `compress` is called again.
+        From then on, tokens read all entries until `compress` is called again.
         """
         # Evaluate pending reads first. Otherwise the next write would have to copy the array.
         mx.eval([cache.state for cache in caches])
@@ -144,10 +144,10 @@ class SparseMode:
         self._prompt_cache[:] = caches
 
     def finish(self, prefill_caches: list, report: CompressionReport) -> None:
-        """Move all entries to the store, and fill in the report of an answer that read all entries.
+        """Move all entries to the store, and fill in the report for an answer that read all entries.
 
         Args:
-            prefill_caches: the caches on which the prompt was read.
+            prefill_caches: the caches that the prompt was read into.
             report: the report to fill in.
         """
         stored_caches = self._prompt_cache
@@ -206,7 +206,7 @@ class SparseMode:
         return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_chunks(self, prefill_caches: list, report: CompressionReport) -> None:
-        """Record how many earlier entries a chunk read, if chunks chose."""
+        """Record how many earlier entries a chunk read, if chunks chose entries."""
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing_layers[0].cache_in(prefill_caches).n_read
 

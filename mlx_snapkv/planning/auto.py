@@ -24,7 +24,7 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 def _evicting_within(budget: int) -> CompressionConfig:
-    """Return a config whose prefill keeps the prompt within `budget`, and whose answer reads a quarter of it."""
+    """Return a config that keeps at most `budget` entries during prefill, and a quarter of that for the answer."""
     return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
@@ -38,7 +38,7 @@ SMALL_BUDGET = _evicting_within(8192)
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
 TYPICAL_PROMPT = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
-# Candidates for each task, from the best answers to the least memory. In a conversation, later questions may need any
+# Candidates for each task, ordered from best answers to least memory. In a conversation, later questions may need any
 # entry, so settings that keep all entries come first.
 SMALLER_BUDGETS = tuple(map(_evicting_within, (4096, 2048, 1024, 512)))
 EVICTING = (SNAPKV, SMALL_BUDGET, *SMALLER_BUDGETS)
@@ -49,21 +49,22 @@ CANDIDATES = {
 }
 # Fraction of the usable memory that a request with a full cache may take. Other programs need the rest.
 FULL_CACHE_SHARE = 0.75
-# Sparse attention must take less than this fraction of the full cache's time for a prompt and `MAX_TOKENS` more tokens.
+# For a prompt and `MAX_TOKENS` answer tokens, sparse attention must take less than this fraction of the full cache's
+# time.
 MAX_TIME_RATIO = 0.95
 
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """A request for which `policy="auto"` chooses a setting.
+    """A request that `policy="auto"` chooses a setting for.
 
     Attributes:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
         may_be_sparse: whether "auto" may choose sparse attention.
-        required_sparse: sparse attention that the user requires, or None. If given, `may_be_sparse` has no effect.
+        required_sparse: the sparse attention that the user requires, or None. If set, `may_be_sparse` has no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
-        kv_memory: limit on the size of the entries in bytes.
+        kv_memory: KV memory limit in bytes.
         speed: this machine's speed record for sparse attention in memory.
     """
 
@@ -128,7 +129,7 @@ class Recommendation(NamedTuple):
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Wrap `on_report` so that the recommendation, if there is one, is added to the report first."""
+    """Wrap `on_report` so that the recommendation, if any, is added to the report first."""
 
     def explain_and_report(report: Any) -> None:
         if recommendation is not None:
@@ -201,9 +202,9 @@ def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
-    """Return the candidates that would change how a prompt is read, best first.
+    """Return the supported candidates that would have an effect, best first.
 
-    For short prompts, the full cache comes before all others.
+    For short prompts, the full cache comes first.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -229,7 +230,7 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
 
 
 def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) -> str:
-    """Explain why `config`, the first candidate for a prompt of `n_prompt` tokens, is the best."""
+    """Explain why the first candidate, `config`, is the best for a prompt of `n_prompt` tokens."""
     if config.setting is None and n_prompt < MIN_TOKENS_TO_EVICT:
         return f"at {n_prompt:,} tokens reading all entries costs little"
     if config.setting is None:
@@ -243,14 +244,14 @@ def _why_best(config: CompressionConfig, n_prompt: int, request: AutoRequest) ->
             "full cache's time"
         )
     where = "stay in files" if in_files(config.store) else "fit in memory"
-    bits = re.search(r"(\d+)bit", config.store or "")  # such as "4bit"
+    bits = re.search(r"(\d+)bit", config.store or "")  # e.g. "4bit"
     if bits is not None:
         where += f" in {bits[1]} bits"
     return f"all entries {where}, so that every token can choose which few it reads"
 
 
 def _why_not_best(best: _Candidate, usable: int, kv_limit: int) -> str:
-    """Explain why the best candidate is not recommended: how much memory it would take, and how much there is."""
+    """Explain why the best candidate is not recommended: how much memory it would take, and how much is available."""
     needed_bytes, limit = best.plan.peak, usable
     if best.kv_bytes > kv_limit:
         needed_bytes, limit = best.kv_bytes, kv_limit
@@ -278,14 +279,14 @@ def resolve(
     Args:
         model: an mlx-lm model. "auto" considers its shapes and trained length.
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
-        task: the task for which "auto" chooses, such as `QUESTION`.
+        task: the task that "auto" chooses for, such as `QUESTION`.
         options: mlx-lm's options. With a `prompt_cache` or a `draft_model`, "auto" does not choose sparse attention
             unless `store` is set.
         snapkv: see `generate_step`.
         policy: see `generate_step`; "auto" is allowed.
         sparse: see `generate_step`.
         max_tokens: maximum answer length in tokens.
-        kv_memory: limit on the size of the entries in bytes, for "auto".
+        kv_memory: KV memory limit in bytes, for "auto".
         store: restricts "auto" to sparse attention with this store.
 
     Raises: SnapKVError: an option is invalid or conflicts with another one.

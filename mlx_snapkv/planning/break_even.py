@@ -22,7 +22,7 @@ class BreakEven(NamedTuple):
     tokens: int | None = None
 
     def __str__(self) -> str:
-        """Return words to follow "sparse attention", such as "pays from 8,192 tokens on (measured)"."""
+        """Return a phrase to follow "sparse decoding", e.g. "pays from 8,192 tokens on (measured)"."""
         if self.basis == UNKNOWN:
             return "is not measured yet"
         if self.tokens is None:
@@ -53,7 +53,7 @@ def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed)
 
 
 def sentence(lengths: dict[str, BreakEven]) -> str:
-    """Describe the result of `break_evens` in a sentence without a full stop."""
+    """Describe the result of `break_evens` as a sentence without a full stop."""
     if all(length.basis == UNKNOWN for length in lengths.values()):
         return "no request has measured yet whether sparse attention pays"
     return "; ".join(f"sparse {stage} {length}" for stage, length in lengths.items())

@@ -37,7 +37,7 @@ class CompressionConfig:
         turns: whether to compress prompt caches that already contain tokens, as in a conversation.
         max_kv_size: mlx-lm's `max_kv_size`, the size of a rotating cache.
         has_draft_model: whether mlx-lm's `draft_model` is set.
-        is_text: whether the prompt is a text that is read for later questions, without an answer.
+        is_text: whether the prompt is a text to ask questions about later, with no answer now.
 
     Raises: SnapKVError: an mlx-lm option conflicts with sparse attention.
     """
@@ -119,7 +119,7 @@ class CompressionConfig:
 
     @property
     def flags(self) -> str:
-        """Return the command-line options that select this setting. They are empty for the full cache."""
+        """Return the command-line options that select this setting, or "" for the full cache."""
         if self.setting is None:
             return ""
         if self.sparse is None:
@@ -176,7 +176,7 @@ class CompressionConfig:
             )
 
     def _require_unsplit_heads(self, model) -> None:
-        """Check that no policy compares heads that are split across several Macs. Raises: SnapKVError."""
+        """Check that no policy needs all heads of a layer if several Macs share them. Raises: SnapKVError."""
         policies = () if self.compress is None else self.compress.policies
         for policy in policies:
             if policy.heads_agree and split_of(model) == TENSOR:

@@ -29,7 +29,7 @@ class EntrySizes:
 
     Attributes:
         layers: the layers that can be compressed. If the list is empty, `refusal` says why.
-        sliding_windows: KV bytes per token and window length for each sliding window.
+        sliding_windows: `(KV bytes per token, window length)` for each sliding window.
         state_bytes: total size in bytes of all linear-attention states.
     """
 
@@ -93,7 +93,7 @@ class EntrySizes:
         return sum(self.bytes_by_layer(store_quantization(self.model, self.layers, store)))
 
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
-        """Return the size of `n_tokens` in files: their entries and, for a long text, also index and means."""
+        """Return the bytes of `n_tokens` tokens in files: their entries and, for long texts, the index and means."""
         if not in_files(store):
             return 0
         entry_bytes = n_tokens * self.store_bytes(store)
@@ -134,7 +134,7 @@ class EntrySizes:
         return unquantised_bytes - count_bytes(quantisable) + count_bytes(quantised)
 
     def window_and_state_bytes(self, n_tokens: int, chunk_size: int) -> int:
-        """Return the size of linear states and sliding windows after `n_tokens`, read in chunks.
+        """Return the size of linear states and sliding windows after reading `n_tokens` tokens in chunks.
 
         A sliding window's cache contains the window and the current chunk.
         """

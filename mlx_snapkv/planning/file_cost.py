@@ -1,4 +1,4 @@
-"""Predicts how many bytes a prompt will write to files, and checks whether the disk has room for them."""
+"""Predicts how many bytes reading a prompt will write to files, and checks whether the disk has room."""
 
 import contextlib
 import shutil

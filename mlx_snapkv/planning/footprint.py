@@ -30,7 +30,7 @@ class Need(NamedTuple):
     kept_bytes: int  # entries after compression
     cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # entries on top of `cache_bytes_at_end`, of which tokens choose some
+    extra_in_answer: int = 0  # entries that tokens choose from, on top of `cache_bytes_at_end`
     chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
     step_bytes: int = 0  # copies for one answer token
 
@@ -97,7 +97,7 @@ class Footprint:
         return self._need_of_policy(plan, max_tokens)
 
     def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate a sparse request, which keeps all entries and adds a growing cache for the answer."""
+        """Estimate the memory of a sparse request: all entries, plus a growing cache for the answer."""
         n_answer_rows = math.ceil(max_tokens / KVCache.step) * KVCache.step
         return self._need_of_all_layers(
             plan,
@@ -109,7 +109,7 @@ class Footprint:
         )
 
     def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate a request with a policy, which copies the kept entries and appends the answer's."""
+        """Estimate the memory of a request with a policy. It copies the kept entries and appends the answer's."""
         n_kept = self.n_kept(plan)
         kept_bytes = self.row_bytes * n_kept
         return self._need_of_all_layers(
@@ -138,11 +138,11 @@ class Footprint:
             kept_bytes: size of the entries after compression.
             cache_bytes_at_end: size of the caches at the end of the answer, including unused rows.
             prefill_peak_bytes: peak size of the entries until compression.
-            stored_bytes: size of the entries that answer tokens choose among.
+            stored_bytes: size of the entries that answer tokens choose from.
         """
         sizes = self.sizes
         n_prompt = plan.n_prompt
-        n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
+        n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
         n_copied = n_prompt if sizes.incompressible_bytes else self.n_kept(plan)
@@ -157,12 +157,12 @@ class Footprint:
         )
 
     def _need_of_full_cache(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate a request that is left to mlx-lm."""
+        """Estimate the memory of a request that is left to mlx-lm."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
         token_bytes = sizes.full_cache_bytes(self.quantization if is_quantised else None)
-        n_rows = n_prompt + max_tokens + KVCache.step  # full caches grow by `step` tokens
+        n_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         cache_bytes = n_rows * token_bytes + sizes.window_and_state_bytes(n_rows, self.step_size)
         extra_in_prefill = 0
         if is_quantised:
@@ -174,7 +174,7 @@ class Footprint:
         layer_bytes = max(
             shape.chunk_bytes(chunk_size, n_prompt, margin=MARGIN) for shape in sizes.shapes
         )
-        # A growing cache is copied.
+        # Full caches are copied when they grow.
         copied_bytes = int(MARGIN * sizes.widest_layer_bytes * n_prompt)
         return Need(
             extra_in_prefill=extra_in_prefill,
@@ -185,7 +185,7 @@ class Footprint:
         )
 
     def _chunk_bytes(self, plan: Plan) -> int:
-        """Return what a chunk takes on top of its entries: activations, scores, and a copy of one layer's entries."""
+        """Return a chunk's memory besides its entries: activations, scores, and a copy of one layer's entries."""
         sizes = self.sizes
         n_prompt = plan.n_prompt
         reading = plan.sparse_reading
@@ -245,7 +245,7 @@ class Footprint:
         return int(plan.n_prompt * self.sizes.cluster_bytes())
 
     def _page_mean_bytes(self, plan: Plan) -> int:
-        """Return the size of the page means. They are only stored for entries in files, if chunks choose pages."""
+        """Return the size of the page means. They are stored only if entries are in files and chunks choose pages."""
         reading = plan.sparse_reading
         chunks_choose = reading is not None and reading.n_before_choice < plan.n_prompt
         if not chunks_choose or not in_files(self.config.store):
@@ -253,10 +253,10 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens have their index and means in memory, at most.
+        """Return the maximum number of tokens, out of `n_tokens`, whose index and means are in memory.
 
-        If the entries are in files, the rows of tokens after the first `ENTRIES_IN_MEMORY` move to a file, too, in
-        blocks of `ENTRIES_MOVED` tokens.
+        If the entries are in files, index and means beyond the first `ENTRIES_IN_MEMORY` tokens move to a file as well,
+        `ENTRIES_MOVED` tokens at a time.
         """
         if not in_files(self.config.store):
             return n_tokens

@@ -15,7 +15,7 @@ N_FRACTIONS = 16  # `longest_prompt` tries multiples of 1/N_FRACTIONS of a promp
 def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes this machine has left for KV memory.
 
-    The weights and one chunk of the longest prompt are subtracted from the memory for models.
+    That is the memory for models, minus the weights and one chunk of the longest prompt.
 
     Args:
         footprint: estimates the memory of requests.
@@ -49,7 +49,7 @@ def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> 
     """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt.
 
     Args:
-        footprint: estimates the memory of requests, with the config that makes this request too large.
+        footprint: estimates the memory of requests. With its config, this request is too large.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.
@@ -74,7 +74,7 @@ def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: 
 
 
 def _with_config(footprint: Footprint, config: CompressionConfig) -> Footprint | None:
-    """Return a copy of the footprint with another config, or None if the model does not support the config."""
+    """Return a copy of the footprint with a different config, or None if the model does not support it."""
     try:
         config.require_supported(footprint.sizes.model)
         return Footprint(footprint.sizes, config, footprint.step_size)

@@ -28,7 +28,7 @@ class LongPrompts:
     Args:
         model: an mlx-lm model. Its weights need not be loaded.
         policy: the setting, or None for the full cache.
-        is_text: whether the prompts are texts that are read for later questions.
+        is_text: whether the prompts are texts to ask questions about later.
         **options: options of `generate_step`, except for the setting. Options that are None are ignored.
     """
 
@@ -40,7 +40,7 @@ class LongPrompts:
         is_text: bool = False,
         **options: Any,
     ):
-        """Sort the options. Nothing is computed yet, because it depends on the prompt's length."""
+        """Sort the options. Everything else depends on the prompt's length and is computed later."""
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
@@ -100,7 +100,7 @@ class LongPrompts:
         Args:
             n_prompt: number of tokens to read.
             n_before: number of tokens read earlier. Their entries count unless a policy evicts.
-            max_kv_bytes: limit on KV memory in bytes. 0 turns off the check. None checks against this machine's memory.
+            max_kv_bytes: limit on KV memory in bytes. 0 turns off the check. None means this machine's memory.
         """
         if self._is_rotating or max_kv_bytes == NO_KV_LIMIT:
             return
@@ -126,7 +126,7 @@ class LongPrompts:
             )
 
     def _what_fits(self, n_prompt: int) -> str:
-        """Suggest a setting with which the prompt would fit in memory."""
+        """Suggest a setting that would make the prompt fit in memory."""
         assert self._planner is not None
         request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
@@ -156,7 +156,7 @@ def _describe_full(plan: Plan) -> str:
 
 
 def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
-    """Describe the size of `n_tokens` in a `store`, such as "1.2 GB of files"."""
+    """Describe the size of `n_tokens` tokens in a `store`, e.g. "1.2 GB of files"."""
     store_bytes = n_tokens * sizes.store_bytes(store)
     if in_files(store):
         return f"{format_bytes(store_bytes)} of files"

@@ -64,7 +64,7 @@ def _text_of(path: Path) -> str:
 
 
 def mac(memory: int) -> Machine:
-    """Describe a Mac with `memory` bytes, of which the GPU may use the default share."""
+    """Return the `Machine` for a Mac with `memory` bytes and the default GPU share."""
     usable = memory * 2 // 3 if memory <= _SMALL_MEMORY else memory * 3 // 4
     return Machine(memory=memory, usable=usable)
 
@@ -73,7 +73,7 @@ def processor() -> str:
     """Return the GPU's name, the CPU's if there is no GPU, or "unknown" if neither has a name."""
     if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
-    # A line such as "model name : AMD EPYC 9575F 64-Core Processor".
+    # e.g. "model name : AMD EPYC 9575F 64-Core Processor"
     cpu_name = re.search(r"^model name\s*:(.*)$", _text_of(_CPUINFO), re.M)
     if cpu_name is not None:
         return cpu_name[1].strip()

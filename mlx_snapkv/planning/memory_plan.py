@@ -20,7 +20,7 @@ from .settings import Setting, resolve_setting, setting_named
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory for a prompt of `context` tokens, in bytes."""
+    """The memory that a prompt of `context` tokens takes, in bytes."""
 
     context: int
     policy: str | None  # None means the full cache
@@ -143,6 +143,6 @@ def plan_memory(
     Raises: SnapKVError: the setting does not support the model or the prompt length.
     """
     setting = resolve_setting(snapkv, policy, sparse)
-    # Pass a string on as it is, so that the plan shows the policy as the user wrote it.
+    # Pass a string on unchanged, so that the plan shows the policy as the user wrote it.
     policy_or_setting = policy if isinstance(policy, str) else setting
     return Planner(model, **options).plan(context, policy_or_setting, kv_bits)

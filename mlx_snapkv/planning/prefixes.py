@@ -27,7 +27,7 @@ class PrefixCacheSize:
     Attributes:
         limit: total size in bytes.
         context: length of the longest prompt in tokens.
-        prompt_bytes: size of the longest prompt. 0 if the setting does not support this length.
+        prompt_bytes: size of the longest prompt in bytes. 0 if the setting does not support this length.
     """
 
     limit: int
@@ -62,8 +62,8 @@ def prefix_cache_size(
 ) -> PrefixCacheSize:
     """Return the size of the prefix cache.
 
-    By default, the cache has room for at least one prompt as long as the model's context, but it takes at most half of
-    the memory that the weights leave free, or half of the free disk space. Requests need the other half.
+    By default, the cache has room for at least one prompt as long as the model's context. It is capped at half of the
+    memory that the weights leave free, or half of the free disk space, because requests need the other half.
 
     Args:
         model: the served model.

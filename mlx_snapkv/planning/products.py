@@ -9,20 +9,20 @@ from ..models.counts import experts_per_token, hidden_size
 
 
 def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
-    """Return the number of entries per layer at which attention costs `share` of a token's products with weights.
+    """Return the number of entries per layer at which attention costs `share` of a token's products with the weights.
 
-    The number is large for models in which attention is a small part of the work, such as large models, mixtures of
-    experts and hybrids. The cost per entry is estimated from the attention module's weights, which is slightly too
-    high, because keys and values are computed only once. The output layer is not counted: prompt tokens skip it.
+    The number is large if attention is a small part of the work, as in large models, mixtures of experts and hybrids.
+    The cost per entry is estimated from the attention module's weights. That is slightly too high, because keys and
+    values are computed only once. The output layer is not counted, because prompt tokens skip it.
     """
     n_products = sum(_n_products(layer) for layer in model.layers)
     n_attention_products = sum(_n_products(reader) for layer in layers for reader in layer.readers)
-    # An entry costs about as many products as attention has weights, divided by the hidden size.
+    # One entry costs about (number of attention weights) / (hidden size) products.
     return int(share * hidden_size(model) * n_products / n_attention_products)
 
 
 def _n_products(module: nn.Module) -> int:
-    """Return how many weights of a module and its submodules a token is multiplied with."""
+    """Return how many weights each token is multiplied by in a module and its submodules."""
     submodules = module.modules()
     n_experts = max(map(experts_per_token, submodules), default=0)
     n_products = 0

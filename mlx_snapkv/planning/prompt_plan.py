@@ -27,7 +27,7 @@ MULTIPLE = 32
 
 
 def require_step_size(size: Any) -> None:
-    """Check that a chunk size is a positive integer, or mlx-lm would loop forever. Raises: SnapKVError."""
+    """Check that a chunk size is a positive integer. Otherwise, mlx-lm would loop forever. Raises: SnapKVError."""
     if size is not None and not (is_whole(size) and size >= 1):
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
@@ -60,7 +60,7 @@ class PromptPlan:
 
 
 def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
-    """Determine which queries vote on a prompt of `n_prompt` tokens with a policy.
+    """Determine which queries vote when a policy compresses a prompt of `n_prompt` tokens.
 
     With schedule="block", only queries in the recent window vote, because entries that older queries attended to may
     already have been evicted.
@@ -76,7 +76,7 @@ def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
 
 
 def sparse_voters(n_prompt: int) -> PromptPlan:
-    """Determine which queries of a prompt of `n_prompt` tokens are used to build the index for sparse attention."""
+    """Determine which of a prompt's `n_prompt` queries are used to build the index for sparse attention."""
     first_voter = max(0, n_prompt - N_VOTERS)
     return PromptPlan(n_prompt, first_voter=first_voter, end_of_voters=n_prompt)
 
@@ -132,7 +132,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     if not compress.fits(n_prompt):
         return None
-    # The prompt fits. Policies with schedule="block" also evict during the answer, unless that fits as well.
+    # The prompt fits. Policies with schedule="block" also evict during the answer, unless the answer fits as well.
     evicts_during_answer = compress.decode_policy.schedule == "block"
     answer_fits = max_tokens >= 0 and compress.fits(n_prompt + max_tokens)
     if evicts_during_answer and not answer_fits:
@@ -141,7 +141,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def uncompressed_reason(n_prompt: int, policy: Policy) -> str:
-    """Return the reason for a prompt that fits a policy's budget."""
+    """Return the reason for not compressing a prompt that fits a policy's budget."""
     budget_parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
         f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{budget_parts}; "
@@ -154,9 +154,9 @@ def policy_chunk_size(
 ) -> int:
     """Return the chunk size for a request with a policy.
 
-    With schedule="block", it is `step_size`, but at most the policy's `block`.
+    With schedule="block", it is `step_size`, capped at the policy's `block`.
 
-    With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` up to `largest_chunk()`. If
+    With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` capped at `largest_chunk()`. If
     queries vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long
     chunk would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A
     prompt that fits in one chunk is not split.
@@ -177,7 +177,7 @@ def policy_chunk_size(
 
 
 def max_chunk_size(step_size: int | None) -> int:
-    """Return the caller's `prefill_step_size`, but at most `largest_chunk()`."""
+    """Return the caller's `prefill_step_size`, capped at `largest_chunk()`."""
     largest = largest_chunk()
     return min(step_size or largest, largest)
 
@@ -185,8 +185,8 @@ def max_chunk_size(step_size: int | None) -> int:
 def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
     """Return a chunk size near `max_size` such that the last chunk has few tokens besides the voting queries.
 
-    If `max_size` is a large multiple of `MULTIPLE`, the result is one as well. Otherwise, the tokens before the voting
-    queries are divided into equal chunks.
+    If `max_size` is a large multiple of `MULTIPLE`, the result is also a multiple of it. Otherwise, the tokens before
+    the voting queries are divided into equal chunks.
 
     Args:
         max_size: maximum number of tokens per chunk.

@@ -56,13 +56,13 @@ EMBEDDINGS_REASON = "a prompt given as embeddings is not compressed"
 
 @dataclass(frozen=True)
 class SparseReading:
-    """How many earlier entries the chunks of a prompt choose to read.
+    """How many earlier entries a prompt's chunks choose to read.
 
     Attributes:
         reach: maximum numbers of entries that a chunk reads. If there are no more than that, it reads all of them.
         last_reach: the same for the prompt's last tokens, which start at position `last_from`.
-        last_from: position of the first of the last tokens.
-        n_before_choice: number of tokens before the first chunk that chooses. It is the prompt length if no chunk does.
+        last_from: position of the first of those tokens.
+        n_before_choice: number of tokens before the first chunk that chooses. The prompt length if no chunk does.
     """
 
     reach: Reach
@@ -89,7 +89,7 @@ class Plan(PromptPlan):
     config: CompressionConfig
     reason: str | None = None
     n_new: int = 0
-    prefill_quota: Quota = None  # type: ignore[assignment]  # a value unless there is a reason
+    prefill_quota: Quota = None  # type: ignore[assignment]  # set unless there is a reason
     decode_quota: Quota = None  # type: ignore[assignment]
     sparse_reading: SparseReading | None = None
     adapts: bool = False
@@ -153,7 +153,7 @@ class Plan(PromptPlan):
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position that counts in the policy's query statistics, or None if it uses none."""
+        """Return the first position included in the policy's query statistics, or None if it has none."""
         return None if self.compress is None else self.compress.statistics_from
 
     @property
@@ -169,7 +169,7 @@ class Plan(PromptPlan):
         return self.n_prompt + self.n_decoded_before_compression
 
     def chunk_size(self, step_size: int | None) -> int:
-        """Return the number of tokens per chunk, where `step_size` is the caller's `prefill_step_size`."""
+        """Return the number of tokens per chunk. `step_size` is the caller's `prefill_step_size`."""
         if self.is_left_to_mlx_lm:
             return step_size or PREFILL_STEP_SIZE
         if self.compress is not None:
@@ -202,7 +202,7 @@ def plan_request(
         prompt_cache: the prompt cache to continue from, or None for a new one.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
         is_embedded: whether the prompt is given as embeddings.
-        layers: the model's full-attention layers. If missing or empty, they are looked up.
+        layers: the model's full-attention layers. If None or empty, they are looked up.
 
     Raises: SnapKVError: options conflict, the prompt is empty, the model is not supported, its entries can't be
         quantised this way, or a budget has no room for the sink and the recent window.
@@ -273,7 +273,7 @@ def _reason_for_mlx_lm(
 def _plan_with_policy(
     config: CompressionConfig, compress: Compress, n_prompt: int, n_new: int
 ) -> Plan:
-    """Plan a request with a policy that is not left to mlx-lm."""
+    """Plan a request that a policy compresses."""
     return Plan(
         **vars(policy_voters(compress, n_prompt)),
         config=config,
@@ -286,7 +286,7 @@ def _plan_with_policy(
 def _plan_sparse(
     model: Any, config: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
 ) -> Plan:
-    """Plan a request with sparse attention that is not left to mlx-lm."""
+    """Plan a request that uses sparse attention."""
     sparse: Any = config.sparse
     decode_quota = sparse.quota(n_prompt)
     plan = Plan(
@@ -306,8 +306,8 @@ def _plan_sparse(
 def _adapts(config: CompressionConfig) -> bool:
     """Return whether a request with sparse attention may fall back to reading all entries.
 
-    This requires a single Mac, because several Macs would all have to make the same decision. It also requires that
-    entries are stored in memory, because other stores are slow at reading all entries.
+    This requires a single Mac, because several Macs would all have to make the same decision. It also requires entries
+    in memory, because reading all entries from other stores is slow.
     """
     sparse = config.sparse
     if sparse is None or sparse.store != "memory":
@@ -316,7 +316,7 @@ def _adapts(config: CompressionConfig) -> bool:
 
 
 def _plan_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
-    """Plan how chunks choose entries, at least `n_cheap` of them."""
+    """Plan how chunks choose entries. By default, each chooses at least `n_cheap`."""
     reach = sparse.reach(plan.n_prompt, n_cheap)
     return SparseReading(
         reach=reach,

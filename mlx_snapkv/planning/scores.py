@@ -1,8 +1,8 @@
 """Limits the memory of attention scores by reading fewer tokens at once.
 
 MLX's fused attention, which never stores the scores, is only available on a GPU and for some head sizes (`is_fused`).
-Otherwise, MLX stores one score per query, entry and head. For 2,048 tokens after 131,072 with 16 heads, that takes
-8.6 GB in half precision.
+Otherwise, MLX stores one score per query-entry pair and head. For 2,048 tokens after 131,072 others and 16 heads, the
+scores take 8.6 GB in half precision.
 """
 
 import math
@@ -46,7 +46,7 @@ def tokens_at_once(n_before: int, pair_bytes: int, limit: int) -> int:
     """Return how many tokens to read at once so that a layer's scores take at most `limit` bytes.
 
     The tokens attend to `n_before` entries and to each other, so n tokens have n * (n_before + n) query-entry pairs.
-    The result is a multiple of `MIN_TOKENS_AT_ONCE`, and never less than that.
+    The result is a multiple of `MIN_TOKENS_AT_ONCE`, and at least that.
 
     Args:
         n_before: number of entries before the tokens.

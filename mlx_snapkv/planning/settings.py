@@ -1,4 +1,4 @@
-"""The setting of a request, which is either eviction by policies or sparse attention."""
+"""The setting of a request: eviction by policies, or sparse attention."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def resolve_compress(
 
 
 def setting_named(text: str) -> Setting | None:
-    """Parse a setting from the string in a report or in the header of a file."""
+    """Parse a setting from its string form, as in a report or a file's header."""
     name, _, options = text.partition(":")
     if name.strip() == Sparse.name:
         return Sparse.from_string(options)

@@ -1,4 +1,4 @@
-"""Shapes of a model's layers, and the memory that each takes to read a chunk. The weights are not needed."""
+"""Shapes of a model's layers, and the memory that each needs to read a chunk. The weights are not needed."""
 
 import json
 import tempfile
@@ -26,10 +26,10 @@ METAL = mx.metal.is_available()
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The memory that a decoder layer takes to read a chunk, not counting its cache."""
+    """The memory that a decoder layer needs to read a chunk, not counting its cache."""
 
     token_bytes: int  # bytes per token in the chunk: outputs of the layer's projections
-    pair_bytes: int = 0  # score bytes per query and visible entry; 0 with a fused kernel
+    pair_bytes: int = 0  # score bytes per query-entry pair; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
     entry_bytes: int = 0  # bytes per visible entry: MLA latents expanded for every head
 
@@ -40,7 +40,7 @@ class LayerShape:
         max_score_bytes: int | None = None,
         margin: float = 1,
     ) -> int:
-        """Return the bytes that the layer takes to read a chunk.
+        """Return the bytes that the layer needs to read a chunk.
 
         Args:
             chunk_size: chunk length in tokens.
@@ -140,7 +140,7 @@ def _with_attention(
     key_size: int,
     bytes_per_number: int,
 ) -> LayerShape:
-    """Add attention to the shape of a layer.
+    """Add attention to a layer's shape.
 
     Args:
         shape: the layer's shape without attention.
@@ -163,7 +163,7 @@ def _with_attention(
 def score_bytes(
     attention: Any, family: AttentionFamily | None, head_size: int, bytes_per_number: int
 ) -> int:
-    """Return the score bytes per query and entry for all heads, at `bytes_per_number` per number.
+    """Return the score bytes per query-entry pair for all heads, with `bytes_per_number` bytes per score.
 
     Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
     separately, unless its family joins both parts.
@@ -172,7 +172,7 @@ def score_bytes(
     if hasattr(attention, "embed_q"):
         n_arrays = 2 if family is None or family.query_factor is None else 1
     elif family is not None and family.sinks_of(attention) is not None:
-        n_arrays = 3  # a column for the sinks is appended and removed again
+        n_arrays = 3  # a column for the sinks is appended and later removed
     if is_fused(head_size):
         n_arrays = 1 if n_arrays == 2 else 0  # only the separate positional scores are stored
     return bytes_per_number * n_query_heads(attention) * n_arrays
@@ -194,7 +194,7 @@ def _n_projected(modules: list[Any]) -> int:
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """Load the model in a folder with placeholder weights that have the right shapes."""
+    """Load the model in a folder, with placeholder weights of the right shapes."""
     config_changes = unread_parameters(load_config(Path(folder))).changes
     model, _ = load_model(Path(folder), lazy=True, model_config=config_changes)
     model.update(tree_map(_placeholder, model.parameters()))
@@ -221,7 +221,7 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """Write a safetensors file that has a header for `tensors`, but a sparse hole in place of the data."""
+    """Write a safetensors file with a header for `tensors`, and a hole instead of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:

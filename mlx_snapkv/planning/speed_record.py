@@ -34,7 +34,7 @@ PATH_VARIABLE = "MLX_SNAPKV_SPEED_RECORD"
 FORMAT = 1  # version of the file format; files in other versions are ignored
 MAX_KEYS = 64  # maximum number of keys (model and method) in the file; the oldest are dropped
 FORGETTING_RATE = 1 / 32  # each new measurement reduces the weight of earlier ones by this fraction
-# Minimum spread of the measured lengths for fitting a slope: standard deviation relative to the mean.
+# Minimum standard deviation of the measured lengths, relative to their mean, for fitting a slope.
 MIN_SPREAD = 1 / 8
 
 # Kinds of measurements. The names are part of the file format.
@@ -46,7 +46,7 @@ SETUP = "setup"  # building the index and the means of a prompt
 
 
 class Measurement(NamedTuple):
-    """A measured time in seconds, of one of the kinds above.
+    """A time in seconds, measured for one of the kinds above.
 
     `length` is the number of entries before the token or, for `SETUP`, the prompt length.
     """
@@ -77,22 +77,22 @@ class Line(NamedTuple):
         return Line(*sums)
 
     def lower_bound(self, length: float) -> float:
-        """Return a lower bound on the seconds at a length."""
+        """Return a lower bound on the seconds at `length`."""
         return min(self._bounds(length))
 
     def upper_bound(self, length: float) -> float:
-        """Return an upper bound on the seconds at a length."""
+        """Return an upper bound on the seconds at `length`."""
         return max(self._bounds(length))
 
     def _bounds(self, length: float) -> tuple[float, float]:
-        """Return the seconds at a length with the smallest and with the largest possible slope."""
+        """Return the seconds at `length` for the smallest and for the largest possible slope."""
         mean_x, mean_y = self.sum_x / self.weight, self.sum_y / self.weight
         smallest_slope, largest_slope = self._slopes(mean_x, mean_y)
         distance = length - mean_x
         return mean_y + smallest_slope * distance, mean_y + largest_slope * distance
 
     def _slopes(self, mean_x: float, mean_y: float) -> tuple[float, float]:
-        """Return the smallest and the largest possible slope, which are equal if the lengths differ enough."""
+        """Return the smallest and the largest possible slope. They are equal if the lengths differ enough."""
         slope_through_origin = mean_y / mean_x if mean_x else 0.0
         variance = self.sum_xx / self.weight - mean_x * mean_x
         if mean_x and variance >= (MIN_SPREAD * mean_x) ** 2:
@@ -116,7 +116,7 @@ class PredictedSeconds(NamedTuple):
 class Speed:
     """The fitted lines for one model and method on this machine, by kind of measurement.
 
-    Kinds without measurements are missing.
+    Kinds without measurements are omitted.
     """
 
     lines: dict[str, Line] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Speed:
         return predicted is not None and predicted.sparse >= predicted.full
 
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
-        """Return how many answer tokens it takes until sparse attention makes up for building the index and the means.
+        """Return how many answer tokens it takes to make up for building the index and the means.
 
         Return 0 if that is unknown, and infinity if sparse attention is not faster. If a slope is unknown, assume the
         best case for sparse attention.
@@ -184,11 +184,11 @@ class Speed:
     def _predict(
         self, n_prompt: int, n_answer: int, sparse_bound: _Bound, full_bound: _Bound
     ) -> PredictedSeconds | None:
-        """Predict the time of a prompt and its answer, with bounds for sparse attention and for the full cache."""
+        """Predict the time of a prompt and its answer, with the given bounds for sparse and full attention."""
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP, READ_FULL} <= lines.keys():
             return None
-        # The mean numbers of entries before a token of the prompt and before one of the answer.
+        # The mean numbers of entries before a prompt token and before an answer token.
         prompt_mean, answer_mean = n_prompt / 2, n_prompt + n_answer / 2
         full_prefill = n_prompt * full_bound(lines[READ_FULL], prompt_mean)
         full_answer = n_answer * full_bound(lines[DECODE_FULL], answer_mean)
@@ -202,7 +202,7 @@ class Speed:
         )
 
     def with_measurements(self, measurements: Iterable[Measurement]) -> Speed:
-        """Return the lines with more measurements. Times that are not positive and finite are ignored."""
+        """Return a copy with the measurements added. Times that are not positive and finite are ignored."""
         lines = dict(self.lines)
         for kind, length, seconds in measurements:
             if 0 < seconds < math.inf:
@@ -265,7 +265,7 @@ def _load_record() -> dict[str, Speed]:
 
 
 def _parse_line(sums: Any) -> Line:
-    """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: no measurements can have these sums."""
+    """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: the sums can't come from measurements."""
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.weight <= 0 or line.sum_y <= 0:
         raise ValueError("no measurements have these sums")
@@ -273,7 +273,7 @@ def _parse_line(sums: Any) -> Line:
 
 
 def _key(model: Any, sparse: Sparse) -> str | None:
-    """Return the key for measurements, which names the machine, the versions, the model's shape and the method.
+    """Return the key for measurements: the machine, the versions, the model's shape and the method.
 
     Return None if the model's shape can't be determined.
     """
@@ -302,7 +302,7 @@ def _shape(model: Any) -> list[str]:
 
 
 def _bits(model: Any) -> int:
-    """Return the bits per weight: the minimum over quantised modules, or those of the largest unquantised weight."""
+    """Return the bits per weight: the minimum over quantised modules or, without any, the largest weight's."""
     modules = model.modules()
     quantised = [module for module in modules if "scales" in module and hasattr(module, "bits")]
     if quantised:

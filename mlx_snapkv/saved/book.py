@@ -1,8 +1,8 @@
 """Books: saved prompts that keep their entries in separate files.
 
-The entry files are in a folder next to the prompt's own file, which contains the folder's name. There are two files per
-layer, for keys and values, and a third one for codes if the layer has an index. The prompt's file also contains a
-checksum for every piece of the entry files, so a book can be opened without reading its keys and values.
+The entry files are in a folder next to the prompt's file. Each layer has a file for keys and one for values, plus a
+third one for codes if it has an index. The prompt's file contains the folder's name and a checksum for every piece of
+the entry files, so a book can be opened without reading its keys and values.
 """
 
 import base64
@@ -34,9 +34,9 @@ from . import sealed
 BOOK_KEY = "book"
 Progress = Callable[[int, int], None]  # called with the number of bytes written and the total
 
-# Each piece of this size has a checksum. Entries are read in whole pieces, each at most once.
+# Each piece of this size has a checksum, which is verified when the piece is first read.
 CHECKSUM_BYTES = 1 << 18
-# Such as "story-0123456789ab.entries", for a book "story.safetensors".
+# e.g. "story-0123456789ab.entries" for the book "story.safetensors"
 _FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
 PIECES_PER_WRITE = 32  # number of pieces per write
 
@@ -157,7 +157,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
         saved_files = []
         for file in _files_of_layer(folder, number, cache, n_entries, n_codes):
-            # The checksums of all files are concatenated in the order in which `_write_files` wrote them.
+            # The checksums of all files are concatenated in the order that `_write_files` wrote them.
             file_checksums, checksums = np.split(checksums, [file.n_pieces])
             saved_files.append(
                 SavedFile(file.path, file.layout, file.n_rows, file_checksums, file.rows_per_piece)
@@ -256,7 +256,7 @@ def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]
 def _files_of_layer(
     folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
 ) -> list[_File]:
-    """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. There is no file for zero codes."""
+    """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. Without codes, there is no codes file."""
     keys, values = map(Layout.of, cache.sample_entries)
     files = [
         _File(folder / f"{number:03d}.keys", keys, n),
@@ -271,7 +271,7 @@ def _files_of_layer(
 def _n_codes_to_write(cache: StoredKVCache) -> int:
     """Return how many codes to write for a layer.
 
-    Return 0 if the layer has no index, or if the indexed keys are not as wide as the stored keys, as with MLA.
+    Return 0 if the layer has no index, or if its indexed and stored keys differ in width, as with MLA.
     """
     if cache.index is None:
         return 0

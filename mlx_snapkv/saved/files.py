@@ -1,6 +1,6 @@
 """Saves and loads prompt caches in mlx-lm's file format, with additional metadata.
 
-The formats are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, and `load` reads files
+Files are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, and `load` reads files
 written by mlx-lm's `save_prompt_cache`.
 """
 
@@ -73,12 +73,12 @@ def save(
     book, move both.
 
     Args:
-        path: a `.safetensors` file. An existing file is replaced if `save` wrote it, otherwise it is an error.
+        path: a `.safetensors` file. A file that `save` wrote is replaced. Any other existing file is an error.
         model: the mlx-lm model that filled the cache. The file can only be used with this model.
         prompt_cache: one cache per layer, from mlx-lm or from this package.
         tokens: ids of all tokens in the cache.
         policy: the setting that compressed the cache.
-        notes: JSON-serialisable data, which `load` returns.
+        notes: JSON-serialisable data for `load` to return.
         progress: for a book, called with the number of bytes written and the total.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
@@ -120,7 +120,7 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
         model: the model that filled the cache.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file does not exist, is damaged, has another format version, or is for another model.
+    Raises: SnapKVError: the file does not exist, is damaged, has a different format version, or is for another model.
     """
     require_on_one_mac(model, "saved prompt caches can't be loaded")
     path = _safetensors_path(path)
@@ -167,7 +167,7 @@ def _read_caches(path: Path) -> list:
 
 
 def _require_readable(path: Path, metadata: dict[str, str]) -> None:
-    """Check a file that `save` wrote. Raises: SnapKVError: it is damaged, or has another format version."""
+    """Check a file that `save` wrote. Raises: SnapKVError: it is damaged, or has a different format version."""
     if not sealed.has_valid_checksum(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
@@ -221,7 +221,7 @@ def _safetensors_path(path: str | Path) -> Path:
 
 
 def fingerprint(model) -> str:
-    """Hash a model's class, its configuration, and each parameter's name, shape, dtype and some of its values.
+    """Hash a model's class and configuration, and each parameter's name, shape, dtype and a sample of its values.
 
     At most `SAMPLES` evenly spaced values per parameter are hashed, so large models take no longer. Training is
     detected, because it changes all values. Changes to a few weights may go unnoticed.

@@ -63,7 +63,7 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def open_writer(target: Path) -> Iterator[Any]:
-    """Open a writer for a new file. After the `with` block, its checksum is filled in and it replaces `target`.
+    """Open a writer for a new file. After the `with` block, the checksum is filled in and the file replaces `target`.
 
     Raises: OSError: the file can't be written. An existing `target` is left unchanged.
     """
@@ -89,9 +89,9 @@ def has_valid_checksum(path: Path) -> bool:
 
 
 def _read_header(file: BinaryIO) -> bytes:
-    """Read the header, whose first 8 bytes are the length of the rest.
+    """Read the header. Its first 8 bytes are the length of the rest.
 
-    If that length exceeds the file size, as it may in other kinds of files, only the 8 bytes are returned.
+    If that length exceeds the file size, as it can in other kinds of files, return only the 8 bytes.
     """
     length_bytes = file.read(8)
     length = int.from_bytes(length_bytes, "little")
