@@ -1,1 +1,1 @@
-"""Eviction: policies that choose which entries to keep, and the caches that hold them."""
+"""Eviction: policies that choose which entries to keep, and the caches that evict the rest."""

@@ -10,16 +10,15 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class AttentionCount:
-    """The attention that entries have received so far, and queries that are still to be counted.
+    """The attention that entries have received so far, and the queries not yet counted.
 
-    Each count reads all keys, so the queries of single tokens are collected and counted together. The object is
-    immutable, so that a cache can be restored to an earlier count.
+    Counting reads all keys, so single-token queries are collected and counted together. Instances are immutable, so a
+    cache can be restored to an earlier count.
 
     Attributes:
-        is_counting: whether queries are counted. If not, entries keep the attention that they received in another
-            cache.
-        received_attention: attention that the first `n` entries have received, `(B, n_kv_heads, n)` float32.
-        waiting_queries: queries that are not counted yet, `(B, n_heads, L, head_dim)` each.
+        is_counting: whether queries are counted. If not, entries keep the attention they received in an earlier cache.
+        received_attention: attention received by the first `n` entries, `(B, n_kv_heads, n)` float32.
+        waiting_queries: queries not yet counted, `(B, n_heads, L, head_dim)` each.
     """
 
     is_counting: bool = True
@@ -27,7 +26,7 @@ class AttentionCount:
     waiting_queries: list[mx.array] = field(default_factory=list)
 
     def restarted_from(self, received_attention: mx.array | None) -> AttentionCount:
-        """Return a copy with a new count of received attention and no waiting queries."""
+        """Return a copy with this received attention and no waiting queries."""
         return replace(self, received_attention=received_attention, waiting_queries=[])
 
     def with_queries(self, queries: mx.array) -> AttentionCount:
@@ -37,12 +36,11 @@ class AttentionCount:
     def total_attention(
         self, shape: tuple[int, ...], count_votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
-        """Return the attention received so far, waiting queries included, or None if it is unknown.
+        """Return the attention received so far, including from waiting queries, or None if unknown.
 
         Args:
             shape: shape of the result, `(B, n_kv_heads, n)`.
-            count_votes: takes queries `(B, n_heads, L, head_dim)`, and returns the attention that they give to each
-                entry.
+            count_votes: maps queries `(B, n_heads, L, head_dim)` to the attention that each entry receives from them.
         """
         if not self.is_counting and self.received_attention is None:
             return None

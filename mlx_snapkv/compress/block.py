@@ -1,4 +1,4 @@
-"""A KV cache with a fixed budget, which evicts entries whenever it is full."""
+"""A fixed-budget KV cache that evicts entries whenever it is full."""
 
 import math
 from typing import Any
@@ -28,31 +28,31 @@ from .selection import select
 
 @loadable
 class BlockKVCache(EvictingCache):
-    """A KV cache of at most `quota.entries + block` entries per KV head, for any number of tokens.
+    """A KV cache capped at `quota.entries + block` entries per KV head, however many tokens it reads.
 
         [0 : n_kept)        entries kept by the last eviction, in order of position; they differ between heads
-        [n_kept : size())   entries of the tokens since the last eviction
+        [n_kept : size())   entries added since the last eviction
 
-    If the next tokens don't fit, the cache first keeps the `quota.entries` entries with the highest scores and moves
-    them to the front. All of them precede the new tokens, so the mask is the usual causal mask, aligned with the last
-    entry. Keys keep the rotation of their original position, and `offset` is the next token's position in the text. An
-    update of more than `block` tokens is kept in full until the next update.
+    If the next tokens don't fit, the cache first evicts all but the `quota.entries` highest-scoring entries and moves
+    those to the front. They all precede the new tokens, so the usual causal mask applies, aligned with the last entry.
+    Keys keep their original RoPE rotation, and `offset` is the next token's position in the text. An update of more
+    than `block` tokens is kept in full until the next update.
 
     Args:
-        policy: scores the entries. None disables eviction.
+        policy: policy that scores the entries. None disables eviction.
         quota: number of entries to keep at each eviction.
-        block: number of tokens between two evictions.
+        block: number of tokens between evictions.
         layer: the cache's `AttentionLayer`.
-        last: position before which queries may vote.
-        newest: number of most recent queries to keep for voting. None means `policy.obs_window`.
-        quantization: quantisation of the entries, or None for plain entries.
-        counting: attention that the entries have received. None starts a new count if the policy needs one.
+        last: position after the last query that may vote.
+        newest: number of recent queries to keep for voting. Defaults to `policy.obs_window`.
+        quantization: how the entries are quantised, or None if they are not.
+        counting: attention count to start with. By default, a new one is created if the policy needs it.
 
     Attributes:
-        steady: positions of tokens that must all attend to the same entries, so nothing is evicted between them. If
-            there are more than `block`, the cache exceeds its capacity to fit them.
-        expected_size: minimum number of entries that the cache will grow to. The first buffers are no larger than
-            this, to save memory.
+        steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
+            more than `block` of them, the cache exceeds its capacity.
+        expected_size: number of entries expected if nothing is evicted. To save memory, the first buffers are no larger
+            than this.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -143,7 +143,7 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def claim_row(self) -> int:
-        """Count a new token, and return the row to which the caller must write its entry."""
+        """Count a new token, and return the row where the caller must write its entry."""
         self._n += 1
         self.offset += 1
         return self._n - 1
@@ -155,7 +155,7 @@ class BlockKVCache(EvictingCache):
         return n_before + 1
 
     def evict(self) -> None:
-        """Keep the `quota.entries` entries with the highest scores."""
+        """Evict all but the `quota.entries` highest-scoring entries."""
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
@@ -167,14 +167,14 @@ class BlockKVCache(EvictingCache):
         kept_entries = entries.take(select(self.policy.score(entries), self.quota))
         # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
-        # An update of more than `block` tokens has enlarged the buffers.
+        # Discard buffers that an update of more than `block` tokens has enlarged.
         exceeds_capacity = count_rows(self.keys) > self.capacity
         if exceeds_capacity:
             self.keys = self.values = None
         self.replace_entries(kept_entries)
 
     def replace_entries(self, entries: Entries) -> None:
-        """Replace all entries with `entries`, which are in order of position and before `offset`."""
+        """Replace all entries with `entries`, sorted by position and all before `offset`."""
         entries = entries.with_quantization(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
@@ -182,10 +182,7 @@ class BlockKVCache(EvictingCache):
         self.counting = self.counting.restarted_from(entries.received_attention)
 
     def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in row order, which is also the order of positions.
-
-        The last `n_queries` queries are the voters, whose attention scores the entries.
-        """
+        """Return the entries in row order, which is position order. The last `n_queries` queries are the voters."""
         return self._entries_in_row_order(
             voting_queries=self._last_voters(n_queries),
             received_attention=self._received_attention(),
@@ -198,9 +195,9 @@ class BlockKVCache(EvictingCache):
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
-        """Count the attention of a call's queries, except those at or after `last`.
+        """Count the attention that a call's queries give, except those at or after `last`.
 
-        Queries of single tokens are collected and counted together. The call's own entries are already in the cache.
+        Single-token queries are collected and counted together. The call's entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voting = int(min(self.last, self.offset)) - chunk_start
@@ -217,7 +214,7 @@ class BlockKVCache(EvictingCache):
         shape = (*self._heads, self._n)
 
         def count_votes(queries: mx.array) -> mx.array:
-            # The waiting queries are those of the newest tokens before `last`.
+            # The waiting queries belong to the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
             voters = self.make_voters(queries, positions, shape)
@@ -227,7 +224,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, to be evaluated after each decoded token."""
+        """Return the recorded arrays to evaluate after each decoded token."""
         return [*super().recorded, *self.counting.arrays]
 
     def must_evict(self, L: int = 1) -> bool:
@@ -245,7 +242,7 @@ class BlockKVCache(EvictingCache):
         return not has_room and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
-        """Write stored entries to rows `[start, size())`, after enlarging the buffers if necessary."""
+        """Write stored entries to rows `[start, size())`, enlarging the buffers first if necessary."""
         n_before = 0 if self.keys is None else count_rows(self.keys)
         if self.keys is None or self._n > n_before:
             buffers = (self.keys, self.values) if n_before else slice_rows((keys, values), 0, 0)
@@ -254,7 +251,7 @@ class BlockKVCache(EvictingCache):
         write_rows((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return the number of rows for new buffers, at least `size()`. There are `n_before` rows now."""
+        """Return how many rows new buffers need, at least `size()`. The current ones have `n_before`."""
         is_unlimited = self.quota.entries >= UNLIMITED
         n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
         if n_before == 0 and self.expected_size:

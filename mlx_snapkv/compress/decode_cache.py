@@ -28,7 +28,7 @@ def make_decode_cache(
         cache = _block_cache(kept_entries, offset, policy, quota)
     elif policy.grows:  # all entries are pinned, and the window starts empty
         cache = _window_cache(kept_entries, offset, n_pinned=len(kept_entries), n_window=None)
-    else:  # the newest entries start the sliding window
+    else:  # the newest entries go into the sliding window
         n_pinned = max(0, len(kept_entries) - quota.n_window)
         cache = _window_cache(kept_entries, offset, n_pinned, quota.n_window)
     cache.layer = layer
@@ -36,7 +36,7 @@ def make_decode_cache(
 
 
 def _block_cache(kept_entries: Entries, offset: int, policy: Policy, quota: Quota) -> BlockKVCache:
-    """Build a cache that continues to evict by `policy`."""
+    """Build a cache that keeps evicting with `policy`."""
     cache = BlockKVCache(policy, quota, policy.block, quantization=kept_entries.quantization)
     cache.offset = offset
     cache.replace_entries(kept_entries)
@@ -46,7 +46,7 @@ def _block_cache(kept_entries: Entries, offset: int, policy: Policy, quota: Quot
 def _window_cache(
     kept_entries: Entries, offset: int, n_pinned: int, n_window: int | None
 ) -> SnapKVCache:
-    """Build a cache that pins the first `n_pinned` kept entries. The others start its window."""
+    """Build a cache that pins the first `n_pinned` kept entries. The rest go into its window."""
     return SnapKVCache(
         kept_entries.stored_keys,
         kept_entries.stored_values,

@@ -31,14 +31,14 @@ from .policy import Policy
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """Base class for caches that evict entries. It stores and saves the entries, and passes them to the policy.
 
-    The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the order of the
-    rows, and decide when to evict entries.
+    The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the row order and
+    decide when to evict.
 
     Attributes:
         keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the arrays of quantised entries.
-        policy: scores the entries, or None if they are never scored.
+        policy: policy that scores the entries, or None if they are never scored.
         positions: original position of each row's entry, uint32 `(B, n_kv_heads, size())`.
-        layer: the cache's `AttentionLayer`, or None if the policy needs nothing but the entries.
+        layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """
 
     # Attributes to save as JSON. All but the first two belong to `Recorder`.
@@ -62,21 +62,21 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append the stored keys and values of some tokens. If they don't fit, evict entries first."""
+        """Append stored keys and values. If they don't fit, evict entries first."""
 
     def compact(self) -> None:
         """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
 
     @abstractmethod
     def claim_row(self) -> int:
-        """Count a new token, and return the row to which the caller must write its entry. Call `compact` first."""
+        """Count a new token, and return the row where the caller must write its entry. Call `compact` first."""
 
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
         return False
 
     def evict(self) -> None:
-        """Keep the entries with the highest scores."""
+        """Evict all but the highest-scoring entries."""
 
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the cache's current state. It can be called more than once."""
@@ -91,12 +91,12 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
         buffers = self.keys, self.values
         is_full = count_rows(buffers) == self._n
-        # Avoid a slice of full buffers: with a second reference, an eviction could not write in place.
+        # Don't slice full buffers: with a second reference, an eviction could not write in place.
         return buffers if is_full else slice_rows(buffers, 0, self._n)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
-        """Return what to save: numbers as a JSON string, and arrays. mlx-lm's files can only store these two types."""
+        """Return what to save: numbers as a JSON string, and arrays. mlx-lm's files only store strings and arrays."""
         saved_arrays = self._saved_arrays()
         arrays = {name: array for name, array in saved_arrays.items() if array is not None}
         return json.dumps(self._saved_numbers()), arrays
@@ -118,7 +118,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
-        """Return the attributes to save as arrays, by name: an array, a list or tuple of arrays, or None."""
+        """Return the attributes to save as arrays, by name. Each is an array, a list or tuple of arrays, or None."""
         return {
             "keys": self.keys,
             "values": self.values,
@@ -189,7 +189,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return first_array.shape[:2]
 
     def _entries_in_row_order(self, **more_fields: Any) -> Entries:
-        """Return the entries in row order. `more_fields` are additional fields of `Entries`."""
+        """Return the entries in row order. `more_fields` are passed to `Entries`."""
         return Entries(
             *self.keys_and_values(),
             explicit_positions=self.positions,

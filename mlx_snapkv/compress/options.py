@@ -14,17 +14,16 @@ THEN = " then "  # separates two policies in a string
 
 @dataclass(frozen=True)
 class Compress:
-    """Evict entries by `policy` while the prompt is read, and by `decode_policy` at its end and during the answer.
+    """Evict entries with `policy` while the prompt is read, and with `decode_policy` at its end and during the answer.
 
-    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block". It then keeps
-    at least the sink and the window of `decode_policy`, which also determines which queries vote at the end of the
-    prompt.
+    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block", and keeps at
+    least that policy's sink and window. The queries that vote at the end of the prompt also depend on `decode_policy`.
 
-    Raises: SnapKVError: there is a `decode_policy`, but `policy` has schedule="once".
+    Raises: SnapKVError: `decode_policy` is set, but `policy` has schedule="once".
     """
 
     policy: Policy
-    decode_policy: Policy = None  # type: ignore[assignment]  # by default `policy`
+    decode_policy: Policy = None  # type: ignore[assignment]  # defaults to `policy`
 
     def __post_init__(self):
         """Default `decode_policy` to `policy`."""
@@ -70,7 +69,7 @@ class Compress:
 
     @property
     def statistics_from(self) -> int | None:
-        """Return the first position whose query enters the statistics, or None if neither policy needs statistics."""
+        """Return the position where query statistics start, or None if neither policy needs them."""
         positions = [policy.query_statistics for policy in self.policies]
         return min((position for position in positions if position is not None), default=None)
 
@@ -79,7 +78,7 @@ class Compress:
         return all(policy.fits(n_prompt) for policy in self.policies)
 
     def prefill_quota(self, n_prompt: int) -> Quota:
-        """Return the quota of each full-attention layer while the prompt is read.
+        """Return each full-attention layer's quota while the prompt is read.
 
         With schedule="once", it covers the whole prompt.
         """

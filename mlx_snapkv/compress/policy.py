@@ -22,9 +22,9 @@ class Policy(Hyperparameters, ABC):
 
     Attributes:
         budget: number of entries to keep per KV head, or a share of the prompt ("25%").
-        n_sink: number of entries at the start that are always kept.
-        n_window: number of most recent entries that are always kept, or a share of the budget ("10%").
-        min_ctx: prompt length in tokens below which nothing is evicted.
+        n_sink: number of initial entries that are always kept.
+        n_window: number of recent entries that are always kept, or a share of the budget ("10%").
+        min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
         schedule: "block" evicts during prefill and decoding, whenever the next tokens would not fit in `budget + block`
             entries. "once" evicts after the whole prompt has been read. The recent window then slides while the answer
             is decoded, unless `on_full` is "grow".
@@ -36,11 +36,11 @@ class Policy(Hyperparameters, ABC):
     schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
     # Override these if the policy needs more than keys and values.
-    obs_window: ClassVar[int] = 0  # number of most recent queries that vote
+    obs_window: ClassVar[int] = 0  # number of recent queries that vote
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
-    # First position whose query enters `Entries.statistics`. None means that no statistics are needed.
+    # Position where `Entries.statistics` start, or None if the policy needs no statistics.
     query_statistics: ClassVar[int | None] = None
-    lookahead: ClassVar[int] = 0  # number of answer tokens that vote before the compression
+    lookahead: ClassVar[int] = 0  # number of answer tokens that vote before compression
     prefill_chunk: ClassVar[int | None] = None  # tokens; None means `prefill_step_size`
     on_full: ClassVar[str] = "slide"  # or "grow", with schedule="once"
     heads_agree: ClassVar[bool] = False  # whether all heads of a layer keep the same positions
@@ -83,21 +83,21 @@ class Policy(Hyperparameters, ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether the answer's own queries vote, which only happens with schedule="block"."""
+        """Return whether the answer's queries vote too, which requires schedule="block"."""
         return self.schedule == "block" and self.observes
 
     @property
     def grows(self) -> bool:
-        """Return whether the answer's entries are all kept, in addition to the budget."""
+        """Return whether all of the answer's entries are kept, on top of the budget."""
         return self.schedule == "once" and self.on_full == "grow"
 
     @property
     def keeps_shape(self) -> bool:
-        """Return whether the cache keeps a constant shape while an answer is decoded."""
+        """Return whether the cache's shape stays constant while an answer is decoded."""
         return self.schedule == "once" and not self.grows
 
     def window_size(self, budget: int) -> int:
-        """Return the number of most recent entries that are always kept, for a budget in entries."""
+        """Return the number of recent entries that are always kept, with a budget of `budget` entries."""
         return amount(self.n_window, budget)
 
     def quota(self, n_prompt: int) -> Quota:

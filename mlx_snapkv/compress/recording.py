@@ -34,9 +34,9 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.layer = layer
 
     def with_entries_of(self, other: KVCache, n: int) -> RecordingKVCache:
-        """Return a cache with the first `n` entries of `other` and this cache's queries. No array is copied."""
+        """Return a cache with `other`'s first `n` entries and this cache's queries, without copying arrays."""
         if self._shared_votes is None:
-            self._shared_votes = {}  # shared by all copies, since their queries are equal
+            self._shared_votes = {}  # shared by all copies, since their queries are the same
         cache = copy.copy(self)
         cache.share_entries_of(other, n)
         return cache
@@ -47,7 +47,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.offset = n
 
     def fill(self, entries: Entries) -> None:
-        """Set the cache's entries, from position 0 on, to the dequantised `entries`."""
+        """Fill the cache with the dequantised `entries`, starting at position 0."""
         self.keys, self.values = entries.dequantized()
         self.offset = len(entries)
 
@@ -75,5 +75,5 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
 
     @property  # type: ignore[misc]  # no setter: the cache is converted before it is saved
     def state(self) -> tuple:
-        """Return entries and recorded arrays, which mlx-lm's prefill loop evaluates after each chunk."""
+        """Return the arrays that mlx-lm's prefill loop evaluates after each chunk."""
         return self.keys, self.values, self._queries, self.moments.sums

@@ -6,7 +6,7 @@ from ..entries.quota import Quota
 
 
 def select(scores: mx.array, quota: Quota) -> mx.array:
-    """Select the entries that fill `quota`: uint32 `(B, n_kv_heads, n)`. See `select_positions`."""
+    """Return the positions that fill `quota`, uint32 `(B, n_kv_heads, n)`. See `select_positions`."""
     top_k = quota.entries - quota.n_sink - quota.n_window
     return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
 
@@ -40,8 +40,7 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
 def top_positions(scores: mx.array, k: int) -> mx.array:
     """Return the positions of the `k` highest scores in ascending order, uint32 `(..., k)`.
 
-    Ties are broken exactly: all scores above the k-th highest are taken first, then scores equal to it from left to
-    right. NaN ranks lowest, so the result is valid for any scores.
+    Ties go to lower positions. NaN ranks lowest, so the result is valid for any scores.
 
     Args:
         scores: `(..., T)`.

@@ -29,15 +29,15 @@ class SnapKVCache(EvictingCache):
     """A KV cache with pinned entries and a recent window that either grows with the answer or slides over it.
 
         [0 : n_pin)            pinned entries: the sink and the entries with the most votes
-        [n_pin : n_keep)       recent window, a ring buffer: once it is full, each decoded token overwrites the oldest
+        [n_pin : n_keep)       recent window, a ring buffer: once full, each decoded token overwrites the oldest entry
         [n_keep : )            pending entries, from updates of several tokens
 
-    A growing window never fills up. Appending a token costs as much as in mlx-lm's `KVCache`. A sliding window keeps
-    the shape of the cache constant while an answer is decoded.
+    A growing window never fills up, and appending costs the same as in mlx-lm's `KVCache`. A sliding window keeps the
+    cache's shape constant while an answer is decoded.
 
-    Keys keep the rotation of their original position, and `offset` is the next token's position in the text. One update
-    of `L` tokens is equivalent to `L` updates of one token: `make_mask` hides the entries that earlier tokens of the
-    same update would have overwritten. Pending entries move into the window before the next update.
+    Keys keep their original RoPE rotation, and `offset` is the next token's position in the text. One update of `L`
+    tokens is equivalent to `L` updates of one token: `make_mask` hides the entries that earlier tokens of the same
+    update would have overwritten. Pending entries move into the window before the next update.
 
     Args:
         keys: `(B, n_kv_heads, n_pin + n, head_dim)` in order of position with `n <= n_window`, or the arrays of
@@ -46,7 +46,7 @@ class SnapKVCache(EvictingCache):
         positions: original positions of the pinned entries, uint32 `(B, n_kv_heads, n_pin)`.
         offset: position of the next token. The window holds the `n` tokens before it.
         n_window: maximum number of entries in the window, at least 1. None lets it grow.
-        quantization: quantisation of these and all later entries, or None for plain entries.
+        quantization: how these and all later entries are quantised, or None if they are not.
 
     Attributes:
         is_drafted: whether the cache is used in mlx-lm's speculative decoding, which trims rejected drafts.
@@ -99,7 +99,7 @@ class SnapKVCache(EvictingCache):
         self._pinned_positions = arrays["pinned"]
 
     def append(self, keys: Stored, values: Stored) -> None:
-        """Append the stored keys and values of `L` tokens. In a full ring, a single token overwrites the oldest."""
+        """Append stored keys and values. In a full ring, a single token overwrites the oldest entry."""
         L = count_rows(keys)
         self._move_pending_entries()
         self._free_unneeded_rows(L)
@@ -127,7 +127,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = with_new_rows((self.keys, self.values), n_new)
 
     def claim_row(self) -> int:
-        """Count a new token, and return the row to which the caller must write its entry."""
+        """Count a new token, and return the row where the caller must write its entry."""
         if self._n < self.n_keep:
             row = self._n
             self._n += 1
@@ -178,7 +178,7 @@ class SnapKVCache(EvictingCache):
         self._n = self.n_keep
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask of `visibility_mask`."""
+        """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask from `visibility_mask`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         # The next update starts by moving pending entries into the ring.
@@ -187,7 +187,7 @@ class SnapKVCache(EvictingCache):
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window
         is_window_full = n_in_window == self.n_window
-        # A single token overwrites the oldest entry before its attention reads the cache.
+        # A single token overwrites the oldest entry before attending to the cache.
         if N == 1 and (overwrites_nothing or is_window_full):
             return None
         if overwrites_nothing and not return_array:
@@ -229,16 +229,16 @@ class SnapKVCache(EvictingCache):
 
 
 def visibility_mask(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:
-    """Return the mask of rows that each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
+    """Return which rows each of `N` new tokens sees, bool `(N, n_pin + n_recent + N)`.
 
     Number the recent entries from 0 in order of position, and then the new tokens, so that token `i` has number
     `n_recent + i`. Each token sees the pinned entries, and the `n_window` entries up to and including its own: numbers
     `(n_recent + i - n_window, n_recent + i]`.
 
     Args:
-        n_pin: number of pinned entries, which are in the first rows.
+        n_pin: number of pinned entries, in the first rows.
         n_recent: number of recent entries, in the rows after the pinned ones. The first `n_window` of them form a ring,
-            the others are in order.
+            and the rest are in order.
         n_window: number of recent entries that a token sees, including its own.
         N: number of new tokens.
         oldest: index of the ring's oldest entry.

@@ -35,8 +35,8 @@ class Answer:
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
         cache: prompt cache after the answer. With sparse attention, it contains all entries.
-        times: time in seconds at which decoding started, then the time of each decoded token.
-        n_times_before: number of `times` before the compression.
+        times: when decoding started, then when each token was decoded, in seconds.
+        n_times_before: number of `times` before compression.
     """
 
     text: str
@@ -59,7 +59,7 @@ def decode(
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """Decode a greedy answer from a cache that has read part of the prompt, or the prompt and part of the answer.
+    """Decode a greedy answer from a cache that has read part of the prompt, or all of it and part of the answer.
 
     Args:
         model: an mlx-lm model.
@@ -67,12 +67,12 @@ def decode(
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `first_tokens`.
         cache: prompt cache to decode from.
-        report: report on the cache's compression; None if `stream_generate` still has to read the remaining tokens and
+        report: report on the cache's compression, or None if `stream_generate` has yet to read the remaining tokens and
             compress.
-        first_tokens: first answer tokens, if they are already known.
-        on_text: called with each new part of the answer's text; an end-of-sequence token has no text.
+        first_tokens: first answer tokens, if already known.
+        on_text: called with each new part of the answer's text. End-of-sequence tokens have no text.
         on_report: called with the report if the prompt is compressed here.
-        **options: keywords of `stream_generate`; ignored if `report` is given.
+        **options: keyword arguments for `stream_generate`, ignored if `report` is given.
     """
     times = [time.perf_counter()]
     n_times_before = 0
@@ -139,16 +139,15 @@ class Compared:
         kv_bytes: bytes of keys and values in all layers.
         first_token_seconds: seconds from the start of prefill to the first token. Methods that share a reading have the
             same value.
-        tokens_per_second: decoding speed after the compression; None if there are too few tokens.
+        tokens_per_second: decoding speed after compression, or None if there are too few tokens.
         kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
-            the compression count, as in `eval fidelity --setting known`. None if the answer ends before the
-            compression.
-        n_before: number of answer tokens decoded before the compression.
-        uncompressed: one-sentence explanation if the answer ends before the compression, otherwise None.
-        differs: first difference from the full cache's answer: token index, text before it, the full cache's token and
-            this answer's token, as texts. None if the answers are equal.
-        reason: why no entry was evicted; None if some were.
-        kept: `(n_prompt,)`, share of layers and KV heads that keep each prompt token's entry; None for methods that
+            compression count, as in `eval fidelity --setting known`. None if the answer ends before compression.
+        n_before: number of answer tokens decoded before compression.
+        uncompressed: one-sentence explanation if the answer ends before compression, otherwise None.
+        differs: first difference from the full cache's answer: (token index, text before it, text of the full cache's
+            token, text of this answer's token). None if the answers are equal.
+        reason: why nothing was evicted, or None if something was.
+        kept: `(n_prompt,)`, share of all layers' KV heads that keep each prompt token's entry. None for methods that
             evict nothing.
     """
 
@@ -200,11 +199,11 @@ def compare(
 
 
 class _Attempt(NamedTuple):
-    """A method's answer, with what the compressed cache kept and predicted.
+    """A method's answer, with the entries that it kept and its predictions.
 
     Attributes:
         kept: see `Compared.kept`.
-        logprobs: `(m, vocab_size)`, log-probabilities predicted for the last `m` tokens of the full cache's answer.
+        logprobs: `(m, vocab_size)`, log-probabilities for the last `m` tokens of the full cache's answer.
     """
 
     answer: Answer
@@ -213,7 +212,7 @@ class _Attempt(NamedTuple):
 
 
 class _Comparison:
-    """A prompt and the full cache's answer to it. The arguments are the same as for `compare`.
+    """A prompt and the full cache's answer to it. See `compare` for the arguments.
 
     Attributes:
         full: the full cache's answer.
@@ -229,7 +228,7 @@ class _Comparison:
         on_text: Callable[[str, str], None],
         options: dict[str, Any],
     ):
-        """Read the prompt on full caches and decode the full cache's answer."""
+        """Read the prompt into full caches and decode the full cache's answer."""
         self._model = model
         self._tokenizer = tokenizer
         self._tokens = tokens
@@ -247,7 +246,7 @@ class _Comparison:
         self._reference = Reference(self._reading, self.full.tokens)
 
     def answer_and_compare(self, method: Method) -> Compared:
-        """Answer the prompt with a method and compare the answer with the full cache's answer."""
+        """Answer the prompt with a method and compare the answer with the full cache's."""
         plan = plan_request(
             self._model,
             CompressionConfig(method.policy),
@@ -283,7 +282,7 @@ class _Comparison:
         """Answer with a policy that compresses the shared reading."""
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed = copy.deepcopy(cache)  # for the predictions, because decoding changes the cache
-        # The cache has read some answer tokens, and predicts the next one.
+        # The answer tokens that the cache has read, and the next one.
         n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
         first_tokens = self.full.tokens[:n_known]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)

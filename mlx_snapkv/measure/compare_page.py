@@ -17,7 +17,7 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-N_TINTS = 4  # tints: 0 means evicted by all heads, 1 kept by few, and this number kept by all
+N_TINTS = 4  # the highest tint, for entries that all heads keep; 0 is for entries that none keep
 
 
 def page(
@@ -30,7 +30,7 @@ def page(
         tokenizer: the model's tokenizer, which decodes the prompt's tokens.
         tokens: token ids of the prompt.
         answers: the full cache's answer, followed by the answers to compare with it.
-        table: figures of all answers.
+        table: figures for all answers.
     """
     text, spans = token_spans(tokenizer, list(tokens))
     full_answer, *other_answers = answers
@@ -101,7 +101,7 @@ def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray 
         return ""
     tints = np.ceil(kept * N_TINTS).astype(int)
     html = ""
-    start = 0  # first character that is not in `html` yet
+    start = 0  # first character not yet in `html`
     for tint, tokens in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):
         *_, last_token = tokens
         _, stop = spans[last_token]

@@ -32,8 +32,8 @@ class Contender:
 
     Attributes:
         entries: entries that a decoding step reads per KV head.
-        policy: setting that compresses the prompt; None for mlx-lm's own caches.
-        bits, group_size: mlx-lm's quantisation of the full cache; `bits` is None without quantisation.
+        policy: setting that compresses the prompt, or None for mlx-lm's own caches.
+        bits, group_size: mlx-lm's quantisation of the full cache. `bits` is None if it is not quantised.
         rotates: whether the cache is mlx-lm's rotating cache (`--max-kv-size`).
     """
 
@@ -46,7 +46,7 @@ class Contender:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether the cache keeps all entries and each token chooses which ones it reads."""
+        """Return whether the cache keeps all entries and each token chooses which ones to read."""
         return isinstance(self.policy, Sparse)
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
@@ -54,8 +54,8 @@ class Contender:
 
         Args:
             layer: layer that the cache belongs to.
-            keys: `(B, n_kv_heads, n, head_dim)`, keys of the cached entries.
-            values: like `keys`.
+            keys: keys of the cached entries, `(B, n_kv_heads, n, head_dim)`.
+            values: values of the same entries, same shape.
             context: prompt length in tokens. If it exceeds `n`, the other entries count as evicted.
         """
         if self.policy is None:
@@ -78,7 +78,7 @@ class Contender:
 def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
     """Return one layer's sparse cache over all `entries`.
 
-    Layers whose entries are also read by other layers are not sparse, and get a full cache.
+    A layer that shares its entries with other layers is not sparse, and gets a full cache.
     """
     if layer.borrowers:
         return full_cache(entries)
@@ -91,7 +91,7 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
 
 
 def _last_queries(keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, by which the residual is weighted."""
+    """Return random queries for a prompt's last tokens, used to weight the residual."""
     B, n_kv_heads, n_tokens, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
     last_positions = range(n_tokens - WEIGHING_QUERIES, n_tokens)
@@ -99,7 +99,7 @@ def _last_queries(keys: mx.array) -> Queries:
 
 
 def make_random_model() -> llama.Model:
-    """Create the default model of `bench`, with the same random weights in every run.
+    """Create `bench`'s default model, with the same random weights in every run.
 
     The model is small, so that attention takes most of the time, even on a CPU.
     """
@@ -156,7 +156,7 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
 
 
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
-    """Return the contenders for a context of `context` tokens: the full cache, mlx-lm's options and policies."""
+    """Return the contenders at a context length: the full cache, mlx-lm's options and the policies."""
     our_contenders = policy_contenders(context, policies)
     mlx_lm_contenders = [Contender("full cache", context)]
     if our_contenders:
@@ -206,7 +206,7 @@ def random_like(array: mx.array, n_tokens: int, n_heads: int | None = None) -> m
     Args:
         array: keys or values `(B, n_kv_heads, T, head_dim)`.
         n_tokens: number of tokens.
-        n_heads: number of heads; by default `n_kv_heads`.
+        n_heads: number of heads. Defaults to `n_kv_heads`.
     """
     B, n_kv_heads, _, head_dim = array.shape
     shape = B, n_heads or n_kv_heads, n_tokens, head_dim

@@ -1,4 +1,4 @@
-"""Compare how a compressed cache and the full cache predict known tokens."""
+"""Compare predictions of known tokens from a compressed cache with the full cache's."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -22,12 +22,12 @@ class Reference:
     """Known tokens after a prompt, and the full cache's predictions for them.
 
     Args:
-        reading: the prompt, read on full caches.
+        reading: the prompt, read into full caches.
         tokens: the tokens after the prompt.
-        n_fed: number of `tokens` that are fed along with the prompt. The remaining tokens are judged.
+        n_fed: number of `tokens` to feed along with the prompt. The rest are judged.
 
     Attributes:
-        prompt: prompt tokens, followed by the `n_fed` tokens.
+        prompt: prompt tokens, followed by the first `n_fed` of `tokens`.
     """
 
     def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
@@ -57,10 +57,10 @@ class Reference:
         return log_softmax(self._reading.next_logprobs[None])
 
     def predictions(self, cache: list) -> mx.array:
-        """Feed the unread tokens to a cache and return its predictions for the last `m` judged tokens.
+        """Feed the unread tokens to a cache and return the predictions for the last `m` judged tokens.
 
-        The result is log-probabilities `(m, vocab_size)`. A cache that has read the whole prompt does not predict the
-        first token.
+        The result is log-probabilities `(m, vocab_size)`. If the cache has read the whole prompt, the first token has
+        no prediction.
         """
         model = self._reading.model
         # The last token does not need to be fed.
@@ -75,17 +75,17 @@ class Reference:
         on_report: Callable[[CompressionReport], None] = lambda report: None,
         **options: Any,
     ) -> mx.array:
-        """Feed the known tokens through `generate_step` and return its predictions after the compression.
+        """Feed the known tokens through `generate_step` and return its predictions after compression.
 
         The result is log-probabilities `(m, vocab_size)` for the last `m` judged tokens.
 
         Args:
-            policy: setting that `generate_step` reads the prompt with.
-            on_report: called with the report on the compression.
-            **options: other keywords of `generate_step`.
+            policy: setting for `generate_step`.
+            on_report: called with the compression report.
+            **options: other keyword arguments for `generate_step`.
         """
         known_tokens = iter(self._tokens)
-        # Tokens predicted before the compression; all of them if nothing is compressed.
+        # Number of tokens predicted before compression, or all of them if nothing is compressed.
         n_before = len(self)
         predictions: list[mx.array] = []
 
@@ -113,16 +113,16 @@ class Reference:
         return log_softmax(mx.stack(after_compression))
 
     def n_agreed(self, cache: list) -> int:
-        """Return how many leading tokens a cache has already read or predicts correctly.
+        """Return how many leading tokens match the greedy predictions from a cache.
 
-        Predictions are greedy, and all tokens are fed to the cache.
+        Tokens that the cache has read count as matches. The others are fed to it.
         """
         logprobs = self.predictions(cache)
         n_read = len(self) - len(logprobs)
         if n_read == len(self):
             return n_read
         is_correct = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_read:]
-        # The cumulative product is 0 from the first error on.
+        # The cumulative product drops to 0 at the first error.
         n_before_error = int(np.cumprod(is_correct).sum())
         return n_read + n_before_error
 
@@ -130,8 +130,8 @@ class Reference:
         """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
 
         Returns:
-            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens for which both
-                predict the same most likely token. Both are scalar arrays, or None if there are no tokens.
+            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens where both have the
+            same top prediction. Both values are scalar arrays, or None if there are no tokens.
         """
         n_predicted = len(logprobs)
         if n_predicted == 0:
@@ -149,7 +149,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     """Feed `n` known tokens to a cache, and return the logits after each of them, `(n, vocab_size)`.
 
     The logits are the same as if the tokens were fed one by one. Where possible, one call feeds all tokens, or all
-    tokens between two evictions. If tokens choose what they read, each call feeds one token.
+    tokens between evictions. If tokens choose what they read, each call feeds one token.
     """
     layers = attention_layers(model, prompt_cache)
     tokens_choose = any(layer.layer_cache_in(prompt_cache).chooses for layer in layers)
@@ -162,7 +162,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
 
 
 def log_softmax(logits: mx.array) -> mx.array:
-    """Return float32 log-probabilities for logits `(..., vocab_size)`, clipped to at least `MIN_LOG_PROBABILITY`."""
+    """Return float32 log-probabilities for logits `(..., vocab_size)`, clipped below at `MIN_LOG_PROBABILITY`."""
     logits = logits.astype(mx.float32)
     return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), MIN_LOG_PROBABILITY)
 

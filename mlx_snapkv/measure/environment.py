@@ -27,7 +27,7 @@ from .tables import Table
 
 
 def versions_and_machine() -> dict[str, Any]:
-    """Return versions, commit and machine, as stored with results."""
+    """Return the versions, commit and machine to store with results."""
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -62,7 +62,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     """Collect what a bug report needs, as names and values.
 
     Args:
-        model: a model; if given, the result says whether MLX has fused attention kernels for it.
+        model: if given, the result says whether MLX has fused attention kernels for this model.
         name: the model's name.
     """
     setup = versions_and_machine()
@@ -119,7 +119,7 @@ def sparse_kernels_text() -> str:
 def fused_attention_text(model: Any) -> str:
     """Describe whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
-    Without this kernel, the attention scores of a whole chunk are in memory at the same time.
+    Without this kernel, all of a chunk's attention scores are in memory at the same time.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))

@@ -1,6 +1,6 @@
-"""Measure how much compression changes a model's predictions, on pieces of texts.
+"""Measure how much compression changes a model's predictions, on pieces of text.
 
-The setting determines what is compressed, and for which tokens predictions are compared:
+The setting determines what is compressed and which predictions are compared:
 
     text    a piece is compressed, and the text's next tokens are predicted
     known   a piece and a question are compressed together, and the full cache's greedy answer is predicted
@@ -84,11 +84,11 @@ def run(
         tokenizer: its tokenizer.
         pieces: pieces of the user's texts.
         methods: the full cache, policies and sparse attention.
-        settings: some of `FIDELITY_SETTINGS`.
+        settings: settings to measure, from `FIDELITY_SETTINGS`.
         questions: questions about the pieces, used in turn.
         max_tokens: maximum number of tokens in an answer.
-        results: records of earlier runs, to which missing records are added.
-        on_piece: called after each piece; the argument says whether anything was measured.
+        results: records of earlier runs. Missing records are added.
+        on_piece: called after each piece. The argument says whether anything was measured.
     """
     policies = {method.name: method.policy for method in methods}
     used_questions = [None] if set(settings) == {TEXT} else questions
@@ -134,7 +134,7 @@ def _measure_piece(
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
-        policies: setting of each method, by name; None for the full cache.
+        policies: each method's setting, by name. None means the full cache.
         max_tokens: maximum number of tokens in an answer.
         piece: the piece.
         frame: tokens before and after the piece.
@@ -183,8 +183,8 @@ def read_piece(
         model: an mlx-lm model.
         piece: the piece.
         frame: tokens before and after the piece.
-        policies: settings of all methods; None for the full cache.
-        settings: some of `FIDELITY_SETTINGS`.
+        policies: settings of all methods. None means the full cache.
+        settings: settings to measure, from `FIDELITY_SETTINGS`.
         max_tokens: maximum number of tokens in an answer.
         stop_tokens: tokens that end an answer.
 
@@ -206,21 +206,20 @@ def read_piece(
     if TEXT in settings:
         if text_reading is None:
             text_reading = read_once(model, [*frame.start, *piece.tokens], text_policies)
-        # The full cache predicts the first token after the piece, so that token is fed, and the following ones are
-        # judged.
+        # The first token after the piece is predicted from the full cache. Feed it, and judge the ones after it.
         following_text = Reference(text_reading, piece.following, n_fed=1)
         reading_by_setting[TEXT] = text_reading, following_text
     return reading_by_setting
 
 
 def judge(setting: str, reading: Reading, reference: Reference, policy: Setting | None) -> Record:
-    """Return a method's figures for one piece. Some of them are scalar arrays.
+    """Return a method's figures for one piece. Some are scalar arrays.
 
     Args:
         setting: one of `FIDELITY_SETTINGS`.
         reading: the text to compress, from `read_piece`.
         reference: the tokens to judge, from `read_piece`.
-        policy: the method's setting; None for the full cache.
+        policy: the method's setting, or None for the full cache.
     """
     if setting == KNOWN and policy is not None and not shares_reading(policy):
         predictions, cache_figures = _predictions_of_own_reading(reading, reference, policy)
@@ -240,12 +239,12 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
 def _predictions_of_own_reading(
     reading: Reading, reference: Reference, policy: Setting
 ) -> tuple[mx.array, Record]:
-    """Let `generate_step` read the prompt. Return its predictions and its cache's figures."""
+    """Read the prompt with `generate_step`. Return its predictions and its cache's figures."""
     cache = make_prompt_cache(reading.model)
     cache_figures: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
-        # Take the figures at the compression, because the answer adds entries later.
+        # Take the figures now, because the answer adds entries later.
         cache_figures.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generate(policy, note_figures, prompt_cache=cache)
@@ -255,7 +254,7 @@ def _predictions_of_own_reading(
 def _compressed_cache(
     setting: str, reading: Reading, reference: Reference, policy: Setting | None
 ) -> tuple[list, CompressionReport]:
-    """Return the cache that predicts the judged tokens, and the report on its compression."""
+    """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
         # The question is read as a later turn. Its last token is left out, because feeding it predicts the first judged
         # token.
@@ -267,7 +266,7 @@ def _compressed_cache(
 
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
-    """Return a cache's mean entries per layer, its bytes, and the reason if it was not compressed."""
+    """Return a cache's mean entries per layer, its size in bytes, and the reason if it was not compressed."""
     entries_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
@@ -307,7 +306,7 @@ def _summary(
 ) -> Record:
     """Summarise one method's records.
 
-    Pieces whose answers ended before the compression are left out. A mean over no pieces is None.
+    Pieces whose answers ended before compression are left out. A mean over no pieces is None.
 
     Args:
         records: the method's records, one per piece.
@@ -324,7 +323,7 @@ def _summary(
         reference = [others[i][key] for i in judged_pieces]
         return difference(scores, reference, documents)
 
-    # Differences are computed over the same judged tokens only, and these depend on the lookahead.
+    # Differences only make sense over the same judged tokens, which depend on the lookahead.
     judges_same_tokens = all(
         record["judged"] == first_record["judged"]
         for record, first_record in zip(records, first_records)

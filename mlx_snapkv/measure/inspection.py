@@ -36,18 +36,17 @@ class Inspection:
     """The prompt entries that a policy kept, and what the answer attended to.
 
     Attributes:
-        policy: the setting as on the command line.
-        tokens, text: token ids and text of the prompt.
+        policy: the setting, as written on the command line.
+        tokens, text: the prompt's token ids and text.
         spans: character range `(start, stop)` of each token in the text. Tokens that together form one character share
             its span.
-        layers: indices of the model's full-attention layers, which are the first axis of `positions`.
+        layers: indices of the model's full-attention layers, matching the first axis of `positions`.
         layers_without: indices of the other layers (linear, state-space and sliding-window layers).
         heads: number of KV heads in each of `layers`.
-        positions: int32 `(n_layers, n_kv_heads, n_kept)`, prompt positions that each head keeps, ascending. Layers with
-            fewer heads or entries are padded with -1. If no entry was evicted, these are all positions.
-        sentences: sentences with at least one kept entry, in the order of `rank_sentences`; empty if no entry was
-            evicted.
-        report: report on the compression.
+        positions: int32 `(n_layers, n_kv_heads, n_kept)`, prompt positions that each head keeps, in ascending order.
+            Layers with fewer heads or entries are padded with -1. If nothing was evicted, each head has all positions.
+        sentences: sentences with at least one kept entry, ranked by `rank_sentences`. Empty if nothing was evicted.
+        report: the compression report.
         answer: the answer's text.
         answer_tokens: text of each answer token.
         attended: what each answer token attended to.
@@ -82,12 +81,12 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Return, for each layer, the share (0 to 1) of the voters' attention on kept entries, or None."""
+        """Return each layer's share (0 to 1) of the voters' attention that went to kept entries, or None."""
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 
     def density(self, n_columns: int) -> np.ndarray:
-        """Return the share (0 to 1) of kept entries in `n_columns` parts of the prompt, `(n_layers, n_columns)`.
+        """Return the share (0 to 1) of entries kept in each of `n_columns` prompt parts, `(n_layers, n_columns)`.
 
         A prompt with fewer tokens has one column per token.
         """
@@ -126,7 +125,7 @@ class Inspection:
 
     def _attended_by_token(self) -> list[dict[str, Any]]:
         """Return what each answer token attended to, averaged over all layers, for JSON."""
-        mean_of_layers = -1  # index in the arrays' layer axis
+        mean_of_layers = -1  # index on the layer axis
         records = []
         for text, positions, weights, answer_share in zip(
             self.answer_tokens,
@@ -167,7 +166,7 @@ def inspect_prompt(
         prompt: token ids, or text without a chat template; see `stream_generate`.
         max_tokens: maximum number of tokens in the answer.
         snapkv: see `stream_generate`.
-        policy: see `stream_generate`; "auto" is not supported. Without a policy, or below its `min_ctx`, no entry is
+        policy: see `stream_generate`; "auto" is not supported. Without a policy, or below its `min_ctx`, nothing is
             evicted.
         **options: `prefill_step_size` and `prompt_progress_callback`; see `prefill`.
 
@@ -183,7 +182,7 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # This cache records no queries itself, but calls `on_queries` if no entry is evicted.
+        # This cache records no queries itself, but calls `on_queries` if nothing is evicted.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
@@ -209,7 +208,7 @@ def _answer(
     recorder: Recorder,
     options: dict[str, Any],
 ) -> list[GenerationResponse]:
-    """Answer the prompt while the recorder observes, and return mlx-lm's responses."""
+    """Answer the prompt with the recorder attached, and return mlx-lm's responses."""
     steps = serve(
         functools.partial(
             mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
@@ -239,12 +238,12 @@ def _make_inspection(
     recorder: Recorder,
     responses: list[GenerationResponse],
 ) -> Inspection:
-    """Combine the recorder's records with the token texts.
+    """Combine the recorder's records with the tokens' text.
 
     Args:
         tokenizer: the model's tokenizer.
         tokens: token ids of the prompt.
-        compress: the policy or policies; None for the full cache.
+        compress: the policy or policies, or None for the full cache.
         layers: indices of the model's full-attention layers.
         n_layers: total number of layers in the model.
         recorder: recorder of the finished request.
@@ -263,7 +262,7 @@ def _make_inspection(
         is_special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         has_votes = bool(recorder.votes)
         sentences = rank_sentences(prompt_text, prompt_spans, is_special, counts, has_votes)
-    # If the first answer token shares a character with the prompt's last token, it also shares its span.
+    # If the prompt's last token and the first answer token share a character, they also share a span.
     answer_texts = [text[max(start, prompt_end) : stop] for start, stop in spans[n_prompt:]]
     return Inspection(
         policy=recorder.report.policy,

@@ -20,7 +20,7 @@ from .tables import put_figure
 
 INSPECTION_HTML = Path(__file__).with_name("inspection.html")
 SHOWN_SENTENCES = 10
-PICTURE_COLUMNS = 256  # columns of a map in the picture
+PICTURE_COLUMNS = 256  # columns per map in the picture
 MAX_TICKS = 16  # maximum number of labelled layers in the picture
 
 
@@ -30,7 +30,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     Args:
         inspections: one inspection per policy, all of the same prompt.
         model: model name.
-        special: ids of special tokens, which the page marks.
+        special: ids of special tokens to mark.
 
     Raises: SnapKVError: the prompts differ.
     """
@@ -49,7 +49,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
         "policies": [_policy_data(inspection, group_of) for inspection in inspections],
     }
     data_json = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    # An unescaped "<" could end the script element, or begin a comment.
+    # An unescaped "<" could end the script element or start a comment.
     data_json = data_json.replace("<", "\\u003c")
     html = INSPECTION_HTML.read_text(encoding="utf-8")
     before, after = html.replace("POLICY", content_policy(html), 1).split("DATA")
@@ -57,12 +57,12 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _utf16_length(text: str) -> int:
-    """Return the length of a text in UTF-16 code units, which JavaScript counts."""
+    """Return a text's length in UTF-16 code units, as JavaScript counts it."""
     return len(text.encode("utf-16-le")) // 2
 
 
 def _token_groups(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
-    """Group tokens that share a span. Return the groups' spans and numbers of tokens.
+    """Group tokens that share a span. Return the groups' spans and sizes.
 
     Tokens without text are not grouped.
     """

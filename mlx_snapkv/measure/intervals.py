@@ -16,18 +16,18 @@ def difference(
 ) -> dict[str, float]:
     """Return the paired difference between two methods' scores on the same questions, with a bootstrapped interval.
 
-    The mean is taken over each task's questions, then over the tasks. Questions about one document are not
+    Differences are averaged over each task's questions, then over the tasks. Questions about the same document are not
     independent, so the bootstrap resamples whole documents within each task.
 
     Args:
         scores: the method's score for each question.
         reference: the other method's score for each question.
-        groups: the document of each question.
-        tasks: the task of each question; by default there is one task.
+        groups: each question's document.
+        tasks: each question's task. By default, all questions share one task.
 
     Returns:
-        The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and the numbers of
-        questions with `better` and `worse` scores.
+        The `mean`, the bounds `low` and `high` of its 95% interval over `RESAMPLES` resamples, and how many questions
+        scored `better` and `worse`.
     """
     changes = np.subtract(scores, reference, dtype=float)
     documents = np.array([repr(group) for group in groups])
@@ -53,7 +53,7 @@ def difference(
 def _resampled_means(changes: np.ndarray, documents: np.ndarray, rng: Any) -> np.ndarray:
     """Resample one task's documents with replacement and return the mean change in each resample.
 
-    The result has the shape `(RESAMPLES,)`.
+    The result has shape `(RESAMPLES,)`.
     """
     _, document_numbers = np.unique(documents, return_inverse=True)
     change_by_document = np.bincount(document_numbers, changes)

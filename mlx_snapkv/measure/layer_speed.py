@@ -26,19 +26,19 @@ from ..sparse.options import N_VOTERS, Sparse
 from ..sparse.prompt_caches import make_caches
 from .contenders import random_like
 
-FAILURES = SnapKVError, RuntimeError, ValueError  # MLX raises one of these if memory is short
+FAILURES = SnapKVError, RuntimeError, ValueError  # what running out of memory can raise
 LENGTHS = (8192, 32_768)  # numbers of entries
-# Number of tokens evaluated together, which keeps the device as busy as a pipelined loop does.
+# Number of tokens to evaluate together, to keep the device as busy as a pipelined loop would.
 TOGETHER = 8
 
 
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
-    """Return the lengths from which sparse prefill and sparse decoding are faster on this machine.
+    """Return the lengths at which sparse prefill and sparse decoding become faster on this machine.
 
     On a GPU, missing measurements are estimated. On a CPU, an estimate would take too long.
 
     Args:
-        model: an mlx-lm model, whose weights may be uninitialised.
+        model: an mlx-lm model. Its weights may be uninitialised.
     """
     sparse = Sparse()
     speed = speed_of(model, sparse)
@@ -50,12 +50,12 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 
 
 def layer_speed(model: Any, sparse: Sparse) -> Speed:
-    """Estimate a token's attention time over all layers, with all entries and with few.
+    """Estimate one token's attention time over all layers, with full and with sparse attention.
 
     Only the difference is meaningful for a whole token, because the rest of the model is not timed.
 
     Args:
-        model: an mlx-lm model, whose weights may be uninitialised.
+        model: an mlx-lm model. Its weights may be uninitialised.
         sparse: sparse attention options.
 
     Raises: SnapKVError: the model does not support sparse attention.

@@ -20,14 +20,14 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: the setting; None for the full cache. Sparse attention is measured with `when="always"`. Otherwise it
-            would answer the first tokens, or all of them, from the full cache.
+        policy: the setting, or None for the full cache. Sparse attention is measured with `when="always"`. Otherwise
+            the first tokens, or all of them, would be decoded with full attention.
     """
 
     policy: Setting | None = None
 
     def __post_init__(self):
-        """Set the option `when` of sparse attention to "always"."""
+        """Set sparse attention's `when` option to "always"."""
         if isinstance(self.policy, Sparse):
             object.__setattr__(self, "policy", replace(self.policy, when="always"))
 
@@ -55,7 +55,7 @@ class Method:
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Check that every policy would compress a prompt of at least one of these lengths.
 
-    Raises: SnapKVError: a policy would compress none, or its budget is too small for sink and window.
+    Raises: SnapKVError: a policy would compress none of them, or its budget is too small for sink and window.
     """
     for method in methods:
         if method.policy is None:

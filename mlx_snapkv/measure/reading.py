@@ -3,7 +3,7 @@
 reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compress(policy)                 # the document's cache, as `prefill` returns it
 prompt = reading.followed_by(question)                   # document and question; only the question is read
-cache, report = prompt.compress(policy, answering=True)  # the cache of `generate_step` after its compression
+cache, report = prompt.compress(policy, answering=True)  # `generate_step`'s cache after compression
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,13 +30,13 @@ from ..planning.scores import largest_chunk
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
 
-# Recording caches by policy, one per full-attention layer.
+# Each policy's recording caches, one per full-attention layer.
 Recorders = dict[Setting, list[RecordingKVCache]]
-ANSWER_CAPACITY = 256  # answer tokens for which buffers are preallocated
+ANSWER_CAPACITY = 256  # answer tokens to preallocate buffers for
 
 
 def shares_reading(setting: Setting | None) -> bool:
-    """Return whether a policy can choose from full caches that other policies also use.
+    """Return whether a policy can choose from full caches that it shares with other policies.
 
     The full cache (None) can. Some settings must read the prompt themselves: block policies evict during prefill, h2o
     accumulates the attention of all queries, and with sparse attention each chunk chooses what it reads.
@@ -48,7 +48,7 @@ def shares_reading(setting: Setting | None) -> bool:
 
 
 def lookahead_of(setting: Setting | None) -> int:
-    """Return the number of answer tokens that vote before a policy compresses."""
+    """Return the number of answer tokens that vote before compression."""
     return setting.decode_policy.lookahead if isinstance(setting, Compress) else 0
 
 
@@ -58,7 +58,7 @@ def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
 
 
 class SharedKVCache(RecordingKVCache):
-    """One layer's full KV cache, which passes its queries to several `recorders`.
+    """A full KV cache for one layer that passes its queries to several `recorders`.
 
     The recorders contain no entries. `RecordingKVCache.with_entries_of` combines their queries with this cache's
     entries.
@@ -77,28 +77,28 @@ class SharedKVCache(RecordingKVCache):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Return whether a recorder waits for queries of other layers that read these entries."""
+        """Return whether any recorder still waits for queries from other layers that read these entries."""
         return any(recorder.waits_for_readers for recorder in self.recorders)
 
     @property  # type: ignore[misc]  # nothing sets the state while a request runs
     def state(self) -> tuple:
-        """Return entries and recorded queries, which mlx-lm's prefill loop evaluates."""
+        """Return the entries and recorded queries for mlx-lm's prefill loop to evaluate."""
         return *super().state, [recorder.state for recorder in self.recorders]
 
 
 class Reading:
-    """A prompt that was read on full caches, with the queries that each policy needs. See `read_once`.
+    """A prompt read into full caches, with the queries that each policy needs. See `read_once`.
 
     `compress` keeps the same entries as `prefill` and `generate_step`, regardless of the other policies.
 
     Args:
         model: an mlx-lm model.
         tokens: token ids of the whole prompt.
-        caches: caches that have read the prompt except for the `unread` tokens.
-        recorders: caches that record queries, by policy.
-        suffixes: recorders for the prompt extended by each suffix; see `followed_by`.
-        unread: last tokens of the prompt, at least one, which are still to be read.
-        **options: keywords of mlx-lm's `generate_step` for the prefill.
+        caches: caches that have read all of the prompt but the `unread` tokens.
+        recorders: each policy's recording caches.
+        suffixes: recorders for the prompt extended by each suffix. See `followed_by`.
+        unread: the last tokens of the prompt (at least one), still to be read.
+        **options: keyword arguments for mlx-lm's `generate_step`, used for prefill.
 
     Attributes:
         next_logprobs: log-probabilities `(vocab_size,)` of the token after the prompt.
@@ -114,29 +114,29 @@ class Reading:
         unread: Sequence[int],
         **options: Any,
     ):
-        """Read the `unread` tokens and let every recorder record the queries that its policy needs."""
+        """Read the `unread` tokens, while every recorder records the queries that its policy needs."""
         self.model = model
         self.tokens = list(tokens)
         self._caches = caches
         self._recorders = recorders
         self._suffixes = suffixes
         self._layers = attention_layers(model, caches)
-        # Numbers of answer tokens after which a policy compresses, so that a copy of the caches is needed.
+        # How many answer tokens are fed before each policy compresses. The caches are copied at these points.
         self._copy_points = {
             _plan(model, policy, len(tokens)).n_fed_before_compression for policy in recorders
         }
         self._share_caches()
-        # The chunk size must not depend on the policies, so that the entries are the same for any set of policies.
+        # Use the same chunk size for any set of policies, so that the entries are also the same.
         prefill_options = {"prefill_step_size": largest_chunk(), **options}
         with recording(attention_classes(model)):
             logprobs = read(model, mx.array(list(unread)), caches, prefill_options)
-        self.next_logprobs = logprobs[0]  # the only sequence of the batch
+        self.next_logprobs = logprobs[0]  # the only sequence in the batch
         for i, layer in enumerate(self._layers):
             shared_cache = layer.cache_in(caches)
             shared_cache.step = KVCache.step
             # The suffixes' recorders need no queries from the answer.
             shared_cache.recorders = _layer_recorders(recorders, i)
-        # Copies of the caches (without full-attention layers), keyed by the number of tokens read before.
+        # Copies of the caches (without full-attention layers), keyed by the number of tokens that they have read.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
         # The answer tokens fed so far, followed by the next one.
         self._answer = [_most_likely(self.next_logprobs)]
@@ -157,7 +157,7 @@ class Reading:
             layer.put(self._caches, shared_cache)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
-        """Return a reading of the prompt with one of its `suffixes`. Only the suffix is read, on copied caches."""
+        """Return a reading of the prompt plus one of its `suffixes`. Only the suffix is read, into copied caches."""
         return Reading(
             self.model,
             tokens=[*self.tokens, *suffix],
@@ -172,12 +172,12 @@ class Reading:
         n_prompt = len(self.tokens)
         caches = copies_sharing_entries(self._cache_copies[n_prompt], self._layers)
         for layer in self._layers:
-            entries = layer.cache_in(self._caches).held()  # the prompt and answer tokens
+            entries = layer.cache_in(self._caches).held()  # including the answer's entries
             layer.put(caches, full_cache(entries.between(0, n_prompt)))
         return caches
 
     def force(self, tokens: Sequence[int]) -> None:
-        """Use `tokens` as the answer instead of the model's own. Call this before `answer` and `compress`."""
+        """Start the answer with `tokens` instead of the model's own. Call this before `answer` and `compress`."""
         self._forced = list(tokens)
         self._answer = self._forced[:1]
 
@@ -197,12 +197,12 @@ class Reading:
     ) -> tuple[list, CompressionReport]:
         """Return the prompt cache that `prefill` would return for a policy, and its report.
 
-        If the policy has a lookahead, the first tokens of the full cache's answer vote.
+        If the policy has a lookahead, the first tokens of the full cache's answer vote too.
 
         Args:
-            policy: one of the policies passed to `read_once`; None for the full cache.
-            answering: if True, return the cache that `generate_step` decodes from after its compression. That cache has
-                read as many answer tokens as the policy's lookahead, and at least one.
+            policy: one of the policies passed to `read_once`, or None for the full cache.
+            answering: if True, return the cache that `generate_step` decodes from after compression. That cache has
+                also read at least one answer token, and as many as the policy's lookahead.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
@@ -227,7 +227,7 @@ class Reading:
         n_read = n_prompt
         if answering:
             n_read += request.plan.n_fed_before_compression
-        # Voters after the prompt are answer tokens, which must be fed first.
+        # Voters after the prompt are answer tokens, so feed these first.
         self._feed_answer(max(n_read, request.plan.end_of_voters) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
@@ -238,7 +238,7 @@ class Reading:
 
     def _feed_answer(self, n_tokens: int) -> None:
         """Feed answer tokens until `n_tokens` of them have been fed."""
-        while len(self._answer) <= n_tokens:  # the model has not been fed the last token
+        while len(self._answer) <= n_tokens:  # the last token has not been fed yet
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
@@ -260,14 +260,14 @@ def read_once(
     suffixes: Iterable[Sequence[int]] = (),
     **options: Any,
 ) -> Reading:
-    """Read a prompt on full caches and record the queries that each policy needs.
+    """Read a prompt into full caches and record the queries that each policy needs.
 
     Args:
         model: an mlx-lm model.
         tokens: token ids of the prompt.
         policies: policies that may be passed to `Reading.compress`.
         suffixes: token ids that `Reading.followed_by` may append to the prompt.
-        **options: keywords of mlx-lm's `generate_step`; by default, chunks have `largest_chunk()` tokens.
+        **options: keyword arguments for mlx-lm's `generate_step`. By default, chunks have `largest_chunk()` tokens.
 
     Raises: SnapKVError: the model is not supported, or a budget is too small for sink and window.
     """
@@ -301,7 +301,7 @@ def read_sparsely(
         model: an mlx-lm model.
         sparse: sparse attention options.
         tokens: token ids of the prompt.
-        later_tokens: tokens read after the prompt, like the next turn of a conversation. If given, the report is about
+        later_tokens: tokens read after the prompt, like the next turn of a conversation. If given, the report covers
             this turn.
     """
     earlier_cache: list | None = None
@@ -327,7 +327,7 @@ def _most_likely(logits: mx.array) -> int:
 
 
 def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
-    """Return the plan for a prompt that is read on an empty cache."""
+    """Return the plan for a prompt that is read into an empty cache."""
     return plan_request(model, CompressionConfig(policy), n_prompt)
 
 
@@ -343,7 +343,7 @@ def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recor
         if not plan.is_left_to_mlx_lm:
             caches = make_request(model, plan).caches
             layer_caches = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
-            any_cache = layer_caches[0]  # all layers record the same queries
+            any_cache = layer_caches[0]  # all layers record the same positions
             recorded_queries = any_cache.first, any_cache.last, any_cache.statistics_from
             recorders[policy] = recorders_by_queries.setdefault(recorded_queries, layer_caches)
     return recorders

@@ -16,14 +16,14 @@ MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention that predicted each answer token, averaged over the query heads of each layer.
+    """What the model attended to when it predicted each answer token, averaged over each layer's query heads.
 
     Attributes:
         positions: int32 `(n_answer, n_layers + 1, n)`, prompt tokens with the most attention, in descending order.
-            Index `n_layers` is the mean of all layers. Missing tokens are -1.
-        weights: float32, same shape, attention share (0 to 1) of each of these tokens.
-        own: float32 `(n_answer, n_layers + 1)`, attention share of earlier answer tokens.
-        n_before: number of answer tokens predicted before the compression.
+            Index `n_layers` on the second axis is the mean of all layers. Missing tokens are -1.
+        weights: float32, same shape, each of these tokens' share (0 to 1) of the attention.
+        own: float32 `(n_answer, n_layers + 1)`, earlier answer tokens' share of the attention.
+        n_before: number of answer tokens predicted before compression.
     """
 
     positions: np.ndarray
@@ -33,7 +33,7 @@ class Attended:
 
 
 class Recorder:
-    """Records which entries a request keeps, and what its answer attends to, from the model's own queries.
+    """Records which entries a request keeps and, from the model's own queries, what its answer attends to.
 
     Args:
         layers: the model's full-attention layers.
@@ -41,14 +41,14 @@ class Recorder:
         max_tokens: maximum number of tokens in the answer.
 
     Attributes:
-        kept: kept positions `(n_kv_heads, n)`, by layer number; empty if no entry was evicted.
-        votes: votes for `kept`, by layer number; empty if the policy has no votes.
-        n_heads: number of KV heads in each layer; 0 before the layer's first call.
-        report: report on the compression.
+        kept: kept positions `(n_kv_heads, n)`, by layer number. Empty if nothing was evicted.
+        votes: votes for `kept`, by layer number. Empty if the policy has no votes.
+        n_heads: number of KV heads in each layer, or 0 before the layer's first call.
+        report: the compression report.
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, max_tokens: int):
-        """Start without records."""
+        """Start with no records."""
         self._n_layers = len(layers)
         self._n_prompt = n_prompt
         self._n_positions = n_prompt + max_tokens + 1
@@ -76,7 +76,7 @@ class Recorder:
             self._n_before = len({*self._recorded, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
-        """Compute the attention weights of a single query, if it is the prompt's last query or a later one.
+        """Compute a single query's attention weights, if it is the prompt's last query or a later one.
 
         See `entries.queries.on_queries`.
         """
@@ -102,9 +102,9 @@ class Recorder:
         self._pending.setdefault(query_position, {})[layer] = weights_by_position
 
     def record(self) -> None:
-        """Evaluate the attention weights of the latest calls and keep the largest ones for each token.
+        """Evaluate the latest calls' attention weights and keep the largest ones for each token.
 
-        Tokens for which a layer has not been called are dropped.
+        Tokens without weights from every layer are dropped.
         """
         pending = self._pending
         self._pending = {}
@@ -124,7 +124,7 @@ class Recorder:
         """
         n_largest = self._n_recorded
         prompt_weights = weights[:, : self._n_prompt]
-        # Partition before sorting, because only few of the weights have to be sorted.
+        # Partition first, so that only a few weights have to be sorted.
         unsorted = np.argpartition(-prompt_weights, n_largest - 1, axis=1)[:, :n_largest]
         unsorted_weights = np.take_along_axis(prompt_weights, unsorted, axis=1)
         order = np.argsort(-unsorted_weights, axis=1, kind="stable")
@@ -156,7 +156,7 @@ class Recorder:
     def positions(self) -> np.ndarray:
         """Return the kept positions `(n_layers, n_kv_heads, n)`, padded with -1.
 
-        If no entry was evicted, these are all positions.
+        If nothing was evicted, each head has all positions.
         """
         all_positions = np.arange(self._n_prompt, dtype=np.int32)
         by_layer = [
@@ -173,7 +173,7 @@ class Recorder:
         return padded
 
     def counts(self, quota: Quota) -> np.ndarray:
-        """Return `counts` for `sentences.rank_sentences`, `(5, n_tokens)`, if every layer kept `quota`.
+        """Return `counts` for `sentences.rank_sentences`, `(5, n_tokens)`, assuming every layer kept `quota`.
 
         A head always keeps the sink and the recent window, and chooses among the entries in between.
         """

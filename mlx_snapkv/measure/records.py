@@ -19,14 +19,14 @@ RECORD_KEYS = ("method", "setting", "task", "length", "document", "piece", "ques
 class Results:
     """Evaluation records, in memory and optionally in a file of JSON lines.
 
-    The file's first line is the setting. New records are appended, and a later run continues the file. Use it in a
-    `with` block: before that, nothing is written.
+    The file's first line is the setting. New records are appended, and a later run continues the file. Nothing is
+    written until the object is used in a `with` block.
 
     Args:
         setting: fields that all records share.
-        path: the file, which may not exist yet; None keeps the records in memory only.
+        path: the file, which need not exist yet. None keeps the records only in memory.
 
-    Raises: SnapKVError: the file has another setting, or was not written by this class.
+    Raises: SnapKVError: the file has a different setting, or was not written by this class.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
@@ -50,7 +50,7 @@ class Results:
             self._lines.close()
 
     def get(self, keys: Record) -> Record | None:
-        """Return the record that has the same `RECORD_KEYS` as `keys`, or None if it is missing."""
+        """Return the record whose `RECORD_KEYS` match those of `keys`, or None if it is missing."""
         return self._records.get(_key(keys))
 
     def add(self, record: Record) -> None:
@@ -73,7 +73,7 @@ class Results:
         Args:
             documents: for each document, the keys of its records and a function to measure them. The function takes the
                 keys of missing records and yields those records. Their values may be scalar arrays.
-            on_document: called after each document; the argument says whether any record was measured.
+            on_document: called after each document. The argument says whether any record was measured.
         """
         all_keys: list[Record] = []
         for keys, measure in documents:
@@ -86,7 +86,7 @@ class Results:
         return [self._records[_key(key)] for key in all_keys]
 
     def _read(self) -> None:
-        """Read the file's records. Raises: SnapKVError: it has another setting, or a line is damaged."""
+        """Read the file's records. Raises: SnapKVError: it has a different setting, or a line is damaged."""
         if self._lines is None:
             return
         for number, line in self._lines.read():
@@ -102,7 +102,7 @@ class Results:
                 raise SnapKVError(f"{self._lines.path}: {why}") from None
 
     def _require_setting(self, line: bytes, path: Path) -> None:
-        """Check that the file's first line equals this setting. Raises: SnapKVError."""
+        """Check that the file's first line matches this setting. Raises: SnapKVError."""
         try:
             file_setting = dict(json.loads(line))
         except (ValueError, TypeError):

@@ -10,10 +10,10 @@ import numpy as np
 
 Span = tuple[int, int]  # the characters `text[start:stop]`
 
-INCOMPLETE = "\ufffd"  # text of an incomplete character
-MAX_CHARACTER_TOKENS = 8  # a character has at most four bytes in UTF-8
+INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
+MAX_CHARACTER_TOKENS = 8  # more than enough, since a UTF-8 character has at most four bytes
 
-# A sentence or paragraph, including the white space after it, such as "(It ended.) ".
+# A sentence or paragraph with its trailing white space, e.g. "(It ended.) ".
 _SENTENCE = re.compile(
     r"""
     .+?
@@ -56,7 +56,7 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     # tokens[:start] have spans. tokens[context_start:start] are decoded again as context.
     context_start = start = 0
     context_text = ""
-    incomplete_text = ""  # text from `context_start` on, if it ends in the middle of a character
+    incomplete_text = ""  # text of tokens[context_start:], if it ends in mid-character
 
     def decode(start: int, stop: int) -> str:
         ids = list(tokens[start:stop])
@@ -107,9 +107,10 @@ class Sentence:
 
     Attributes:
         start, stop: token range `[start, stop)` in the prompt.
-        kept: share (0 to 1) of the sentence's entries that are kept, over its tokens and all KV heads.
-        chosen: the same share, among the entries that the policy chose from; None in the sink and the recent window.
-        votes: share of the voters' attention to all chosen entries that this sentence received; None without votes.
+        kept: share (0 to 1) of the sentence's entries that are kept, over all KV heads.
+        chosen: the same share, counting only the entries that the policy chose from. None in the sink and the recent
+            window.
+        votes: the sentence's share of the votes for all chosen entries. None if the policy has no votes.
     """
 
     text: str
@@ -121,7 +122,7 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Yield a text's sentences with trailing white space. List items, table rows and code lines are separate."""
+    """Yield a text's sentences with trailing white space. List items, table rows and code lines come separately."""
     for sentence in _SENTENCE.findall(text):
         for piece in _MARKED_LINE.split(sentence):
             if len(piece) > MAX_SENTENCE:
@@ -133,14 +134,14 @@ def sentences_of(text: str) -> Iterator[str]:
 def rank_sentences(
     text: str, spans: Sequence[Span], is_special: np.ndarray, counts: np.ndarray, has_votes: bool
 ) -> tuple[Sentence, ...]:
-    """Rank the sentences that have kept entries: by votes or, without votes, by their share of chosen entries.
+    """Rank the sentences with kept entries by votes or, without votes, by their share of chosen entries.
 
     Args:
         text: the prompt's text.
         spans: span of each token in `text`.
         is_special: bool `(n_tokens,)`, True for special tokens.
         counts: `(5, n_tokens)`. The first four rows count KV heads for each token: heads that keep it, all heads, heads
-            that chose it, and heads that could choose it. The last row is the votes of the heads that chose it.
+            that chose it, and heads that could choose it. The last row has the votes of the heads that chose it.
         has_votes: whether the policy has votes.
     """
     # Column i is the sum over the tokens before token i.
@@ -180,7 +181,7 @@ def _token_ranges_of_sentences(
         tokens = list(group)
         first, last = tokens[0], tokens[-1]
         text_start, text_end = spans[first][0], spans[last][1]
-        run_text = text[text_start:text_end]  # the text between two special tokens
+        run_text = text[text_start:text_end]  # the text between special tokens
         follows_special = first > 0 and is_special[first - 1]
         role = _ROLE.match(run_text) if follows_special else None
         role_name = "" if role is None else role.group()

@@ -110,7 +110,7 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
 def _can_decode(model, cache: list[Any]) -> bool:
     """Run the warm-up steps and return whether they succeed.
 
-    For example, mlx-lm can't decode from quantised entries with attention sinks.
+    For example, mlx-lm can't decode quantised entries if a model has attention sinks.
     """
     try:
         with observing_queries(model, cache):
@@ -156,7 +156,7 @@ def _is_rotating(cache: Any) -> bool:
 def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
     """Return the bytes of keys and values in all caches.
 
-    For sparse attention, they are the entries that a token reads, and all entries that it chooses from.
+    With sparse attention, this counts the entries that a token reads and all entries that it chooses from.
     """
     compressible_caches = layer_caches(prompt_cache)
     read_bytes = sum(cache.kv_nbytes for cache in compressible_caches)
@@ -174,7 +174,7 @@ def measure_prefill(
 ) -> list[Measurement]:
     """Return each contender with its median figures over `trials` requests.
 
-    The contenders take turns. The order is reversed after every round.
+    The contenders take turns, in reverse order every other round.
     """
     figures_by_reader: list[list[dict[str, Any]]] = [[] for _ in readers]
     for trial in range(trials):
@@ -195,7 +195,7 @@ def _medians(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
-    """Answer a prompt, and return the seconds to the first token (with selection), peak memory and KV bytes."""
+    """Answer a prompt, and return the seconds to the first token (including selection), peak memory and KV bytes."""
     cache = make_prompt_cache(model)
     policy = contender.policy
     mx.clear_cache()
@@ -216,9 +216,9 @@ def answer_prompt(
     Args:
         model: an mlx-lm model.
         prompt: `(T,)` token ids.
-        cache: an empty prompt cache, which contains the compressed entries afterwards.
+        cache: an empty prompt cache to fill with the compressed entries.
         max_tokens: maximum number of tokens in the answer, at least 1.
-        **options: other keywords of `generate_step`.
+        **options: other keyword arguments for `generate_step`.
     """
     reports: list[CompressionReport] = []
     options |= {"prompt_cache": cache, "max_tokens": max_tokens, "on_report": reports.append}

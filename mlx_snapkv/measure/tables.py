@@ -49,7 +49,7 @@ def setting_text(result: dict[str, Any]) -> str:
 
 
 def as_markdown(table: Table) -> str:
-    """Render a table as Markdown, with names aligned left and figures aligned right."""
+    """Render a table as Markdown, with names left-aligned and figures right-aligned."""
     alignments = ["---:"] * len(table.columns)
     for i, column in enumerate(table.columns):
         is_name = i == 0 or column == "cache"
@@ -81,8 +81,8 @@ class Page(NamedTuple):
 
     Attributes:
         remark: explanation of the figures.
-        summarise: summarises all records.
-        tables: builds tables from the summary.
+        summarise: function that summarises all records.
+        tables: function that builds tables from the summary.
     """
 
     title: str
@@ -91,11 +91,11 @@ class Page(NamedTuple):
     tables: Callable[[Summary], list[Table]]
 
     def markdown(self, result: Record) -> str:
-        """Render a result, which contains its `summary`, as a Markdown page."""
+        """Render a result as a Markdown page, with tables of its `summary`."""
         return as_page(self.title, result, self.remark, self.tables(result["summary"]))
 
 
-# Pattern near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
+# Patterns near the start of files that this package writes, by suffix. `Results` checks .jsonl files itself.
 _COMMAND = rb"(mlx-snapkv|python scripts/evaluate\.py) "
 _FILE_MARKS = {
     ".json": rb'"command": "' + _COMMAND,
@@ -107,7 +107,7 @@ _N_CHECKED = 1024  # bytes
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a result file was written by a command of this package."""
+    """Return whether a result file was written by one of this package's commands."""
     mark = _FILE_MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
         return re.search(mark, file.read(_N_CHECKED)) is not None

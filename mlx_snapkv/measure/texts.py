@@ -21,7 +21,7 @@ class Piece(NamedTuple):
         document: name of the text.
         number: position of the piece in the text, starting at 1.
         tokens: token ids of the piece, without special tokens.
-        following: token ids of the text after the piece.
+        following: token ids that follow the piece in the text.
     """
 
     document: str
@@ -31,9 +31,9 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """UTF-8 texts from files, and from all files in folders except hidden ones, in order.
+    """UTF-8 texts from files, and from all non-hidden files in folders, in order.
 
-    A text's name is the file's path as given, or its path relative to the given folder.
+    A text's name is the file's path as given, or relative to the given folder.
 
     Args:
         paths: files and folders.
@@ -62,7 +62,7 @@ class Texts:
         self.digest = digest_of("\0".join(names_and_texts))
 
     def _add_file(self, name: str, path: Path) -> None:
-        """Add the text of a file. Raises: SnapKVError: the file is not UTF-8 text, or can't be read."""
+        """Add a file's text. Raises: SnapKVError: the file is not UTF-8 text, or can't be read."""
         text = _read_utf8(path)
         if text is None:
             raise SnapKVError(f"{OPTION} {name} is not UTF-8 text: convert it first")
@@ -83,12 +83,12 @@ class Texts:
                 self._texts[str(name)] = text
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, n_pieces: int) -> list[Piece]:
-        """Return up to `n_pieces` disjoint pieces: the first pieces of all texts, then the second ones, and so on.
+        """Return up to `n_pieces` disjoint pieces: the first piece of every text, then the second, and so on.
 
         Args:
             tokenizer: the model's tokenizer.
             length: number of tokens in a piece.
-            n_following: number of tokens after a piece.
+            n_following: number of tokens that must follow a piece.
             n_pieces: maximum number of pieces.
 
         Raises: SnapKVError: no text is long enough.
@@ -98,7 +98,7 @@ class Texts:
             _cut_pieces(name, text, tokenizer, length, n_needed)
             for name, text in self._texts.items()
         ]
-        # Each round has the next piece of every text; None for a text without further pieces.
+        # Each round has the next piece of every text, or None once a text has no more.
         rounds = itertools.zip_longest(*pieces_by_text)
         all_pieces = (piece for pieces in rounds for piece in pieces if piece is not None)
         first_pieces = list(itertools.islice(all_pieces, n_pieces))
@@ -132,14 +132,14 @@ def _read_utf8(path: Path) -> str | None:
 def _cut_pieces(
     name: str, text: str, tokenizer: Any, length: int, n_needed: int
 ) -> Iterator[Piece]:
-    """Yield successive pieces of a text, which is tokenised when the first piece is needed.
+    """Yield successive pieces of a text. It is tokenised when the first piece is needed.
 
     Args:
         name: name of the text.
         text: the text.
         tokenizer: the model's tokenizer.
         length: number of tokens in a piece.
-        n_needed: number of tokens in a piece and after it, all of which must exist.
+        n_needed: number of tokens needed per piece, including those after it.
     """
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     starts = range(0, len(token_ids) - n_needed + 1, n_needed)
@@ -153,7 +153,7 @@ class Frame(NamedTuple):
     """Token ids around a text.
 
     Attributes:
-        start: special tokens at the start of a text on its own.
+        start: special tokens at the start of a standalone text.
         before, after: tokens before and after the text in a prompt.
     """
 
@@ -167,7 +167,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
     Args:
         tokenizer: the model's tokenizer.
-        question: the question; None for a text without a question.
+        question: the question, or None for a text without one.
     """
     start = tokenizer.encode("")  # special tokens only
     if question is None:

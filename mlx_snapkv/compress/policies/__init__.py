@@ -6,7 +6,7 @@ import pkgutil
 from ...errors import Option, SnapKVError, UnknownOptionError, suggestion
 from ..policy import POLICIES, Policy
 
-# The order of these imports is the order in which policies are listed.
+# Policies are listed in the order of these imports.
 # isort: off
 from .snapkv import SnapKV as SnapKV
 from .keydiff import KeyDiff as KeyDiff

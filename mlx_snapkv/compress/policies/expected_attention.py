@@ -10,20 +10,20 @@ from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
 
-FUTURE = 512  # number of future positions over which the rotation is averaged
+FUTURE = 512  # number of future positions to average the rotation over
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
     """Score each entry by the attention that future queries are expected to give it, times the norm of its value.
 
-    Future queries are modelled by a normal distribution. It has the mean and covariance of all pre-RoPE queries after
-    the first `n_sink` (or of the last query, if the prompt is shorter than that), rotated by the mean rotation of the
-    next 512 positions. The expected weight of a key then has a closed form. Weights are normalised by a softmax over
-    the keys after the sink, and averaged over the query heads of a GQA group.
+    Future queries are modelled as normally distributed. Their mean and covariance are those of all pre-RoPE queries
+    after the first `n_sink` (or of the last query, in a shorter prompt), rotated by the mean rotation of the next 512
+    positions. A key's expected weight then has a closed form. Weights are normalised with a softmax over the keys after
+    the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
-        n_sink: number of entries at the start that are always kept. The statistics exclude their queries.
+        n_sink: number of initial entries that are always kept. The statistics exclude their queries.
     """
 
     name = "expected_attention"
@@ -34,11 +34,11 @@ class ExpectedAttention(Policy):
 
     @property
     def query_statistics(self) -> int:  # type: ignore[override]
-        """Return the first position whose query enters the statistics."""
+        """Return the position where query statistics start."""
         return self.n_sink
 
     def score(self, entries: Entries) -> mx.array:
-        """Return log scores `(B, n_kv_heads, T)` float32. The sink's entries score highest.
+        """Return log scores `(B, n_kv_heads, T)` float32. Sink entries score highest.
 
         Scores are logarithms because many weights are too small for float32. For a key `k` and queries with mean `m`
         and covariance `C`, the expected weight before normalisation is `exp(k . m + k . C k / 2)`.
@@ -74,12 +74,12 @@ class ExpectedAttention(Policy):
         """Return the mean and half the covariance of future queries, rotated and scaled.
 
         Args:
-            entries: the layer's entries, with the statistics of its queries.
+            entries: the layer's entries, with its query statistics.
             keys: any keys of the layer, `(B, n_kv_heads, n, head_dim)`. Only their shape is used.
 
         Returns:
-            The mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, `(B, n_kv_heads, head_dim,
-            group * head_dim)`, where the matrices of a GQA group's query heads are side by side.
+            The mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, `(B, n_kv_heads, head_dim, group *
+            head_dim)`, with the matrices of a GQA group's query heads side by side.
         """
         B, H, _, D = keys.shape
         layer = entries.layer

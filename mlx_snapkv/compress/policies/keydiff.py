@@ -16,12 +16,12 @@ class KeyDiff(Policy):
     """Keep the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
-        anchor: what keys are compared with: the "mean" of the normalised keys (equation 8), the "median" of each
-            coordinate, or "pairwise", which averages the similarity to all keys (equation 7), block by block.
+        anchor: what each key is compared with: the "mean" of the normalised keys (equation 8), or the "median" of each
+            coordinate. "pairwise" averages the similarity to all keys instead (equation 7), block by block.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
-    Differences from the paper: by default, a sink is kept, and half of the budget is a recent window. Without them,
-    predictions move further from the full cache's.
+    Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window. Without
+    them, predictions diverge further from the full cache's.
     """
 
     name = "keydiff"
@@ -60,7 +60,7 @@ class KeyDiff(Policy):
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
-        """Return the keys from which the anchor is computed: normalised if similarity="cosine"."""
+        """Return the keys to compute the anchor from, normalised if similarity="cosine"."""
         if self.similarity != "cosine":
             return keys
         return keys * mx.rsqrt(_squared_norm(keys) + TINY)

@@ -19,11 +19,11 @@ class LagKV(Policy):
     Each coordinate of the keys and values is scaled by its minimum and maximum in the next block. Entries are then
     ranked within their block by the standard deviation of their scaled coordinates, after a softmax over the block. The
     rank is the score, so every block keeps the same number of entries. The last full block has no next block. It and
-    the entries after it are kept, newest first, as far as the budget allows. If there are fewer than 256 entries after
-    the sink, all of them are kept this way.
+    the entries after it are kept, newest first, as far as the budget allows. With fewer than 256 entries after the
+    sink, all of them are treated this way.
 
     Attributes:
-        n_sink: number of entries at the start that are always kept and belong to no block.
+        n_sink: number of initial entries that are always kept and belong to no block.
 
     Difference from the paper: each eviction divides the remaining entries into new blocks.
     """
@@ -35,7 +35,7 @@ class LagKV(Policy):
     n_sink: int = 4
 
     def score(self, entries: Entries) -> mx.array:
-        """Return scores `(B, n_kv_heads, T)` float32: below 1 in blocks with a next block, otherwise at least 1."""
+        """Return scores `(B, n_kv_heads, T)` float32. Entries in blocks with a next block score lowest."""
         T = len(entries)
         n_blocks = (T - self.n_sink) // LAG
         recency = mx.arange(T) / T
@@ -46,7 +46,7 @@ class LagKV(Policy):
         last_block_start = self.n_sink + (n_blocks - 1) * LAG
 
         def ranks_in_blocks(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            # Also read the block after the span, with which its last block is compared.
+            # Also read the block after the span, to compare the span's last block with.
             key_differences = _differences(entries.read_keys(start, stop + LAG, after))
             value_differences = _differences(entries.read_values(start, stop + LAG, after))
             order = mx.argsort(key_differences + value_differences, axis=-1)
@@ -65,8 +65,8 @@ class LagKV(Policy):
 def _differences(states: mx.array) -> mx.array:
     """Return how much each entry differs from the next block, `(B, n_kv_heads, n_blocks - 1, LAG)` float32.
 
-    Coordinates are scaled by the next block, `(x - min) / (max - min)`. The result is the standard deviation of each
-    entry's scaled coordinates, after a softmax over the block.
+    Coordinates are scaled by their range in the next block, `(x - min) / (max - min)`. The result is the standard
+    deviation of each entry's scaled coordinates, after a softmax over the block.
 
     Args:
         states: keys or values `(B, n_kv_heads, n_blocks * LAG, head_dim)`. The last block is only compared against.

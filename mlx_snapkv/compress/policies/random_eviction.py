@@ -14,7 +14,7 @@ class RandomEviction(Policy):
     """Keep a uniformly random set of entries for each KV head.
 
     An entry's score is a hash of its position, its KV head and `seed`. Scores don't change from block to block, so with
-    either schedule, the entries that remain are a uniform sample of the whole prompt.
+    either schedule, the kept entries are a uniform sample of the whole prompt.
 
     Attributes:
         seed: seed of the hash.
@@ -27,7 +27,7 @@ class RandomEviction(Policy):
     seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return a hash of each entry, `(B, n_kv_heads, T)` float32. Hashes are below 2**24, so none is rounded."""
+        """Return a hash of each entry, `(B, n_kv_heads, T)` float32. Hashes are below 2**24 and exact in float32."""
         n_kv_heads = entries.keys.shape[1]
         head_numbers = mx.arange(n_kv_heads, dtype=mx.uint32)[:, None]
         hashes = (entries.positions + 1) * 0x9E3779B1 + head_numbers * 0x85EBCA77

@@ -14,13 +14,11 @@ class ScissorHands(Policy):
     """Score each entry by how many of the last queries give it at least the average weight.
 
     The average weight is 1/t for a query that sees t entries. How far a weight exceeds the average does not matter. By
-    contrast, H2O sums the weights of all queries, SnapKV those of the last queries, and TOVA uses only the very last
-    query.
+    contrast, H2O sums the weights of all queries, SnapKV those of the last queries, and TOVA uses only the last query.
 
     Attributes:
-        obs_window: number of last queries to count (the paper's history window).
-        n_window: number of most recent entries that are always kept (the paper's recent window), or a share of the
-            budget.
+        obs_window: number of recent queries to count (the paper's history window).
+        n_window: number of recent entries that are always kept (the paper's recent window), or a share of the budget.
 
     Differences from the paper: by default, all layers have the same budget, and counts are averaged over the query
     heads of a GQA group.
@@ -34,5 +32,5 @@ class ScissorHands(Policy):
     n_window: int | str = 10
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the number of queries per entry, from 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
+        """Return each entry's query count, from 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
         return entries.above_average

@@ -11,10 +11,8 @@ from ...hyperparameters import amount, choice, count, entry_count, smallest_budg
 from ..policy import Policy
 
 ON_FULL = ("grow", "slide")
-LATEST_COUNTS = (
-    32,
-    64,
-)  # numbers of last queries that pool="forward" compares with the earlier ones
+# Numbers of last queries that pool="forward" compares with the earlier ones.
+LATEST_COUNTS = (32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,32 +20,32 @@ class SnapKV(Policy):
     """Keep a sink, a recent window and the `top_k` entries with the most votes. By default, evict once, after prefill.
 
     Attributes:
-        top_k: number of entries to keep per KV head for their votes.
-        n_sink: number of entries at the start that are always kept.
-        n_window: number of most recent entries that are always kept, or a share of the budget ("25%").
-        budget: total number of entries to keep, or a share of the prompt ("25%"), instead of `top_k`. The default is
-            the smallest budget in which sink and window leave room for `top_k` entries.
-        obs_window: number of the prompt's last queries that vote (the paper's L_obs).
-        pool_kernel: width of the pooling over votes, which should be about the length of the values to find; 1 disables
-            pooling (section 4.1).
-        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper, and need an odd width. "forward"
-            takes the maximum of an entry's own votes, which matter for plain text, and two contrasts, which matter for
+        top_k: number of entries per KV head to keep by vote.
+        n_sink: number of initial entries that are always kept.
+        n_window: number of recent entries that are always kept, or a share of the budget ("25%").
+        budget: total number of entries to keep, or a share of the prompt ("25%"). Set either this or `top_k`. Defaults
+            to the smallest budget that fits the sink, the window and `top_k` entries.
+        obs_window: number of queries at the end of the prompt that vote (the paper's L_obs).
+        pool_kernel: width of the vote pooling (section 4.1), ideally about the length of the values to find. 1 disables
+            pooling.
+        pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd width. "forward"
+            takes the maximum of an entry's votes, which matter for plain text, and two contrasts, which matter for
             exact values. A contrast is the mean vote of the prompt's last 32 or 64 queries minus the mean vote of the
-            earlier ones, averaged over the entry and the `pool_kernel - 1` entries before it, because a model that
-            looks up a value attends to the words before the value and continues from there. Entries that all queries
-            attend to, such as line breaks, have no contrast.
-        lookahead: number of answer tokens to decode from all entries before the prompt is compressed, so that their
-            queries vote too.
-        min_ctx: prompt length in tokens below which nothing is evicted.
-        prefill_chunk: maximum number of tokens per prefill chunk; None means `prefill_step_size`.
-        on_full: what to do when the recent window is full. "grow" keeps all of the answer's entries in addition to the
-            budget, as in the paper. "slide" evicts the window's oldest entry, which keeps the shape of the cache
-            constant during decoding but changes the answer more.
-        schedule, block: see `Policy`; papers that compare with SnapKV use "block".
+            earlier ones. It is averaged over the entry and the `pool_kernel - 1` entries before it, because a model
+            looking up a value attends to the words before the value and continues from there. Entries that every query
+            attends to, such as line breaks, have no contrast.
+        lookahead: number of answer tokens to decode with all entries before compressing, so that their queries vote
+            too.
+        min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
+        prefill_chunk: maximum number of tokens per prefill chunk. None means `prefill_step_size`.
+        on_full: what to do when the recent window is full. "grow" keeps all of the answer's entries on top of the
+            budget, as in the paper. "slide" evicts the window's oldest entry. That keeps the cache's shape constant
+            during decoding, but changes the answer more.
+        schedule, block: see `Policy`. Papers that compare against SnapKV use "block".
 
     Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window).
-    pool="forward" is new. Pooling only covers the middle, so that votes for the sink and the window don't leak into it.
-    The paper's own settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
+    pool="forward" is new. Only the middle is pooled, so votes for the sink and the window don't leak into it. The
+    paper's settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
     name = "snapkv"
@@ -101,7 +99,7 @@ class SnapKV(Policy):
 
     @property
     def implied_option(self) -> str | None:  # type: ignore[override]
-        """Return "budget" or "top_k", whichever follows from the other and is left out of the policy's string."""
+        """Return the option ("budget" or "top_k") that follows from the other, so the policy's string omits it."""
         if not isinstance(self.budget, int):
             return None
         budget_of_top_k = smallest_budget(self.top_k, self.n_sink, self.n_window)
@@ -137,8 +135,8 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
     Mean votes are the average of two means: over all queries, and over the last 32. A contrast is `max(0, mean of the
     last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one for its last 64.
-    Both count lookahead queries among the last. If there are too few queries for any contrast, the mean takes its
-    place.
+    Lookahead queries, if any, are added to these 32 or 64. With too few queries for any contrast, the mean is used
+    instead.
     """
     indices = entries.voters.indices
     n_queries = len(indices)
@@ -159,9 +157,10 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool votes `(..., T)` over windows of `kernel` entries, which are centred or, for "forward", end at the entry.
+    """Pool votes `(..., T)` over windows of `kernel` entries.
 
-    At the ends, "max" ignores missing neighbours, and averages count them as zeros.
+    Windows are centred on the entry or, for "forward", end at it. At the ends, "max" ignores missing neighbours, and
+    averages count them as zeros.
     """
     if kernel == 1:
         return votes

@@ -14,8 +14,8 @@ from ..policy import Policy
 class StreamingLLM(Policy):
     """Keep the first `n_sink` entries and as many recent ones as the budget allows (section 3.2).
 
-    Difference from the paper: keys keep the rotation of their original position. The paper rotates keys to their
-    position in the cache, so that distances never exceed the trained length.
+    Difference from the paper: keys keep their original RoPE rotation. The paper rotates keys by their position in the
+    cache, so distances never exceed the trained length.
     """
 
     name = "streaming_llm"
@@ -26,7 +26,7 @@ class StreamingLLM(Policy):
     n_window: int | str = "100%"
 
     def __post_init__(self):
-        """Reject any `n_window` except the default, because the window is the budget minus the sink."""
+        """Reject any `n_window` other than the default, because the window is the budget minus the sink."""
         is_default = self.n_window == "100%"
         self._require(
             "n_window", is_default, "left out, since all of the budget except n_sink is recent"
@@ -39,7 +39,7 @@ class StreamingLLM(Policy):
         return budget - n_sink
 
     def quota(self, n_prompt: int) -> Quota:
-        """Return each full-attention layer's quota, which consists of the sink and the window only."""
+        """Return each full-attention layer's quota, made up of just the sink and the window."""
         n_entries = amount(self.budget, n_prompt)
         self._require_entries(n_entries)
         n_window = self.window_size(n_entries)
