@@ -1,4 +1,4 @@
-"""Builds a Content-Security-Policy header that allows an HTML page only its own scripts and styles."""
+"""Builds a Content-Security-Policy header that restricts an HTML page to its own scripts and styles."""
 
 import re
 from base64 import b64encode
@@ -8,7 +8,7 @@ ALLOW_NONE = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'no
 
 
 def content_policy(html: str, **more: str) -> str:
-    """Return a Content-Security-Policy that allows a page's own scripts and styles by their hashes.
+    """Return a Content-Security-Policy that allows a page's own scripts and styles by hash.
 
     Args:
         html: the page. Its `<script>` and `<style>` elements must not have attributes.

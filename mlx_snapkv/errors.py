@@ -15,12 +15,12 @@ class Option:
     value: Any = None
 
     def __str__(self) -> str:
-        """Format the option as a keyword argument, such as "max_kv_size=512", or as just its name without a value."""
+        """Return the option as a keyword argument, e.g. "max_kv_size=512", or just its name if it has no value."""
         return self.name if self.value is None else f"{self.name}={self.value}"
 
 
 class SnapKVError(ValueError):
-    """Raised if a request can't be carried out. Base class of the package's errors.
+    """Base class for the package's errors, raised if a request can't be carried out.
 
     Args:
         message: a sentence, or a format string if there are `values`.
@@ -29,13 +29,13 @@ class SnapKVError(ValueError):
     """
 
     def __init__(self, message: str = "", *values: Any):
-        """Store the message and the values. They are formatted later, because options depend on the interface."""
+        """Store the message and the values. Formatting is deferred because it depends on the interface."""
         super().__init__(message, *values)
         self._message = message
         self._values = values
 
     def message(self, written: Callable[[Option], str] = str) -> str:
-        """Return the formatted message, with `written` as the formatter for options."""
+        """Return the message, using `written` to format options."""
 
         def text(value: Any) -> Any:
             if isinstance(value, SnapKVError):
@@ -57,7 +57,7 @@ class OptionError(SnapKVError):
     Attributes:
         option: name of the option.
         allowed: the allowed values, phrased to follow "must be".
-        got: the value that is not allowed.
+        got: the rejected value.
     """
 
     def __init__(self, option: str, allowed: str, got: Any):
@@ -107,11 +107,11 @@ class EntryFileError(SnapKVError):
 
 
 class Missing:
-    """A placeholder for a missing object, which raises `SnapKVError` when it is used.
+    """A placeholder for a missing object. Using it raises `SnapKVError`.
 
     Args:
-        sentence: message of the error.
-        **known: attributes that can be used without an error.
+        sentence: the error message.
+        **known: attributes that can be read without an error.
     """
 
     def __init__(self, sentence: str, **known: Any):

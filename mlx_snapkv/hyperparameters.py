@@ -1,4 +1,4 @@
-"""Base class for frozen dataclasses of hyper-parameters, which are validated and can be written as `key=value,...`.
+"""Base class for frozen hyper-parameter dataclasses. Values are validated, and can be written as `key=value,...`.
 
 Policies (`compress/policy.py`) and sparse attention (`sparse/options.py`) are subclasses.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_NUMBER = 2**31 - 1  # positions are 32-bit integers
-WORD_VALUES = {"true": True, "false": False, "none": None}  # spellings on the command line
+WORD_VALUES = {"true": True, "false": False, "none": None}  # command-line spellings
 
 
 def option(
@@ -42,7 +42,7 @@ def option(
         is_allowed: returns whether a value is allowed.
         allowed: the allowed values, phrased to follow "must be" in an error message.
         help: text for `--help`, if the field has its own command-line flag.
-        compare: whether cached entries depend on the value. If not, the field is left out of comparisons and of the
+        compare: whether cached entries depend on the value. If not, the field is left out of comparisons and the
             string form.
     """
     metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
@@ -89,7 +89,7 @@ def is_amount(value: Any, least: int = 0) -> bool:
 
 
 def is_writable_folder(value: Any) -> bool:
-    """Return whether `value` is the path of a writable folder. "~" is expanded to the home folder."""
+    """Return whether `value` is the path to a writable folder. "~" is expanded to the home folder."""
     if not isinstance(value, (str, os.PathLike)):
         return False
     path = os.path.expanduser(value)
@@ -97,7 +97,7 @@ def is_writable_folder(value: Any) -> bool:
 
 
 def amount(value: int | str, whole: int) -> int:
-    """Return the number of entries for `value`, which is a number or a share of `whole`. Shares are rounded down."""
+    """Convert `value`, a number or a share of `whole`, to a number of entries. Shares are rounded down."""
     if isinstance(value, str):
         return int(_share(value) * whole + 1e-9)  # tolerate floating-point errors
     return int(value)
@@ -137,10 +137,10 @@ def _parsed(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Base class for validated dataclasses that can be parsed from a string, a dict or a keyword argument."""
+    """Base class for validated dataclasses that can be created from a string, a dict or a keyword argument."""
 
     name: ClassVar[str]
-    # The field whose value follows from other fields, if any. It is left out of the string form.
+    # Name of a field derived from other fields, if any. It is left out of the string form.
     implied_option: ClassVar[str | None] = None
 
     def __post_init__(self):
@@ -190,7 +190,7 @@ class Hyperparameters:
 
     @classmethod
     def from_keyword(cls, value: Self | dict[str, Any] | str | bool | None) -> Self | None:
-        """Create an instance from a keyword argument, such as `snapkv` or `sparse` of `generate_step`.
+        """Create an instance from a keyword argument, such as `generate_step`'s `snapkv` or `sparse`.
 
         Args:
             value: an instance, a dict of its fields, a string such as `"top_k=2048"`, or True for the defaults. For
@@ -213,7 +213,7 @@ class Hyperparameters:
         )
 
     def __str__(self) -> str:
-        """Return the name and the fields that differ from their defaults, as on the command line."""
+        """Return the name and the non-default fields, as written on the command line."""
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.compare}
         changed = []
         for name in self.options():
@@ -241,7 +241,7 @@ class Hyperparameters:
         return checks
 
     def _require(self, name: str, is_allowed: bool, allowed: str) -> None:
-        """Raise SnapKVError, describing the `allowed` values, unless `is_allowed` is true."""
+        """Raise a SnapKVError that describes the `allowed` values, unless `is_allowed` is true."""
         if not is_allowed:
             got = getattr(self, name)
             raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")

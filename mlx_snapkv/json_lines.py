@@ -1,4 +1,4 @@
-"""JSON Lines files for results, which a later run can continue."""
+"""JSON Lines files for results that a later run can continue."""
 
 import contextlib
 import fcntl
@@ -13,12 +13,12 @@ from .paths import naming, refusing, require_place
 
 
 class JsonLines:
-    """A file of JSON objects, one per line. Every line is flushed to disk before the next one.
+    """A file of JSON objects, one per line. Every line is flushed to disk before the next one is written.
 
     Nothing is written before `open`, which locks the file for this process until `close`.
 
     Args:
-        path: the file. It may not exist yet.
+        path: the file. It need not exist yet.
         start: the first bytes of every line that this package writes.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import SnapKVError
 
-UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # matches the temporary files of `replacing`
+UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.part")  # matches `replacing`'s temporary files
 
 
 def path_of(name: str | Path, option: str | None = None) -> Path:
@@ -55,7 +55,7 @@ def require_place(path: Path) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error without the file name."""
+    """Return an error's message without the file name."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -72,7 +72,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises: OSError: the file can't be written. `path` is left unchanged.
     """
     target = Path(os.path.realpath(path))
-    # Do not derive the name from the target's, which may already have the maximum length.
+    # Don't derive this name from the target's: it may already be at the length limit.
     temporary = target.with_name(f".{secrets.token_hex(6)}.part")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""Batched caches for requests that decode together, and the rule for which requests can."""
+"""Batched caches, and the rule for which requests can decode together."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BatchCache(ABC):
     """Interface for one layer's cache in a batch of requests. `MlxBatchCache` adapts mlx-lm's own caches to it.
 
     Attributes:
-        observes: whether queries of upcoming tokens are recorded, which requires patching the attention class.
+        observes: whether upcoming queries are recorded. If so, the attention class must be patched.
         chooses: whether each request's queries choose the entries that a step reads.
-        pads: whether shorter requests are padded, and a mask hides the padding.
+        pads: whether shorter requests are padded. A mask hides the padding.
     """
 
     observes: bool
@@ -57,7 +57,7 @@ class BatchCache(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Return the length of the longest request. If requests choose, count only the entries that a step reads."""
+        """Return the length of the longest request. If requests choose entries, count only the ones a step reads."""
 
 
 class MlxBatchCache(BatchCache):
@@ -81,7 +81,7 @@ class MlxBatchCache(BatchCache):
 
 
 class CompressedBatchCache(BatchCache, _BaseCache):
-    """Base class for one layer's compressed caches, one per request, with the interface of mlx-lm's batched caches.
+    """Base class for one layer's compressed caches, one per request. Has the interface of mlx-lm's batched caches.
 
     Each step decodes one token per request.
 
@@ -93,7 +93,7 @@ class CompressedBatchCache(BatchCache, _BaseCache):
     keys: Any
 
     def __init__(self, request_caches: Sequence[Any]):
-        """Take over the requests' caches, which will change with the batch."""
+        """Take over the requests' caches. They will change with the batch."""
         self.request_caches = list(request_caches)
 
     @property
@@ -109,7 +109,7 @@ class CompressedBatchCache(BatchCache, _BaseCache):
         return None
 
     def extend(self, other: Any) -> None:
-        """Append the requests of another batch, which must not be used any more."""
+        """Append another batch's requests. That batch must not be used afterwards."""
         self.request_caches += other.request_caches
 
     def filter(self, keep: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class SparseBatchCache(CompressedBatchCache):
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, request_cache in enumerate(self.request_caches):
-            # Depend on the previous request's output, so that only one request at a time takes memory.
+            # Depend on the previous request's output, so that only one request uses memory at a time.
             request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
@@ -164,12 +164,12 @@ class SparseBatchCache(CompressedBatchCache):
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
-        """Return a copy of the cache of the request at index `idx`."""
+        """Copy the cache of the request at index `idx`."""
         return copy.deepcopy(self.request_caches[idx])
 
     @property
     def nbytes(self) -> int:
-        """Return the memory that all requests' caches take."""
+        """Return the total size of the requests' caches in bytes."""
         return sum(cache.nbytes for cache in self.request_caches)
 
 
@@ -230,14 +230,14 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """Return the arrays without the rows that no request uses."""
+        """Return the arrays without unused rows."""
         n_used = self.size()
         if n_used == count_rows(self.keys):
             return self._stored
         return slice_rows(self._stored, 0, n_used)
 
     def record(self, captured: CapturedQueries) -> None:
-        """Pass each request's query to its cache if the cache observes; see `Recorder.record`."""
+        """Pass each request's query to its cache if the cache records queries; see `Recorder.record`."""
         for i, request_cache in enumerate(self.request_caches):
             if request_cache.observes:
                 request_queries = captured._replace(queries=captured.queries[i : i + 1])
@@ -256,14 +256,14 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the arrays recorded by all requests that observe."""
+        """Return the arrays that requests have recorded."""
         return [
             array for cache in self.request_caches if cache.observes for array in cache.recorded
         ]
 
     @property
     def kind(self) -> tuple:
-        """Return a kind such that requests of equal kinds can share arrays and mlx-lm's single mask."""
+        """Return a kind. Requests of the same kind can share arrays and mlx-lm's single mask."""
         request_cache = self.request_caches[0]
         next_length = request_cache.n_after_next
         keeps_length = next_length == request_cache.n_entries
@@ -271,7 +271,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return keeps_length, next_length.bit_length(), self.quantization
 
     def extend(self, other: EvictingBatchCache) -> None:
-        """Append the requests of another batch by copying all entries to new arrays."""
+        """Append another batch's requests by copying all entries to new arrays."""
         super().extend(other)
         self.keys, self.values = _concatenate_requests([self._stored, other._stored])
 
@@ -287,7 +287,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self.keys, self.values = map_arrays(kept_slots, self._stored)
 
     def extract(self, idx: int) -> EvictingCache:
-        """Return a copy of the cache of the request at index `idx`, including its entries."""
+        """Copy the cache of the request at index `idx`, including its entries."""
         request_cache = copy.deepcopy(self.request_caches[idx])
         request_cache.keys, request_cache.values = self._copy_entries(idx, request_cache.n_entries)
         return request_cache

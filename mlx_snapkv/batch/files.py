@@ -1,6 +1,6 @@
 """Reads requests and writes answers in OpenAI's batch format, one JSON object per line.
 
-If a run is interrupted, the next one continues the file of answers.
+If a run is interrupted, the next one continues its answer file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START = b'{"id": "batch_req_'  # the first bytes of every answer
 
 @dataclass(frozen=True)
 class Line:
-    """A line in a file of requests.
+    """A line in a request file.
 
     Attributes:
         number: line number, counted from 1.
@@ -51,11 +51,11 @@ class Line:
 
 
 class RequestsFile:
-    """A file of requests, which are parsed lazily.
+    """A request file that is parsed lazily.
 
     Args:
-        stream: the file, positioned at the first request. If it can't seek, like a pipe, it is copied to a temporary
-            file.
+        stream: the file, positioned at the first request. A stream that can't seek, such as a pipe, is copied to a
+            temporary file.
 
     Attributes:
         n_lines: number of non-blank lines.
@@ -127,20 +127,20 @@ def _parse_line(number: int, raw: bytes) -> Line:
 
 
 class AnswersFile:
-    """A file of answers, one per line. Every line is flushed to disk before the next one.
+    """An answer file, with one answer per line. Every line is flushed to disk before the next one is written.
 
     Use it in a `with` block, which locks the file for this process and drops an incomplete last line. Nothing is
     written before that.
 
     Args:
-        path: the file. It may not exist yet.
-        run: fields that are the same in all answers of this run: `model`, and part of the `mlx_snapkv` field.
+        path: the file. It need not exist yet.
+        run: fields shared by all of this run's answers: `model`, and part of the `mlx_snapkv` field.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
-        SnapKVError: the file can't be written, belongs to another run or process, or is not a file of answers.
+        SnapKVError: the file can't be written, belongs to another run or process, or is not an answer file.
         OSError: `answer` or `error` could not write a line, for example because the disk is full. All earlier lines are
             complete.
     """
@@ -207,7 +207,7 @@ class AnswersFile:
         return line.key in self._keys
 
     def answer(self, line: Line, body: dict[str, Any]) -> None:
-        """Write a request's answer, where `body` is the completion. Raises: OSError."""
+        """Write a request's answer. `body` is the completion. Raises: OSError."""
         response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
         self._append(line, response=response, error=None)
         self.n_answered += 1
@@ -226,11 +226,11 @@ class AnswersFile:
 
 
 class _Outcome(NamedTuple):
-    """The answer or error in a line of a file of answers.
+    """The answer or error in one line of an answer file.
 
     Attributes:
-        key: the key of the request; see `Line.key`.
-        run: the run's fields, which are empty for errors.
+        key: the request's key; see `Line.key`.
+        run: the run's fields. Empty for errors.
         is_error: whether the line is an error.
     """
 
@@ -240,7 +240,7 @@ class _Outcome(NamedTuple):
 
 
 def _parse_outcome(raw: bytes) -> _Outcome:
-    """Parse a line in a file of answers.
+    """Parse a line of an answer file.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """

@@ -1,4 +1,4 @@
-"""A drop-in version of mlx-lm's `batch_generate` with compression or sparse attention."""
+"""A drop-in replacement for mlx-lm's `batch_generate`, with compression or sparse attention."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -70,14 +70,14 @@ def batch_generate(
         snapkv: see `generate_step`.
         policy: see `generate_step`.
         sparse: see `generate_step`.
-        on_report: called with a `CompressionReport` for each prompt, in the order of the prompts.
-        **kwargs: options of `CompressedBatchGenerator`.
+        on_report: called with a `CompressionReport` for each prompt, in prompt order.
+        **kwargs: options for `CompressedBatchGenerator`.
 
     Returns:
         mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Unless a prompt fails, its answer is
         the same as outside the batch.
 
-    Raises: SnapKVError: the options, the model or a prompt are not supported. It is raised before anything is read.
+    Raises: SnapKVError: an option, the model or a prompt is not supported. Raised before any prompt is read.
     """
     token_lists = _token_lists(model, prompts)
     answer_limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
@@ -184,7 +184,7 @@ def _answer_all(
         prompts: token ids of each prompt.
         answer_limits: maximum length of each answer in tokens.
         prompt_caches: the caches that each prompt continues from. By default, all caches are new.
-        config: the config of all prompts.
+        config: the config for all prompts.
         options: mlx-lm's keyword arguments for the generator.
         with_logprobs: whether to keep the log-probability of each token.
     """

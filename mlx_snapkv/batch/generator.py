@@ -28,7 +28,7 @@ from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, model_and_caches, request_errors
 from .job import BatchReport, BatchSettings, Job
 
-# Model types that mlx-lm 0.32 can't batch, or for which its batches give wrong answers.
+# Model types that mlx-lm 0.32 can't batch, or batches incorrectly.
 UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
@@ -49,10 +49,10 @@ class CompressedBatchGenerator(BatchGenerator):
     """A version of mlx-lm's `BatchGenerator` that compresses every prompt before the request joins the batch.
 
     Prompts are read one at a time, regardless of `prefill_batch_size`, exactly as in `generate_step`. Prompts shorter
-    than `min_ctx` keep their full cache. Requests decode together if their caches are about equally long. With greedy
+    than `min_ctx` keep their full cache. Requests decode together if their caches have similar lengths. With greedy
     sampling, every request gets the same answer as outside the batch.
 
-    If a request fails, its last response has the finish reason "error" and the exception as `error`. Other requests
+    If a request fails, its last response has the finish reason "error" and the exception in `error`. Other requests
     continue.
 
     Args:
@@ -61,8 +61,8 @@ class CompressedBatchGenerator(BatchGenerator):
         policy: see `generate_step`; "auto" is not supported.
         sparse: see `generate_step`.
         on_report: called with a request's uid and its `CompressionReport`.
-        on_read: called with a request's uid, the caches of all tokens it has read, and the tokens. Other requests can
-            continue from these caches. It is not called if entries are evicted during prefill.
+        on_read: called with a request's uid, its full caches, and the tokens in them. Other requests can continue from
+            these caches. It is not called if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
         reads_first: whether to read all prompts before any request decodes. First tokens arrive later, but fewer decode
             steps are needed.
@@ -70,8 +70,7 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict or the model is not supported. `insert` can raise it as well, before anything has
-            been read.
+        SnapKVError: options conflict or the model is not supported. `insert` can also raise it before anything is read.
     """
 
     _old_wired_limit = None  # mlx-lm's `close` needs this even if `__init__` has failed
@@ -129,7 +128,7 @@ class CompressedBatchGenerator(BatchGenerator):
         Args:
             segments: token ids of each prompt, in segments. A chunk never spans two segments.
             max_tokens: maximum length of each answer in tokens. By default, the generator's `max_tokens`.
-            caches: the caches that each request continues from, which are copied. By default, all caches are new.
+            caches: the caches that each request continues from. They are copied. By default, all caches are new.
             all_tokens: for each request, the tokens that its caches contain.
             samplers: a sampler for each request. By default, the generator's sampler.
             logits_processors: logits processors for each request.
@@ -214,7 +213,7 @@ class CompressedBatchGenerator(BatchGenerator):
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
         """Return copies of a request's caches during prefill, and the tokens read so far.
 
-        Other requests can continue from the copies. Return None if the request is waiting, decoding, or has failed.
+        Other requests can continue from the copies. Return None if the request is waiting or decoding, or has failed.
         """
         batch = self._prompt_batch
         if self._settings is None or uid not in batch.uids or batch.job.error is not None:
@@ -222,11 +221,11 @@ class CompressedBatchGenerator(BatchGenerator):
         return batch.extract_cache(0), list(batch.tokens[0])
 
     def _make_batch(self, n: int) -> Any:
-        """Start the next waiting request, and return a batch in which its `Job` reads the prompt."""
+        """Start the next waiting request, and return a batch whose `Job` reads the prompt."""
         if self._settings is None:
             return super()._make_batch(n)
         uid, segments, max_tokens, prompt_cache, *others = self._unprocessed_sequences[0]
-        # The job takes the caches. Leave none for mlx-lm, which would merge them.
+        # The job takes over the caches. Leave none for mlx-lm, because it would merge them.
         self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *others)
         job = Job(self._settings, uid, self._plans.pop(uid), prompt_cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
@@ -247,7 +246,7 @@ class PromptBatch(PromptProcessingBatch):
     job: Job
 
     def extend(self, batch: Any) -> None:
-        """Take over the prompt of another batch. This batch must be empty."""
+        """Take over another batch's prompt. This batch must be empty."""
         assert not self.uids, "prompts are read one at a time"
         vars(self).update(vars(batch))
 
@@ -260,11 +259,11 @@ class PromptBatch(PromptProcessingBatch):
     def filter(self, keep: list[int]) -> None:
         """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
-            self.prompt_cache = []  # mlx-lm clears this list, but the job still needs the old one
+            self.prompt_cache = []  # a new list: mlx-lm clears it in place, and the job still needs the old one
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read tokens of the prompt. If that fails, the error is reported by `generate`."""
+        """Read tokens of the prompt. If that fails, `generate` reports the error."""
         if not tokens or self.job.error is not None:
             return
         try:

@@ -125,7 +125,7 @@ class Group(GenerationBatch):
         return [cache.recorded for cache in batch_caches(self.prompt_cache)]
 
     def copy_caches(self, idx: int) -> list:
-        """Return copies of a request's caches, from which other requests can continue."""
+        """Copy a request's caches, so that other requests can continue from them."""
         return self.extract_cache(idx)
 
     def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
@@ -139,7 +139,7 @@ class Group(GenerationBatch):
 
 
 def failure(uid: int, error: Exception) -> Any:
-    """Create the last response of a failed request."""
+    """Create the last response for a failed request."""
     nothing: Any = None
     return Group.Response(
         uid=uid,
@@ -164,9 +164,9 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 
 class Single(Group):
-    """A group of one request whose prompt is not compressed yet, or which has failed.
+    """A group of one request that is not compressed yet or has failed.
 
-    The prompt is compressed once the answer tokens that vote have been fed.
+    The prompt is compressed once all voting answer tokens have been fed to the model.
     """
 
     job: Job
@@ -182,7 +182,7 @@ class Single(Group):
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """Decode one token and return the response. Compress the prompt once enough tokens have been fed."""
+        """Decode one token and return the response. Compress the prompt once the model has seen enough tokens."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -208,7 +208,7 @@ class Single(Group):
         return list(self.job.caches)
 
     def copy_caches(self, idx: int) -> list:
-        """Return copies of the request's caches, from which other requests can continue."""
+        """Copy the request's caches, so that other requests can continue from them."""
         return self.job.copy_caches()
 
 
@@ -227,7 +227,7 @@ class Groups:
     """
 
     def __init__(self) -> None:
-        """Start without groups."""
+        """Start with no groups."""
         self.only_uncompressed = False
         self._groups: list[Group] = []
 
@@ -274,7 +274,7 @@ class Groups:
         return responses
 
     def extract_cache(self, idx: int) -> list:
-        """Return copies of the caches of the request at index `idx`."""
+        """Copy the caches of the request at index `idx`."""
         group, i = self._locate(idx)
         return group.copy_caches(i)
 

@@ -29,13 +29,13 @@ class BatchSettings:
 
 
 class Job:
-    """A batched request, whose prompt is read and compressed independently of the others.
+    """A batched request. Its prompt is read and compressed independently of the others.
 
     Args:
         settings: settings shared by all requests in the batch.
         uid: the request's uid.
         plan: the request's plan. If it has a `reason`, the prompt is left to mlx-lm.
-        prompt_cache: the prompt cache to continue from, which is copied.
+        prompt_cache: the prompt cache to continue from. It is copied.
 
     Attributes:
         request: reads and compresses the prompt. None after compression, or if the prompt is left to mlx-lm.
@@ -118,7 +118,7 @@ class Job:
         return caches_to_save(self.model, copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
-        """Return copies of the caches with the tokens read so far, from which other requests can continue."""
+        """Copy the caches with the tokens read so far, so that other requests can continue from them."""
         caches_so_far = self.caches if self.request is None else self.request.caches_so_far
         caches = caches_to_save(self.model, copy.deepcopy(caches_so_far))
         for cache in all_caches(caches):

@@ -26,8 +26,8 @@ class Memory:
     """The KV memory of a batch.
 
     Args:
-        sizes: entry sizes of the model.
-        options: keyword arguments of `CompressedBatchGenerator`.
+        sizes: the model's entry sizes.
+        options: keyword arguments for `CompressedBatchGenerator`.
         limit: KV memory limit in bytes. By default, the memory that the model leaves free on this machine.
     """
 
@@ -78,7 +78,7 @@ class Memory:
         return n_answer
 
     def admit(self, need: Need, active: Iterable[Any], cache_bytes: int) -> int | None:
-        """Return the batch's peak memory with another request, or None if the request has to wait.
+        """Return the batch's peak memory with the new request, or None if that request has to wait.
 
         The peak is the larger of two estimates:
 
@@ -108,8 +108,8 @@ class Memory:
         """Return the total size of the caches at the end of all answers, including padding.
 
         Requests in a group share arrays, so each of them takes as many rows as the longest one. Without a policy, all
-        requests form a single mlx-lm group. Otherwise, requests in a group differ by at most a factor of 2, or of 4 if
-        their buffers grow, because growing buffers have unused rows.
+        requests form a single mlx-lm group. Otherwise, sizes in a group differ by at most a factor of 2, or 4 if
+        buffers grow, because growing buffers have unused rows.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

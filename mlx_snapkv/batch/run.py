@@ -1,4 +1,4 @@
-"""Answer the requests of a file, with continuous batching."""
+"""Answer a file of requests with continuous batching."""
 
 import hashlib
 import secrets
@@ -72,16 +72,16 @@ class Run:
     """Answers the lines of a file, and writes each answer as soon as it is complete.
 
     Attributes:
-        answers: the file of answers, opened in a `with` block. Requests that it already answers are skipped.
-        options: keyword arguments of `CompressedBatchGenerator`.
+        answers: the answer file, opened in a `with` block. Requests already in it are skipped.
+        options: keyword arguments for `CompressedBatchGenerator`.
         name: model name to write in the answers.
-        about: fields that every answer of this run has in its `mlx_snapkv` field.
+        about: fields to include in every answer's `mlx_snapkv` field.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
         max_kv_bytes: KV memory limit in bytes, or 0 for no limit. By default, the memory that the model leaves free on
             this machine.
-        seed: if set, requests without a seed of their own get one derived from this and their `custom_id`. Otherwise,
-            their seeds are random.
+        seed: if set, requests without a seed get one derived from this seed and their `custom_id`. Otherwise, their
+            seeds are random.
         on_progress: called after every step.
 
     Raises:
@@ -167,7 +167,7 @@ class Run:
         """Return a 64-bit sampling seed for a request that has none.
 
         It is derived from the run's seed and the line's `custom_id`, so that answers do not depend on the order of the
-        lines or on earlier runs. If the run has no seed, it is random.
+        lines or on earlier runs. Without a run seed, it is random.
         """
         if self.seed is None:
             return secrets.randbits(64)

@@ -104,7 +104,7 @@ def filler_sentence(rng: random.Random) -> str:
     """Return a random sentence that does not state a fact."""
     template = rng.choice(_SENTENCES)
     words = {}
-    # Draw all words, even those the sentence has no placeholder for, so that existing seeds keep giving the same texts.
+    # Draw all words, even if the sentence has no placeholder for them, so that each seed still produces the same text.
     for kind, choices in _TWICE.items():
         words[kind] = rng.choice(choices)
         words[f"{kind}2"] = rng.choice(choices)
@@ -129,7 +129,7 @@ def hide(
         rng: source of randomness for the filler and the places.
         hidden: the sentences to hide.
         n_tokens: document length. The document is longer if the hidden sentences alone exceed it.
-        count_tokens: returns the number of tokens in a text.
+        count_tokens: returns the number of tokens in a string.
         in_order: whether the hidden sentences keep their order.
     """
     n_hidden_tokens = sum(count_tokens(" " + sentence) for sentence in hidden)
@@ -138,7 +138,7 @@ def hide(
     while n_left >= 0:
         document.append(filler_sentence(rng))
         n_left -= count_tokens(" " + document[-1])
-    document.pop()  # drawn only so that existing seeds keep giving the same texts
+    document.pop()  # drawn only so that each seed still produces the same text
     if in_order:
         places = sorted(rng.randint(0, len(document)) for _ in hidden)
         # Each inserted sentence shifts the following places by one.

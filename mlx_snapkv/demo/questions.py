@@ -1,4 +1,4 @@
-"""Prompts that ask for a hidden fact, and a check for answers."""
+"""Prompts that ask for a hidden fact, and an answer check."""
 
 import random
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from .documents import Fact, fact_sentence, hide, make_facts
 
 
 def token_counter(tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens in a text, without special tokens."""
+    """Return a function that counts the tokens in a string, without special tokens."""
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -21,7 +21,7 @@ def make_haystack(
 
 
 def question_prompt(tokenizer, document: str, question: str) -> list[int]:
-    """Render a document and a question with the chat template, without thinking, and return the token ids."""
+    """Render a document and a question with the chat template (thinking disabled), and return the token ids."""
     messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False
@@ -29,7 +29,7 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
 
 
 def is_right(fact: Fact, answer: str) -> bool:
-    """Return whether an answer starts with the fact's value, and not just with a longer number or word."""
+    """Return whether an answer starts with the fact's value, with no letter or digit after it."""
     text = answer.strip()
     if not text.startswith(fact.value):
         return False

@@ -1,12 +1,12 @@
 """Query capture: track each thread's current attention call and record its queries.
 
-A call of an attention module with a recording cache becomes its thread's current call until it returns. The wrappers in
+A call to an attention module with a recording cache is its thread's current call until it returns. The wrappers in
 this file behave like the functions that they wrap, and also pass the queries to the current call.
 
 Multi-head latent attention (MLA) stores one latent per token, shared by all heads, and one positional key. The logit of
 a query head is `embed_q(q_nope) . latent + q_pe . k_pe`, so policies see `[latent, k_pe]` as the key and
-`[embed_q(q_nope), q_pe]` as the query. Most mlx-lm modules pass the attention function `q_nope`, or `embed_q(q_nope)`
-for a single token, and fold `q_pe` into an additive mask. Some pass both parts of the query as one array.
+`[embed_q(q_nope), q_pe]` as the query. Most mlx-lm modules fold `q_pe` into an additive mask, and pass `q_nope` to the
+attention function (`embed_q(q_nope)` for a single token). Some pass both parts of the query as one array.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .family import AttentionFamily
 
 @dataclass
 class Call:
-    """A call of an attention module whose queries are recorded.
+    """A call to an attention module whose queries are recorded.
 
     Attributes:
         recorder: the recording cache.
@@ -94,7 +94,7 @@ class Call:
 
 
 class _Thread(threading.local):
-    """State of one thread.
+    """Per-thread state.
 
     Attributes:
         call: the current call, if any.
@@ -113,7 +113,7 @@ _thread = _Thread()
 def capturing(call: Call) -> Iterator[None]:
     """Make `call` the thread's current call inside the `with` block.
 
-    The queries of a module that computes its own attention scores are recorded when the block ends.
+    If the module computes its own attention scores, its queries are recorded when the block ends.
     """
     _thread.call = call
     try:
@@ -133,7 +133,7 @@ def forget_lenders() -> None:
 
 
 def lender_to(attention: Any) -> Any:
-    """Return the recording cache from which an attention module borrows its entries, or None."""
+    """Return the recording cache that lends an attention module its entries, or None."""
     for lender in _thread.lenders:
         if any(attention is borrower for borrower in lender.layer.borrowers):
             return lender
@@ -147,7 +147,7 @@ def record(queries: mx.array, scale: float, sinks: Any, absorbed: bool = False) 
 
 
 class _OverridingProxy:
-    """Proxy for a module that overrides some of its attributes."""
+    """A proxy that overrides some of a module's attributes."""
 
     def __init__(self, original: Any, **replacements: Any):
         self._original = original

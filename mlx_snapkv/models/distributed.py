@@ -46,7 +46,7 @@ def world() -> Any:
 
 
 def n_ranks() -> int:
-    """Return the number of processes, which is 1 without a group."""
+    """Return the number of processes, or 1 without a group."""
     group = world()
     return 1 if group is None else group.size()
 
@@ -78,7 +78,7 @@ def from_first_rank(work: Callable[[], T]) -> T:
 
 
 def _broadcast(value: Any) -> Any:
-    """Send rank 0's `value` to all ranks, by summing its bytes over the ranks, with zeros on the others."""
+    """Send rank 0's `value` to all ranks, by summing its bytes with zeros from the other ranks."""
     # mlx-lm computes ahead in its own stream, and its sums could be mixed up with ours.
     mx.synchronize(generation_stream)
     is_rank_0 = rank() == 0

@@ -1,4 +1,4 @@
-"""Descriptions of mlx-lm's attention classes, with what is needed to record their queries."""
+"""Describes mlx-lm's attention classes and how to record their queries."""
 
 import importlib
 from collections.abc import Callable
@@ -15,31 +15,31 @@ def _never(attention: Any) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFamily:
-    """An attention class of mlx-lm, and where to find what is needed to record its queries.
+    """An mlx-lm attention class, and how to record its queries.
 
     Attributes:
         module: name of the file in `mlx_lm.models` that defines the class.
         class_name: name of the class.
-        scale: attribute that holds the scale of the logits. None means `head_dim ** -0.5`.
-        sinks: attribute that holds the attention sinks' logits `(n_heads,)`, which take part in the softmax.
+        scale: attribute with the logit scale. None means `head_dim ** -0.5`.
+        sinks: attribute with the attention sinks' logits `(n_heads,)`. They take part in the softmax.
         tiled: whether query head j reads KV head j % n_kv_heads instead of j // (n_heads // n_kv_heads).
-        rope: attribute that holds the RoPE object, or a function that returns it for an attention module. The object is
+        rope: attribute with the RoPE object, or a function that returns it for an attention module. The object is
             called as `rope(x, offset)`. None means that the class has no RoPE.
         rope_switch: attribute that is true if the layer applies RoPE. None means that all layers do.
-        rotary_tail: attribute that holds the number of trailing head dimensions that RoPE rotates. None means all.
+        rotary_tail: attribute with the number of trailing head dimensions that RoPE rotates. None means all.
         note: remark for the list of models.
         why_refused: returns the reason why attention modules can't be compressed, or None if they can.
         why_unquantizable: returns the reason why attention modules can't read quantised entries, or None if they can.
         is_idle: returns True for a decoder layer that does not use its plain KV cache.
         latent: whether the module caches latents and positional keys (MLA); see `capture`.
-        query_factor: index of the call argument by which the queries are multiplied after RoPE.
-        logit_cap: attribute that holds the soft cap of the logits.
-        attention_function: function that computes the attention: mlx-lm's, "mx.fast" for MLX's, or "" if the module
-            does it inline. In the last case, the first result of the module's RoPE is its queries.
-        extra_capture: additional result to record: the call's first "rope" or "split" result.
+        query_factor: index of the call argument that multiplies the queries after RoPE.
+        logit_cap: attribute with the soft cap for the logits.
+        attention_function: name of mlx-lm's attention function if the module calls it, "mx.fast" if it calls MLX's, or
+            "" if it computes attention inline. In that case, its queries are its first RoPE result.
+        extra_capture: "rope" or "split" to also record the call's first RoPE or split result.
         method: name of the method that is called with a cache.
         is_borrower: returns True for an attention module that reads an earlier layer's entries.
-        lender_key: returns a value by which a borrower finds its lender: the last earlier layer with an equal value.
+        lender_key: returns a key. A borrower's lender is the last earlier layer with the same key.
         extra_passes: number of additional passes of a looped model in which the module reads the same entries.
     """
 
@@ -101,11 +101,11 @@ class AttentionFamily:
         return head_dim**-0.5 if self.scale is None else getattr(attention, self.scale)
 
     def sinks_of(self, attention) -> mx.array | None:
-        """Return the logits `(n_heads,)` of an attention module's sinks, or None if it has none."""
+        """Return an attention module's sink logits `(n_heads,)`, or None if it has no sinks."""
         return getattr(attention, self.sinks) if self.sinks else None
 
     def rope_of(self, attention) -> Any | None:
-        """Return an attention module's RoPE, which is called as `rope(x, offset)`, or None if it applies none."""
+        """Return an attention module's RoPE, a callable `rope(x, offset)`, or None if it applies no RoPE."""
         is_off = self.rope_switch is not None and not getattr(attention, self.rope_switch)
         if self.rope is None or is_off:
             return None
@@ -116,7 +116,7 @@ class AttentionFamily:
     def map_rotary(
         self, attention, vectors: mx.array, function: Callable[[mx.array], mx.array]
     ) -> mx.array:
-        """Apply `function` to the rotary dimensions of `(B, n_heads, n, head_dim)` vectors, which come last."""
+        """Apply `function` to the rotary (trailing) dimensions of `(B, n_heads, n, head_dim)` vectors."""
         if self.rotary_tail is None:
             return function(vectors)
         n_rotary = getattr(attention, self.rotary_tail)
@@ -128,7 +128,7 @@ class AttentionFamily:
         return mx.concatenate([unrotated_part, rotary_part], axis=-1)
 
     def group_heads(self, queries: mx.array, n_kv_heads: int) -> mx.array:
-        """Reorder queries `(B, n_heads, n, head_dim)` so that query heads that share a KV head are adjacent."""
+        """Reorder queries `(B, n_heads, n, head_dim)` so that query heads sharing a KV head are adjacent."""
         if not self.tiled:
             return queries
         tiles = mx.unflatten(queries, 1, (-1, n_kv_heads))

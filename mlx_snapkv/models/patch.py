@@ -1,11 +1,11 @@
 """Patch attention classes so that their caches receive the queries.
 
-The patches hook into the call of mlx-lm's `scaled_dot_product_attention`, so no forward code is copied. While a class
+The patches hook into the call to mlx-lm's `scaled_dot_product_attention`, so no forward code is copied. While a class
 is patched, that function does two more things:
 
 - If the module was called with a `Recorder` (entries/queries.py), it passes the queries to the cache, bit for bit as
-  the attention uses them. For modules that pass only part of the queries, the result of the module's RoPE or of its
-  first split is recorded too. A layer that borrows entries is recognised by its cache or its module.
+  attention uses them. For modules that pass only part of the queries, the result of their RoPE or first split is
+  recorded too. A layer that borrows entries is recognised by its cache or its module.
 - If the cache has an `attend` method, it calls this method to compute the attention (sparse/attending.py,
   batch/caches.py).
 
@@ -36,7 +36,7 @@ def _record_and_attend(attention):
 
     @functools.wraps(attention)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
-        # An MLA module that has applied `embed_q` to its queries passes its latents twice.
+        # An MLA module that has applied `embed_q` to its queries passes its latents as both keys and values.
         capture.record(queries, scale, sinks, absorbed=keys is values)
         attend = getattr(cache, "attend", None)
         if attend is not None:
@@ -91,7 +91,7 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """A wrapped attribute, restored when the last of `n_users` blocks leaves `_wrapped`."""
+    """A wrapped attribute. The original is restored once its number of users drops to 0."""
 
     original: Any
     wrapper: Any

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 Rope = Callable[..., mx.array]
 
-PROBE = "_mlx_snapkv_probe"  # name under which a RoPE object stores its probes
+PROBE = "_mlx_snapkv_probe"  # attribute that stores a RoPE object's probes
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Probe:
 
     Attributes:
         signs: `(head_dim,)` float32, -1 for the first dimension of each rotated pair, otherwise 1.
-        power: `(head_dim,)` float32, squared factor by which each dimension is scaled.
+        power: `(head_dim,)` float32, squared scale factor of each dimension.
         partners: `(head_dim,)`, the other dimension of each pair. A dimension that is not rotated is its own partner.
     """
 
@@ -26,13 +26,14 @@ class Probe:
 
 
 def undo_rope(rope: Rope | None, rotated: mx.array, offset: int | mx.array) -> mx.array:
-    """Undo RoPE: return the float32 input for which `rope(input, offset)` is `rotated`.
+    """Undo RoPE: return the float32 `x` with `rope(x, offset) == rotated`.
 
-    The inverse of a rotation is the same rotation between two reflections, so calling the RoPE object again inverts it,
-    whatever its frequencies. The first call for a head size probes how the object pairs and scales dimensions.
+    The inverse of a rotation is the same rotation between two reflections, so a second call to the RoPE object can undo
+    the first, whatever its frequencies. The first call for each head size probes how the object pairs and scales
+    dimensions.
 
     Args:
-        rope: the RoPE object. None returns `rotated` in float32.
+        rope: the RoPE object. If None, `rotated` is only converted to float32.
         rotated: rotated vectors, `(B, n_heads, n, head_dim)`.
         offset: position of the first of the `n` vectors, or one position per batch element.
     """
@@ -45,7 +46,7 @@ def undo_rope(rope: Rope | None, rotated: mx.array, offset: int | mx.array) -> m
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
-    """Average the rotation matrices of positions `[start, start + n)`: float32 `(head_dim, head_dim)`.
+    """Return the mean rotation matrix over positions `[start, start + n)`, float32 `(head_dim, head_dim)`.
 
     The matrix multiplies column vectors from the left.
     """
@@ -68,7 +69,7 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
 
 
 def _stored_probe(rope: Rope, head_dim: int) -> Probe:
-    """Return the probe of a RoPE object, which is measured once per head size and stored on the object."""
+    """Return a RoPE object's probe. It is measured once per head size and stored on the object."""
     probes = vars(rope).setdefault(PROBE, {})
     if head_dim not in probes:
         probes[head_dim] = _measure_probe(rope, head_dim)
@@ -76,9 +77,9 @@ def _stored_probe(rope: Rope, head_dim: int) -> Probe:
 
 
 def _measure_probe(rope: Rope, head_dim: int) -> Probe:
-    """Rotate the unit vectors, and see how the RoPE object pairs and scales dimensions."""
+    """Rotate the unit vectors to find how the RoPE object pairs and scales dimensions."""
     unit_vectors = mx.eye(head_dim)[:, None, None]
-    # At position 1, every angle is below pi, so a dimension that is rotated at all changes.
+    # At position 1, every angle is below pi, so every rotated dimension changes.
     rotated = rope(unit_vectors, 1).reshape(head_dim, head_dim)
     dims = mx.arange(head_dim)
     is_partner = (rotated != 0) & (dims[None] != dims[:, None])

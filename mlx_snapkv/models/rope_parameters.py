@@ -1,4 +1,4 @@
-"""Translate the `rope_parameters` of transformers 5 to the names that mlx-lm reads.
+"""Translate transformers 5's `rope_parameters` to the names that mlx-lm reads.
 
 Most model families in mlx-lm 0.32.2 read only `rope_theta` and `rope_scaling`. If both are missing, LLaMA and Qwen2
 silently fall back to a default base (10,000 and 1,000,000) and generate nonsense, and Qwen3-Next fails. Delete this
@@ -64,7 +64,7 @@ class UnreadParameters:
 
 
 def unread_parameters(config: Any) -> UnreadParameters:
-    """Return the RoPE parameters that mlx-lm needs under other names, which few configurations have.
+    """Return the RoPE parameters that mlx-lm needs under other names. Most configurations have none.
 
     Raises: SnapKVError: mlx-lm's family has no name for a required value, so the model would generate nonsense.
     """
@@ -150,7 +150,7 @@ def _renamed_rope_parameters(
 
 
 def _is_needed(name: str, value: Any, family: str, fields: Collection[str]) -> bool:
-    """Return whether a family without a field for the parameter `name` would compute a wrong RoPE."""
+    """Return whether a family without a field for the parameter `name` would compute RoPE incorrectly."""
     if name == PARTIAL_FACTOR:
         # A family with a rotary tail reads its size. Others hard-code the fraction, mostly as 1.
         return ROTARY_TAIL not in fields and value != HARD_CODED_FACTORS.get(family, 1)
@@ -182,7 +182,7 @@ def _rope_scaling(
     if "rope_scaling" not in fields:
         raise _refusal_error(family, f"no rope_scaling, and its rope_type is {rope_type}")
     scaling = {name: value for name, value in parameters.items() if name not in CONFIG_NAMES}
-    # Some families read the original length from a field of its own, others from rope_scaling.
+    # Some families read the original length from a separate field, others from rope_scaling.
     original_length = parameters.get(ORIGINAL_LENGTH)
     is_in_own_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
     if original_length is not None and not is_in_own_field:
@@ -231,7 +231,7 @@ def _without_layer_types(
 
 
 def _refusal_error(family: str, lack: str) -> SnapKVError:
-    """Build the error for a family with a `lack`, such as "no rope_theta"."""
+    """Build the error for a family. `lack` is phrased to follow "has", e.g. "no rope_theta"."""
     return SnapKVError(
         f"its config.json has {ROPE_PARAMETERS}, as transformers 5 writes it, but mlx-lm's {family!r} does not "
         f"read that and has {lack}: its answers would be wrong"

@@ -1,6 +1,6 @@
 """The mlx-lm 0.32 model types that can be compressed, and why the others can't.
 
-This is an allow-list, keyed by the name of the model's file in mlx-lm. Whether a type is safe depends on its whole
+This is an allow-list, keyed by the model's file name in mlx-lm. Whether a type is safe depends on its whole
 forward pass, which builds the masks and determines positions. So every type on the list has been reviewed, and the
 conformance test runs it.
 """
@@ -29,7 +29,7 @@ _LENT = "this model's layers lend each other entries past mlx-lm's quantised att
 def _reason_unless(
     are_supported: Callable[[list], bool], reason: str
 ) -> Callable[[list], str | None]:
-    """Return a function that returns `reason` for attention modules that are not supported, otherwise None."""
+    """Return a function that returns `reason` for unsupported attention modules, otherwise None."""
     return lambda attentions: None if are_supported(attentions) else reason
 
 
@@ -55,7 +55,7 @@ def _rope_of_frequencies(attention) -> Callable[..., mx.array]:
 
 
 def _similar_families(names: str, **common_fields: Any) -> list[Family]:
-    """Return families that differ only in their `module`, or `module:ClassName` if the class is not `Attention`."""
+    """Return one family per name: a `module`, or `module:ClassName` if the class is not `Attention`."""
     families: list[Family] = []
     for name in names.split():
         module, _, class_name = name.partition(":")

@@ -54,7 +54,7 @@ def _rope_scalings(config: Any) -> list[Any]:
 
 
 def _scaled_length(length: int, scaling: Any) -> int:
-    """Return `length` as extended by a RoPE scaling."""
+    """Return `length`, extended by the given RoPE scaling."""
     original_length = _value_in(scaling, "original_max_position_embeddings")
     factor = _value_in(scaling, "factor")
     rope_type = _value_in(scaling, "rope_type") or _value_in(scaling, "type")
@@ -65,7 +65,7 @@ def _scaled_length(length: int, scaling: Any) -> int:
 
 
 def _value_in(config: Any, name: str) -> Any:
-    """Return a value from a configuration, which may be a mapping or an object, or None if it is missing."""
+    """Return a value from a configuration (a mapping or an object), or None if it is missing."""
     if isinstance(config, Mapping):
         return config.get(name)
     return getattr(config, name, None)

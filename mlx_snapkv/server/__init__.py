@@ -1,3 +1,3 @@
-"""A local HTTP server with OpenAI's and Anthropic's APIs. It answers requests in batches of compressed caches."""
+"""A local HTTP server with OpenAI's and Anthropic's APIs. It answers requests in batches, with compressed caches."""
 
 BILLING = "x-anthropic-billing-header"  # a Claude Code header, different in every request

@@ -43,7 +43,7 @@ class Settings:
         port: port to listen on.
         api_key: key that clients must send, or None if no key is required.
         origins: origins of web pages that may send requests (CORS).
-        hosts: other host names of this machine.
+        hosts: additional host names for this machine.
         body_bytes: maximum size of a request body in bytes.
         timeout: maximum seconds per request, or None for no limit.
         volatile_headers: names of header lines to remove from system prompts.
@@ -101,7 +101,7 @@ class Settings:
 
 
 class AllowedOrigins(CORSMiddleware):
-    """Starlette's CORS for allowed origins. Requests from other origins go on to `Gate`, which rejects them."""
+    """Starlette's CORS middleware for allowed origins. Other requests go to `Gate` unchanged."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer preflights and add CORS headers to responses, if the request's origin is allowed."""
@@ -119,7 +119,7 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
-        """Wrap an application. Without a key, requests must name this machine or a host from the settings."""
+        """Wrap an app. Without an API key, the Host header must name this machine or a host from the settings."""
         self._app = app
         self._settings = settings
         self._metrics = metrics
@@ -148,7 +148,7 @@ class Gate:
         try:
             headers = MutableHeaders(scope=scope)
             self._require_access(scope, headers)
-            headers["content-type"] = "application/json"  # curl -d declares the body to be a form
+            headers["content-type"] = "application/json"  # `curl -d` labels the body as a form
             encoding = headers.get("content-encoding", "")
             receive_limited = limit_body(receive, self._settings.body_bytes, encoding)
             await self._app(scope, receive_limited, send_with_id)
@@ -181,7 +181,7 @@ class Gate:
             log.info("%s %s %d %.1f s %s", scope["method"], route, status, seconds, request_id)
 
     def _require_own_host(self, headers: Headers) -> None:
-        """Check that a request does not come from another website's page.
+        """Check that a request does not come from a page on another website.
 
         Such a page sends its own name as the host (after DNS rebinding) or as the origin.
 
@@ -204,11 +204,11 @@ class Gate:
 
 
 def _normalize(scope: Scope) -> Scope:
-    """Return the scope with the path that the routes expect: one `/v1`, if any, and no trailing slash.
+    """Return the scope with its path as the routes expect it: at most one `/v1`, and no trailing slash.
 
     This accepts any base URL that a client may be configured with. HEAD requests become GET requests.
     """
-    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients of a proxy send the whole URL
+    path = re.sub("^https?://[^/]*", "", scope["path"])  # clients using a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
     path = re.sub("^(/v1)+(?=/v1/)", "", path)

@@ -49,7 +49,7 @@ class Admission:
     Args:
         limits: the user's limits.
         model: the served model.
-        options: keyword arguments of `CompressedBatchGenerator`.
+        options: keyword arguments for `CompressedBatchGenerator`.
         prefixes: the prefix cache.
         metrics: counts open requests.
 
@@ -115,7 +115,7 @@ class Admission:
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def limit_answer(self, body: Body, request: CompletionRequest) -> CompletionRequest:
-        """Limit a request's answer to the memory of this machine, as computed by `Memory`.
+        """Limit a request's answer to what fits in memory; see `Memory.longest_answer`.
 
         Answers with a JSON schema keep their limit, because the JSON has to be complete.
         """
@@ -126,7 +126,7 @@ class Admission:
         return replace(request, max_tokens=n_answer)
 
     def _memory_for(self, body: Body) -> Memory:
-        """Return the memory calculation for a body: with the full cache or with compression."""
+        """Return the `Memory` for a body, depending on whether it sets `full_cache`."""
         assert self._memory is not None
         return self._full_cache_memory if body.full_cache else self._memory
 
@@ -168,6 +168,6 @@ class Admission:
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:
-        """Shrink the prefix cache to the memory that is left if requests take `kv_bytes`."""
+        """Shrink the prefix cache to the memory that is left when requests use `kv_bytes`."""
         if self._memory is not None:
             self._prefixes.trim_to(self._memory.limit - kv_bytes)

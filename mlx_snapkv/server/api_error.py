@@ -1,4 +1,4 @@
-"""Errors that the server sends to clients, in any API."""
+"""Errors that the server sends to clients of any API."""
 
 from typing import Any
 

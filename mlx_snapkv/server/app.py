@@ -1,4 +1,4 @@
-"""The FastAPI application, and running it with uvicorn."""
+"""The FastAPI application, and the uvicorn server that runs it."""
 
 import asyncio
 import contextlib
@@ -29,12 +29,12 @@ from .protocol import Protocol
 CHAT_HTML = Path(__file__).with_name("page.html")
 router = APIRouter(tags=["monitoring"])
 OnStart = Callable[[uvicorn.Server], None]
-# Seconds that unfinished answers, and then the engine, get to finish when the server stops.
+# Seconds to wait on shutdown for unfinished answers, and then for the engine.
 GRACE = 5
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """Create the application for an engine that is running."""
+    """Create the application for a running engine."""
     app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine = engine
     app.state.settings = settings
@@ -91,7 +91,7 @@ async def _reraise(request: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which also stops the engine on shutdown."""
+    """A uvicorn server that also stops the engine on shutdown."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, on_start: OnStart):
         super().__init__(config)
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM the process exits after this call, so let the engine tell the other ranks now.
+        # After SIGTERM, the process exits when this call returns, so let the engine tell the other ranks now.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 

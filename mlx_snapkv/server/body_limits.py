@@ -52,7 +52,7 @@ def limit_body(receive: Receive, max_bytes: int, encoding: str = "") -> Receive:
 def _compression(encoding: str) -> str | None:
     """Return the name of the compression in a `Content-Encoding` header, or None if the body is not compressed.
 
-    Raises: ApiError: the body is compressed in another way, or several times.
+    Raises: ApiError: the compression is not supported, or was applied more than once.
     """
     names = encoding.replace(",", " ").lower().split()
     compressions = [name for name in names if name != "identity"]
@@ -68,7 +68,7 @@ def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -
     """Decompress the next part of a body, up to `max_bytes`.
 
     Args:
-        decompressor: zlib's decompressor, which has processed the earlier parts.
+        decompressor: zlib decompressor that has processed the earlier parts.
         data: the compressed part.
         max_bytes: maximum number of bytes to return.
         is_last: whether this is the body's last part.

@@ -11,7 +11,7 @@ from .log import LoggedOnce
 
 REMEMBERED = 8  # number of system prompts to remember, as several clients may take turns
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as different prompts
-MIN_REREAD = 400  # minimum number of characters after a changed line for a warning
+MIN_REREAD = 400  # warn only if at least this many characters follow the changed line
 MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters
 
 
@@ -35,13 +35,13 @@ class ChangingLines:
         self._prompts.append(text)
 
     def _warn_of_change(self, before: list[str], now: list[str]) -> None:
-        """Log a warning if two system prompts, as lists of lines, differ in only a few lines."""
+        """Log a warning if two system prompts (lists of lines) differ in only a few lines."""
         index = _first_changed_line(before, now)
         if index is None:
             return
         old_line, new_line = before[index], now[index]
         advice = "have the client put it into its last message"
-        header = re.match(r"\s*(?P<name>[\w-]+)\s*:", new_line)  # such as "Date: ..."
+        header = re.match(r"\s*(?P<name>[\w-]+)\s*:", new_line)  # e.g. "Date: ..."
         if index == 0 and header:  # only leading lines can be removed
             advice += f", or drop it with --volatile-header {header['name']}"
         self._logged_once.warn(
@@ -53,9 +53,9 @@ class ChangingLines:
 
 
 def _first_changed_line(before: list[str], now: list[str]) -> int | None:
-    """Return the index of the first line that differs, or None if a warning is not worthwhile.
+    """Return the index of the first line that differs, or None if it is not worth a warning.
 
-    A warning is worthwhile if few lines differ and the text after them, which must be read again, is long.
+    A warning is worthwhile if few lines differ and the text to be read again is long.
     """
     if len(before) != len(now):
         return None

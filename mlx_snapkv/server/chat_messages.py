@@ -1,4 +1,4 @@
-"""Convert bodies of Anthropic's Messages and OpenAI's Responses APIs to chat completion bodies."""
+"""Convert Anthropic Messages and OpenAI Responses bodies to chat completion bodies."""
 
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ class OutputFormat(BodyModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """Return the format as chat completions spell it."""
+        """Return the equivalent chat completion `response_format`."""
         if self.type == "json_schema":
             return {"type": self.type, "json_schema": {"schema": self.schema_}}
         return {"type": self.type}
@@ -75,7 +75,7 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: the body in another API. Its unknown fields, except `n`, are passed on.
+        body: the other API's body. Its unknown fields, except `n`, are passed on.
         messages: the parsed messages.
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.

@@ -15,22 +15,21 @@ from ..sparse.options import N_VOTERS
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest, Loaded, StoredPrefix
 
-MIN_CHECKPOINT = 128  # minimum number of tokens for caches to be stored
-# Number of last prompt tokens in which a template may start reasoning, as in mlx-lm's server.
+MIN_CHECKPOINT = 128  # caches of fewer tokens are not stored
+# A template may start reasoning within this many tokens of the prompt's end, as in mlx-lm's server.
 MAX_THINK_START = 11
 
 
 class Checkpoints:
     """Stores caches in the prefix cache and fetches them, as far as the policy and the model allow.
 
-    A policy that evicts only after the prompt compresses a copy of the caches, so the prefix cache gets all of the
-    prompt's entries. A policy that evicts during prefill leaves only compressed caches, which are stored after the
-    answer.
+    If a policy evicts only after prefill, it compresses a copy of the caches, so the prefix cache gets all of the
+    prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer.
 
     Args:
         prefixes: the prefix cache.
         loaded: the served model.
-        options: keyword arguments of `CompressedBatchGenerator`.
+        options: keyword arguments for `CompressedBatchGenerator`.
     """
 
     def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
@@ -46,9 +45,9 @@ class Checkpoints:
         counts_attention = compress is not None and compress.decode_policy.accumulates_attention
         model_can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         can_trim = model_can_trim and not counts_attention
-        # Caches that can't be trimmed can't be cut to a shorter prefix, so copies are made during prefill.
+        # Caches that can't be trimmed can't provide a shorter prefix, so copies are made during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
-        # Each request reads this many last tokens itself, so that its voting queries are its own.
+        # Each request reads this many of its last tokens itself, so that its voting queries are its own.
         self._n_own_tokens = 1
         if sparse is not None:
             self._n_own_tokens = N_VOTERS
@@ -69,7 +68,7 @@ class Checkpoints:
         return self._prefixes.fetch(prompt, self._n_own_tokens, exact=is_answered_exactly)
 
     def _must_not_share(self, full_cache: bool | None) -> bool:
-        """Return whether a request must not share caches: the entries of all others depend on sparse attention."""
+        """Return whether a request must not share caches, because the others' entries depend on sparse attention."""
         return bool(full_cache) and self._reads_sparsely
 
     def drop(self, path: Path) -> None:
@@ -97,7 +96,7 @@ class Checkpoints:
         """Store the caches of a request whose prefill has reached the checkpoint at `n_read` tokens."""
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
-        if n_read == last_checkpoint:  # it replaces the whole prompt
+        if n_read == last_checkpoint:  # stored instead of the whole prompt
             request.stored_prefix = StoredPrefix(list(tokens), caches)
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
@@ -135,7 +134,7 @@ class Checkpoints:
     def _n_system_tokens(self, body: ChatBody, prompt: list[int]) -> int:
         """Return the number of prompt tokens in the system messages.
 
-        These are the tokens that the prompt shares with a chat of the same system messages and an empty question.
+        These are the tokens that the prompt shares with a chat that has the same system messages and an empty question.
         """
         system_messages = list(takewhile(lambda message: message.role == "system", body.messages))
         if not system_messages:

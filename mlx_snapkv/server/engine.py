@@ -58,7 +58,7 @@ class Engine:
     Args:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
             them.
-        options: keyword arguments of `CompressedBatchGenerator`.
+        options: keyword arguments for `CompressedBatchGenerator`.
         prefixes: the prefix cache.
         limits: limits for requests and KV memory.
         defaults: values for fields that a request omits.
@@ -151,7 +151,7 @@ class Engine:
                 request.cancelled = True
 
     def submit(self, request: EngineRequest) -> None:
-        """Tokenise a request in the caller's thread, which may take seconds, and pass it to the engine's thread.
+        """Tokenise a request in the caller's thread (this may take seconds), and pass it to the engine's thread.
 
         Raises:
             SnapKVError: the chat template rejects the messages, or a token is not in the vocabulary.
@@ -172,7 +172,7 @@ class Engine:
         return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
-        """Stop after the current step, and wait up to `seconds` for the thread to end. None waits without limit."""
+        """Stop after the current step, and wait up to `seconds` (by default, indefinitely) for the thread to end."""
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
@@ -236,8 +236,8 @@ class Engine:
     def _wait_for_request(self) -> None:
         """Wait for a new request or for `stop`.
 
-        With several Macs, all ranks pause briefly between exchanges. A rank that blocks in the collective operation
-        instead keeps a CPU core busy.
+        With several Macs, all ranks pause briefly between exchanges. A rank blocked in the collective operation
+        would keep a CPU core busy.
         """
         if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
@@ -287,7 +287,7 @@ class Engine:
     def _build_completion_request(self, request: EngineRequest) -> None:
         """Set a request's `completion_request`.
 
-        Raises: SnapKVError: the request can't be answered as asked.
+        Raises: SnapKVError: the request can't be answered.
         """
         unlimited = completion_request(
             request.body,

@@ -30,7 +30,7 @@ async def respond(
 
     Args:
         request: the HTTP request. Its application's state has the engine.
-        body: the client's body.
+        body: the client's request body.
         answer_bodies: one completion body per answer.
         new_formatter: creates the formatter for a model name.
 
@@ -69,9 +69,10 @@ async def respond(
 async def _events(
     request: Request, bodies: Sequence[Body]
 ) -> AsyncIterator[tuple[int, Event | None]]:
-    """Submit the bodies to the engine, and yield (answer index, event) until all answers are finished.
+    """Submit the bodies to the engine, and yield (answer index, event) pairs until all answers are finished.
 
-    The event is None if there has been none for a while. Unfinished requests are cancelled when the generator ends.
+    An event of None means that nothing has happened for a while. When the generator ends, unfinished requests are
+    cancelled.
 
     Raises: Exception: the error that ended a request; ClientDisconnect: the client has left.
     """

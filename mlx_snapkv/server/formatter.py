@@ -20,7 +20,7 @@ def server_sent_event(data: Any, name: str | None = None) -> str:
 
 
 class ResponseFormatter(ABC):
-    """Formats the answers to one HTTP request from the engine's events.
+    """Formats the engine's events as the response to one HTTP request.
 
     Attributes:
         started: the `Started` events by answer index.
@@ -33,11 +33,11 @@ class ResponseFormatter(ABC):
         self.finished: dict[int, Finished] = {}
 
     def handle(self, index: int, event: Event | None) -> Iterator[str]:
-        """Record an event of an answer, and yield server-sent events for it.
+        """Record an answer's event, and yield server-sent events for it.
 
         Args:
             index: index of the answer.
-            event: the event, or None if there has been none for a while.
+            event: the event, or None if nothing has happened for a while.
         """
         if isinstance(event, Started):
             self.started[index] = event
@@ -159,7 +159,7 @@ class BlockFormatter(ResponseFormatter):
     def _add_to_block(
         self, kind: Kind, text: str, call: dict[str, Any] | None = None
     ) -> Iterator[str]:
-        """Add text to the open block, or to a new one if the open block has another kind.
+        """Add text to the open block, or to a new one if the open block is of a different kind.
 
         A block is sent once it has a visible character, including any whitespace before it.
         """
@@ -183,7 +183,7 @@ class BlockFormatter(ResponseFormatter):
         yield from self.block_delta(block, text)
 
     def _close_block(self) -> Iterator[str]:
-        """Close the open block. A block of only whitespace is dropped."""
+        """Close the open block. A whitespace-only block is dropped."""
         block = self._open_block
         self._open_block = None
         if block is not None and block.index is not None:

@@ -5,8 +5,8 @@ import re
 
 log = logging.getLogger("mlx_snapkv.server")
 
-MAX_KINDS = 1000  # maximum number of kinds to remember, because clients can cause any number
-KIND_LENGTH = 120  # number of characters by which kinds are compared
+MAX_KINDS = 1000  # maximum number of kinds to remember (clients could cause any number)
+KIND_LENGTH = 120  # number of leading characters to compare
 
 
 def show_log() -> None:

@@ -1,4 +1,4 @@
-"""Prefixes: tokens that the model has read, and the caches with which later prompts can continue."""
+"""Prefixes: tokens that the model has read, and the caches that later prompts can continue from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 16  # a prefix covers another of which at most 1/16 must be read again
+MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of its tokens must be read again
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Prefix:
         return n_shared if self.is_trimmable or shares_whole_prefix else 0
 
     def covers(self, other: Prefix) -> bool:
-        """Return whether these caches can replace those of `other`, if up to 1/16 of its tokens are read again."""
+        """Return whether these caches can replace `other`'s by rereading at most 1/16 of its tokens."""
         if not (self.is_trimmable and other.is_trimmable):
             return False
         n_other = len(other.ids)
@@ -68,5 +68,5 @@ def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Pr
 
 
 def as_ids(tokens: list[int]) -> np.ndarray:
-    """Convert tokens to an array `(n,)`, uint32."""
+    """Convert tokens to a uint32 array, `(n,)`."""
     return np.array(tokens, np.uint32)

@@ -19,7 +19,7 @@ from .prefix_files import PrefixFiles
 class PrefixCache:
     """Prefix caches in memory, oldest first, and in files.
 
-    A full cache can be used for every prompt that shares its first tokens, a compressed cache only for prompts that
+    A full cache can be used for any prompt that shares its first tokens, a compressed cache only for prompts that
     start with all of its tokens. If many prompts ask about the same document, the newest is kept when the limit is
     reached.
 
@@ -43,13 +43,13 @@ class PrefixCache:
         return len(self._prefixes)
 
     def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
-        """Return a copy of the caches that provide the most tokens of a prompt, and the number of these tokens.
+        """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
 
         Caches that were only in a file are then kept in memory as well.
 
         Args:
             tokens: token ids of the prompt.
-            n_last: number of last tokens that the request must read itself.
+            n_last: number of tokens at the end that the request must read itself.
             exact: whether to exclude entries computed with sparse attention.
 
         Returns: `(None, 0)` if no prefix fits.
@@ -77,10 +77,10 @@ class PrefixCache:
         return caches_of_request, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
-        """Store caches that have read `tokens`. Log a warning if they exceed the limit on their own."""
+        """Store the caches for `tokens`. Log a warning if they exceed the limit on their own."""
         if not tokens:
             return
-        # An unevaluated array keeps its inputs alive, which belong to a whole batch.
+        # An unevaluated array would keep the whole batch's inputs alive.
         mx.eval([cache.state for cache in caches])
         fits = self._insert_if_fits(as_ids(tokens), caches)
         if not fits:
@@ -92,7 +92,7 @@ class PrefixCache:
     def _insert_if_fits(self, ids: np.ndarray, caches: list) -> bool:
         """Store caches, drop prefixes that they replace, and evict others until the limit is met.
 
-        Returns: False if the caches exceed the limit on their own. Nothing is changed then.
+        Returns: False if the caches exceed the limit on their own. In that case, nothing changes.
         """
         if _size_in_bytes(caches) > self.max_bytes:
             return False

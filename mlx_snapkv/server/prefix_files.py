@@ -1,4 +1,4 @@
-"""Prefixes on disk, which outlive the server."""
+"""On-disk prefixes that outlive the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .prefix import Prefix, as_ids, longest_prefix
 
 NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED_SECONDS = 3600  # seconds since the last write after which unfinished files are removed
+ABANDONED_SECONDS = 3600  # unfinished files are removed this many seconds after the last write
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -38,7 +38,7 @@ def _digest(text: str) -> str:
 class PrefixFiles:
     """Prefixes in a folder that only its owner can read.
 
-    When the files together exceed a limit, the oldest are removed.
+    The oldest files are removed when the total size exceeds the limit.
 
     Args:
         folder: the folder, created if missing.
@@ -75,7 +75,7 @@ class PrefixFiles:
         book.remove_unfinished(folder, oldest_in_use)
 
     def _read_prefix(self, path: Path) -> Prefix | None:
-        """Return a file's prefix without its caches, or None if the file is damaged or has another setting."""
+        """Return a file's prefix without its caches, or None if the file is damaged or has a different setting."""
         try:
             notes, tokens = notes_and_tokens(sealed.read_metadata(path))
         except SnapKVError as error:
@@ -105,7 +105,7 @@ class PrefixFiles:
         return prompt.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Drop the prefix whose entries are in the damaged file `path`, which may be one file of a book."""
+        """Drop the prefix whose entries are in the damaged file `path`. It may be one of a book's files."""
         self.prefixes = [
             prefix
             for prefix in self.prefixes
@@ -170,7 +170,7 @@ class PrefixFiles:
 
 
 def _restrict_to_owner(path: Path) -> None:
-    """Make a saved prompt, and the folder of its entries if there is one, readable only by its owner."""
+    """Make a saved prompt, including its folder of entries (if any), readable only by its owner."""
     files = book.files_of(path)
     _, *entry_files = files
     if entry_files:

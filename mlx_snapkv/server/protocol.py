@@ -28,8 +28,8 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open: a complete request is still waiting for its response."""
-        exchange = self.cycle  # uvicorn's state of the current request and its response
+        """Return whether a complete request is still waiting for its response. If so, the connection stays open."""
+        exchange = self.cycle  # uvicorn's state for the current request and response
         if exchange is None or exchange.more_body or exchange.response_complete:
             return False
         exchange.keep_alive = False
@@ -50,20 +50,20 @@ class ProbingTransport:
         """Write the first byte."""
         self._transport = transport
         self._loop = loop
-        self._n_sent = 0  # number of bytes of RESPONSE_START
+        self._n_sent = 0  # number of bytes of RESPONSE_START already sent
         self._next_interval = PROBE_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write the response without the bytes already sent. The first call must contain the whole start."""
+        """Write the response without the bytes already sent. The first call must include all of RESPONSE_START."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])
         self._n_sent = 0
 
     def _probe(self) -> None:
-        """Write the next byte, and schedule the one after it. The last byte is left to the response."""
+        """Write the next byte, and schedule the one after it. The last byte is left for the response itself."""
         is_last_byte = self._n_sent + 1 == len(RESPONSE_START)
         if is_last_byte or self._transport.is_closing():
             return

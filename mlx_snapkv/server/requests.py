@@ -25,7 +25,7 @@ from .api_error import as_api_error
 
 
 class Loaded(NamedTuple):
-    """The served model. The first of its `names`, which clients see, is the one by which it was loaded."""
+    """The served model. Clients see its `names`. The first is the one it was loaded under."""
 
     model: Any
     tokenizer: Any
@@ -33,7 +33,7 @@ class Loaded(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Event: the request is valid, and waits for its turn."""
+    """Event: the request is valid and waiting for its turn."""
 
 
 class Started(NamedTuple):
@@ -73,7 +73,7 @@ class TokenLogprob(NamedTuple):
 
     @classmethod
     def from_response(cls, response: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """Create the event from mlx-lm's response, with up to `n_top` most likely tokens."""
+        """Create the event from mlx-lm's response, with up to `n_top` of the most likely tokens."""
         logprobs = response.logprobs
         top_ids: list[int] = []  # best first
         if n_top > 0:
@@ -105,7 +105,7 @@ Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | 
 
 
 class StoredPrefix(NamedTuple):
-    """Tokens that a request has read, and the caches that have read them."""
+    """Tokens that a request has read, and the resulting caches."""
 
     tokens: list[int]
     caches: list[Any]
@@ -121,7 +121,7 @@ class EngineRequest:
         number: identifies the request on all ranks.
         since: time of arrival, from `time.perf_counter`.
         cancelled: whether the client has left or already has its answer.
-        prompt: the tokenised prompt. None until it is tokenised.
+        prompt: the prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
         need: memory that the request's caches will need. None if memory is unlimited.
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.

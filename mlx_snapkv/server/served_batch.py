@@ -24,7 +24,7 @@ class ServedBatch:
 
     Args:
         loaded: the served model.
-        options: keyword arguments of the generator.
+        options: keyword arguments for the generator.
         max_requests: maximum number of requests that decode together.
         checkpoints: stores the requests' caches in the prefix cache.
         metrics: counts tokens, and measures the time to the first token.
@@ -110,7 +110,7 @@ class ServedBatch:
         return caches, n_cached
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Remove cancelled requests. What has been read of their prompts may be stored for a retry."""
+        """Remove cancelled requests. The part of a prompt that has been read may be stored for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
             request = self.running[uid]
@@ -127,7 +127,7 @@ class ServedBatch:
     def step(self) -> list[EngineRequest]:
         """Read a prompt chunk or decode a token, and send the resulting events to the clients.
 
-        Returns: requests to start again, because the prefix that they continued is damaged.
+        Returns: requests to restart, because the prefix that they continued is damaged.
         """
         if not self.running:
             return []
@@ -159,7 +159,7 @@ class ServedBatch:
         request.put(PromptProgress(n_read, n_prompt))
 
     def _handle_token(self, response: Any) -> EngineRequest | None:
-        """Send a token and, after the last one, the end of the answer. Return the request if it must start again.
+        """Send a token and, after the last one, the end of the answer. Return the request if it must be restarted.
 
         Args:
             response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
@@ -184,7 +184,7 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
-        ended_at_stop_string = response.finish_reason is None  # mlx-lm does not know stop strings
+        ended_at_stop_string = response.finish_reason is None  # mlx-lm ignores stop strings
         if ended_at_stop_string:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
@@ -202,9 +202,9 @@ class ServedBatch:
         request.put(Finished(answer, report))
 
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
-        """Send the error to the client. If only a cached prefix is damaged, return the request to start it again.
+        """Send the error to the client. If only a cached prefix is damaged, return the request for a restart instead.
 
-        A damaged prefix is dropped. A request is not started again once its answer has started.
+        A damaged prefix is dropped. A request is not restarted once its answer has begun.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

@@ -174,7 +174,7 @@ async def create(request: Request, body: MessagesBody) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
-    """Count the tokens of a prompt, without reading it."""
+    """Count a prompt's tokens without running the model."""
     state = request.app.state
     chat = body.chat()
     state.settings.drop_volatile_lines(chat)
@@ -200,7 +200,7 @@ class MessageFormatter(BlockFormatter):
         return _event("ping")
 
     def begin(self) -> Iterator[str]:
-        """Yield "message_start", without content, and a "ping"."""
+        """Yield an empty "message_start", and a "ping"."""
         message = {
             **self._head,
             "content": [],
@@ -218,7 +218,7 @@ class MessageFormatter(BlockFormatter):
         yield _event("message_stop")
 
     def response_body(self) -> dict[str, Any]:
-        """Return the message with all blocks. The arguments of calls are objects rather than JSON text."""
+        """Return the message with all blocks. Call arguments are objects rather than JSON text."""
         content = []
         for block in self.blocks:
             field = BLOCK_FORMATS[block.kind].field

@@ -24,11 +24,11 @@ router = APIRouter(tags=["OpenAI"])
 
 
 async def _respond_to_body(request: Request, body: Body) -> Response:
-    """Answer each prompt of a body `n` times. Each answer has its own body and seed."""
+    """Answer each of a body's prompts `n` times. Each answer has its own body and seed."""
     n_answers = body.n or 1
     prompt_bodies: list[Any] = body.split_prompts() if isinstance(body, CompletionBody) else [body]
     answer_bodies = [prompt_body for prompt_body in prompt_bodies for _ in range(n_answers)]
-    if body.seed is not None:  # one seed would make all answers to a prompt equal
+    if body.seed is not None:  # a shared seed would make all answers to a prompt identical
         answer_bodies = [
             answer_body.model_copy(update={"seed": body.seed + index})
             for index, answer_body in enumerate(answer_bodies)
@@ -51,7 +51,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionBody) -> Response:
-    """Continue a text."""
+    """Continue the prompt."""
     return await _respond_to_body(request, body)
 
 
@@ -82,7 +82,7 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = body_head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # Keyed by answer index: log-probabilities and text offsets of tokens, numbers of tokens and calls sent.
+        # Keyed by answer index: the tokens' log-probabilities and text offsets, and counts of sent tokens and calls.
         self._token_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._text_offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
@@ -128,7 +128,7 @@ class CompletionFormatter(ResponseFormatter):
     def _chunk(
         self, index: int, part: dict[str, Any], finish_reason: str | None = None, **fields: Any
     ) -> str:
-        """Return part of an answer as a streamed event, with further `fields`."""
+        """Return part of an answer as a streamed event, with additional `fields`."""
         choices = [{"index": index, **part, "finish_reason": finish_reason}]
         chunk = {**self._head, "object": self._chunk_kind, "choices": choices, **fields}
         return server_sent_event(chunk)
@@ -152,7 +152,7 @@ class CompletionFormatter(ResponseFormatter):
         return {"delta": delta, "logprobs": logprobs}
 
     def _logprobs(self, index: int, first: int) -> dict[str, Any] | None:
-        """Return the log-probabilities of an answer's tokens from index `first`, or None if there are no tokens.
+        """Return the log-probabilities of an answer's tokens from index `first` on, or None if there are no tokens.
 
         Chat and text completions have different formats.
         """
@@ -191,7 +191,7 @@ class CompletionFormatter(ResponseFormatter):
 
 
 def _report_fields(report: CompressionReport) -> dict[str, Any]:
-    """Return the fields of a compression report that a response contains."""
+    """Return the compression report fields to include in a response."""
     names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
     fields = {name: getattr(report, name) for name in names}
     fields["entries"] = report.entries if report.compressed else None

@@ -18,9 +18,9 @@ CUSTOM_TOOL_SCHEMA = {
 
 
 class Function(BodyModel):
-    """A function, or a custom tool of Codex, whose argument is plain text.
+    """A function, or one of Codex's custom tools. A custom tool's argument is plain text.
 
-    `parameters` has the type `JsonValue`, which excludes NaN and infinity, because the response repeats it.
+    The response repeats `parameters`, so its values are `JsonValue`s. These exclude NaN and infinity.
     """
 
     type: Literal["function", "custom"]
@@ -60,7 +60,7 @@ class OfferedTool(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Return the name by which the model calls the tool."""
+        """Return the name that the model uses for the tool."""
         return full_name(self.tool.name, self.namespace)
 
 

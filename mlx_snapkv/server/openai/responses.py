@@ -52,7 +52,7 @@ def _system_messages(instructions: Any) -> list[Message]:
 
 
 def _require_readable(instructions: Any) -> Any:
-    """Return the instructions unchanged.
+    """Check the instructions, and return them unchanged.
 
     Raises: ValueError: their format is invalid.
     """
@@ -67,8 +67,7 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    `instructions` and `metadata` have the type `JsonValue`, which excludes NaN and infinity, because the response
-    repeats them.
+    The response repeats `instructions` and `metadata`, so both are `JsonValue`s. These exclude NaN and infinity.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -202,7 +201,7 @@ class ResponsesFormatter(BlockFormatter):
         yield self._output_item_event("done", block)
 
     def _output_item_event(self, change: Literal["added", "done"], block: Block) -> str:
-        """Return the event for an item that was added (still without content) or is done."""
+        """Return the event for an item that was added (with no content yet) or is done."""
         item = self._output_item_fields(block, is_new=(change == "added"))
         return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
 
@@ -293,7 +292,7 @@ def _custom_input(block: Block) -> str:
 
 
 def _content_part(block: Block) -> dict[str, Any]:
-    """Return text or reasoning as the only content part of its item."""
+    """Return a block's text or reasoning as its item's only content part."""
     part: dict[str, Any] = {"type": PART_TYPES[block.kind], "text": block.text}
     if block.kind == "text":
         part |= {"annotations": [], "logprobs": []}

@@ -6,7 +6,7 @@ import codecs
 class TextOffsets:
     """Finds the character offset at which each token starts in an answer's text.
 
-    A character may be split over several tokens. It then belongs to the token that completes it.
+    A character may be split across several tokens. It then belongs to the token that completes it.
 
     Attributes:
         starts: number of characters before each token.
