@@ -360,7 +360,7 @@ def batch_caches(prompt_cache: list) -> list[BatchCache]:
 
 
 def kind_of(prompt_cache: list) -> tuple:
-    """Return the kinds of a request's caches. Requests with equal kinds can decode together."""
+    """Return the kinds of a request's caches. Requests with the same kinds can decode together."""
     caches = batch_caches(prompt_cache)
     # mlx-lm computes one mask for all layers. If some layers of a sparse request read all entries, they would need a
     # different mask, so the request has to decode alone. The id of its first cache makes its kind unique.

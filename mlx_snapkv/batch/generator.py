@@ -183,7 +183,7 @@ class CompressedBatchGenerator(BatchGenerator):
         return plans
 
     def _slower_reason(self, plan: Plan, max_tokens: int) -> str | None:
-        """Return the reason to leave a request to mlx-lm if sparse attention is known to be slower, otherwise None."""
+        """Return `SLOWER_REASON` if sparse attention is known to be slower for a request, otherwise None."""
         assert plan.sparse is not None
         n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
         speed = speed_of(self.model, plan.sparse)

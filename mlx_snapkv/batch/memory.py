@@ -64,7 +64,7 @@ class Memory:
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
         """Return how many answer tokens to reserve memory for: `max_tokens`, or fewer if memory is short.
 
-        Clients often allow long answers that they rarely get, so a request is not rejected only because its longest
+        Clients often allow long answers that they rarely get, so a request is not rejected just because its longest
         possible answer would not fit. The result is at least `RESERVED_ANSWER`, unless `max_tokens` is smaller. If the
         user has set a limit, the result is always `max_tokens`.
         """

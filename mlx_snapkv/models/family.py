@@ -105,7 +105,7 @@ class AttentionFamily:
         return getattr(attention, self.sinks) if self.sinks else None
 
     def rope_of(self, attention) -> Any | None:
-        """Return an attention module's RoPE, a callable `rope(x, offset)`, or None if it applies no RoPE."""
+        """Return an attention module's RoPE, a callable `rope(x, offset)`, or None if it does not apply RoPE."""
         is_off = self.rope_switch is not None and not getattr(attention, self.rope_switch)
         if self.rope is None or is_off:
             return None

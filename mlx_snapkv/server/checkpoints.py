@@ -117,7 +117,7 @@ class Checkpoints:
             self._prefixes.insert(tokens, caches)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a finished request, unless its prompt's caches were stored.
+        """Store the caches of a finished request, unless its prompt's caches are already stored.
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """

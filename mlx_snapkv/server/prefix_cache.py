@@ -20,11 +20,11 @@ class PrefixCache:
     """Prefix caches in memory, oldest first, and in files.
 
     A full cache can be used for any prompt that shares its first tokens, a compressed cache only for prompts that
-    start with all of its tokens. If many prompts ask about the same document, the newest is kept when the limit is
-    reached.
+    start with all of its tokens. When the limit is reached, only the newest of several prompts about
+    the same document is kept.
 
     Attributes:
-        max_bytes: limit for caches in memory and in temporary files. Arrays that two caches share count twice.
+        max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
         files: the folder with prefixes on disk, or None.
         nbytes: size of the caches in memory.
         file_nbytes: size of the caches in temporary files.
