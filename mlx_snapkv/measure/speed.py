@@ -132,7 +132,7 @@ def time_steps_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[
     turns = deque(zip(caches, step_seconds))
     for _ in range(steps):
         for cache, seconds in turns:
-            with observing_queries(model, cache):  # as a request does
+            with observing_queries(model, cache):
                 started = time.perf_counter()
                 mx.eval(model(token, cache=cache))
                 seconds.append(time.perf_counter() - started)
