@@ -251,7 +251,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether any request records queries for evictions during decoding."""
+        """Return whether any request records queries, to use them in later evictions."""
         return any(cache.observes for cache in self.request_caches)
 
     @property

@@ -164,7 +164,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 
 class Single(Group):
-    """A group of one request that is not compressed yet or has failed.
+    """A group of a single request. Either its prompt is not compressed yet, or the request has failed.
 
     The prompt is compressed once all voting answer tokens have been fed to the model.
     """

@@ -32,12 +32,12 @@ class SavedPrompt:
         file: file name as typed by the user.
         name: model name as typed by the user.
         model: the loaded model.
-        compression: compression options for the answer. A policy compresses a saved full cache while it is loaded.
+        compression: compression options for the answer. A policy compresses a saved full cache as it is loaded.
         quantization: quantisation for a saved full cache. Without a policy, mlx-lm quantises the entries.
 
     Attributes:
         n_tokens: length of the saved prompt in tokens.
-        report: report on the compression during loading.
+        report: report on the compression at loading.
         options: `stream_generate` keywords for the answer.
 
     Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.

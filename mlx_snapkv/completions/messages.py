@@ -264,7 +264,8 @@ def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
         )
     if kind == "reasoning":
         text = "".join(part.text for part in text_parts(item.get("content")))
-        return [Message("assistant", reasoning=text)] if text else []  # OpenAI encrypts reasoning
+        # The text is empty if the reasoning is encrypted, as OpenAI's is.
+        return [Message("assistant", reasoning=text)] if text else []
     if kind.endswith("_output"):
         result = item.get("output", item.get("tools"))
         return [_result_message(item, item.get("call_id"), result)]

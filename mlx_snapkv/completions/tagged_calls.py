@@ -74,7 +74,7 @@ def _quoted(group: str) -> str:
 
 
 def _glm_tags(prefix: str) -> Tags:
-    """Return GLM's tags, with `prefix` in their names.
+    """Return GLM's tags. Tag names start with `prefix`.
 
     A call is `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`. The text between the
     model's markers starts with the first call's name, without a tag.
@@ -97,7 +97,7 @@ def _glm_tags(prefix: str) -> Tags:
 
 
 def _invoke_tags(prefix: str) -> Tags:
-    """Return the tags of an `<invoke name="NAME">` format, with `prefix` in their names.
+    """Return the tags of an `<invoke name="NAME">` format. Tag names start with `prefix`.
 
     A call is `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
     """
@@ -275,7 +275,7 @@ def _guess_closing_tag(
 
 
 def _may_end_before(text: str, value_start: int, next_tag_start: int, tags: Tags) -> bool:
-    """Return whether a value may end before the next tag: there is a closing tag, or a line break right before it."""
+    """Return whether a value may end before the next tag, after a line break or a closing tag."""
     if text.endswith("\n", value_start, next_tag_start):
         return True
     return bool(_closing_tags(text, value_start, next_tag_start, tags))

@@ -167,7 +167,7 @@ class BlockKVCache(EvictingCache):
         kept_entries = entries.take(select(self.policy.score(entries), self.quota))
         # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
-        # Discard buffers that an update of more than `block` tokens has enlarged.
+        # Discard buffers enlarged by an update of more than `block` tokens.
         exceeds_capacity = count_rows(self.keys) > self.capacity
         if exceeds_capacity:
             self.keys = self.values = None

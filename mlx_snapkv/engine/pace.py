@@ -9,7 +9,7 @@ from ..sparse.options import FIRST_TOKENS
 # Tokens not timed after a switch: one is already being computed, and the next allocates buffers.
 N_SKIPPED = 2
 N_MEASURED = 6  # the time per token is the median of this many tokens
-MAX_TIME_RATIO = 0.97  # sparse tokens must take less than this fraction of the full cache's time
+MAX_TIME_RATIO = 0.97  # a sparse step must take less than this fraction of a full one's time
 # The slower mode is retried once the text has grown by a factor of `RETRY_GROWTH`. If it takes at most `RETRY_RATIO`
 # times as long as the faster one, it is retried sooner: after `FIRST_GAP` tokens, with the gap doubling each time.
 RETRY_RATIO = 1.25

@@ -136,7 +136,7 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     """
     B, H, T, D = keys.shape
     n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
-    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D  # others are copied to float32
+    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D  # other dtypes are converted
     bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + floats_per_copied_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:
         yield slice(0, H), [slice(0, n_rows)]

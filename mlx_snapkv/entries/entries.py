@@ -240,7 +240,7 @@ class Entries:
 
     def take(self, indices: mx.array) -> Entries:
         """Select the entries at uint32 `indices` `(B, n_kv_heads, n)`. The result has no queries."""
-        # Keys and values have four dimensions, positions and received attention have three.
+        # Keys and values are 4-D. Positions and received attention are 3-D.
         indices_by_ndim = {3: indices, 4: indices[..., None]}
         selected_entries = self._map_arrays(
             lambda x: mx.take_along_axis(x, indices_by_ndim[x.ndim], axis=2)

@@ -115,7 +115,7 @@ class Reference:
     def n_agreed(self, cache: list) -> int:
         """Return how many leading tokens match the greedy predictions from a cache.
 
-        Tokens that the cache has read count as matches. The others are fed to it.
+        Tokens already in the cache count as matches. The model reads the rest.
         """
         logprobs = self.predictions(cache)
         n_read = len(self) - len(logprobs)

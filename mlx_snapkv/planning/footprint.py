@@ -26,8 +26,8 @@ MARGIN = 2.5
 class Need(NamedTuple):
     """The memory of one request in bytes, not counting the model's weights."""
 
-    extra_in_prefill: int  # entries on top of `cache_bytes_at_end` until the prompt is compressed
-    kept_bytes: int  # entries after compression
+    extra_in_prefill: int  # needed on top of `cache_bytes_at_end` until compression
+    kept_bytes: int  # size of the entries after compression
     cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
     extra_in_answer: int = 0  # entries that tokens choose from, on top of `cache_bytes_at_end`

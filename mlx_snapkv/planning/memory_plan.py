@@ -26,7 +26,7 @@ class MemoryPlan:
     policy: str | None  # None means the full cache
     kv_bits: int | None  # None means no quantisation
     weights: int
-    kv: int  # entries after compression
+    kv: int  # size of the entries after compression
     reading: int  # peak until compression, including weights
     answering: int  # peak after compression, including weights
     reason: str | None = None  # why the prompt is not compressed

@@ -31,8 +31,8 @@ def is_fused(head_size: int) -> bool:
 def largest_chunk() -> int:
     """Return the maximum number of tokens per chunk.
 
-    On a GPU, this is mlx-lm's default. A CPU also computes the scores that the causal mask hides. Smaller chunks have
-    fewer of them.
+    On a GPU, this is mlx-lm's default. On a CPU, it is smaller, because a CPU also computes scores that the causal mask
+    hides, and smaller chunks have fewer of them.
     """
     return 2048 if on_gpu() else 512
 

@@ -96,7 +96,8 @@ class Checkpoints:
         """Store the caches of a request whose prefill has reached the checkpoint at `n_read` tokens."""
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
-        if n_read == last_checkpoint:  # stored instead of the whole prompt
+        if n_read == last_checkpoint:
+            # Store this prefix rather than the whole prompt.
             request.stored_prefix = StoredPrefix(list(tokens), caches)
 
     def stores_cancelled(self, request: EngineRequest) -> bool:

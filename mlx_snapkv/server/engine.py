@@ -247,7 +247,7 @@ class Engine:
         self._wake.clear()
 
     def _exchange_and_take_next(self) -> EngineRequest | None:
-        """Share rank 0's news with all ranks. Return the next request, or None if none may start yet."""
+        """Broadcast rank 0's updates to all ranks. Return the next request, or None if none may start yet."""
         news = from_first_rank(self._collect_news)
         self._cancelled = news.cancelled
         self._ended = news.ends

@@ -20,7 +20,7 @@ from ..hyperparameters import (
     smallest_budget,
 )
 
-CHUNK_SIZE = 512  # prompt tokens per chunk; they choose entries together
+CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the same entries
 CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
 # Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
 LAST_TOKENS = 512

@@ -13,8 +13,8 @@ from .options import PAGE_SIZE, Reach
 from .page_means import PageMeans
 from .residual import grouped_logits
 
-# Number of a chunk's queries, evenly spaced, that rank the pages. SmolLM2-135M's KL on needles in 4,096 tokens was
-# 0.006, compared with 0.010 for 32 queries and 0.008 for 128.
+# Number of evenly spaced queries per chunk that rank the pages. In a needle test of 4,096 tokens (SmolLM2-135M), this
+# value gave a KL of 0.006, compared with 0.010 for 32 queries and 0.008 for 128.
 RANKING_QUERIES = 64
 
 
@@ -111,7 +111,7 @@ class PageRanking:
 
 
 class _Choice(NamedTuple):
-    """A chunk chooses `n_chosen` of the pages before `stop`."""
+    """A chunk's choice of `n_chosen` pages before page `stop`."""
 
     stop: int
     n_chosen: int

@@ -292,7 +292,7 @@ def _custom_input(block: Block) -> str:
 
 
 def _content_part(block: Block) -> dict[str, Any]:
-    """Return a block's text or reasoning as its item's only content part."""
+    """Return the content part for a block's text or reasoning."""
     part: dict[str, Any] = {"type": PART_TYPES[block.kind], "text": block.text}
     if block.kind == "text":
         part |= {"annotations": [], "logprobs": []}
