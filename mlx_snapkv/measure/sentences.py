@@ -30,7 +30,7 @@ _SENTENCE = re.compile(
 # Maximum sentence length in characters. Longer matches are lists, tables or code, and are split into lines.
 MAX_SENTENCE = 200
 
-# The start of a list item, table row or heading, such as "- item": a line that begins with a symbol.
+# Matches the start of a list item, table row or heading: a line that begins with a symbol, such as "- item".
 _MARKED_LINE = re.compile(
     r"""
     (?<= \n)

@@ -83,9 +83,9 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Replace the caches of full-attention layers in `caches` with those in `into`, and move the entries there.
+    """Move the entries of full-attention layers from `caches` into the caches in `into`, which replace them in `caches`.
 
-    Raises: SnapKVError: a layer's cache does not have all entries.
+    Raises: SnapKVError: a layer's cache is missing entries.
     """
     for layer in attention_layers(model, into):
         target_cache = layer.cache_in(into)

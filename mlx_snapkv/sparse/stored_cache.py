@@ -240,7 +240,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the size in bytes of entries, index and means in memory."""
+        """Return the size in bytes of the entries, index and means that are in memory."""
         return self.nbytes + self.index_nbytes + self._means_nbytes
 
     @property

@@ -29,11 +29,11 @@ class SnapKV(Policy):
         pool_kernel: width of the vote pooling (section 4.1), ideally about the length of the values to find. 1 disables
             pooling.
         pool: "avg" and "max" pool over neighbours on both sides, as in the paper, and need an odd width. "forward"
-            takes the maximum of an entry's votes, which matter for plain text, and two contrasts, which matter for
-            exact values. A contrast is the mean vote of the prompt's last 32 or 64 queries minus the mean vote of the
-            earlier ones. It is averaged over the entry and the `pool_kernel - 1` entries before it, because a model
-            looking up a value attends to the words before the value and continues from there. Entries that every query
-            attends to, such as line breaks, have no contrast.
+            scores an entry by the largest of three values: its votes, which are best for plain text, and two contrasts,
+            which are best for exact values. A contrast is the mean vote of the prompt's last 32 or 64 queries minus the
+            mean vote of the earlier queries. It is averaged over the entry and the `pool_kernel - 1` entries before it,
+            because a model looking up a value attends to the words before the value and continues from there. Entries
+            that every query attends to, such as line breaks, have no contrast.
         lookahead: number of answer tokens to decode with all entries before compressing, so that their queries vote
             too.
         min_ctx: minimum prompt length in tokens. Nothing is evicted from shorter prompts.
@@ -44,8 +44,9 @@ class SnapKV(Policy):
         schedule, block: see `Policy`. Papers that compare against SnapKV use "block".
 
     Differences from the paper: a sink and a recent window are always kept (the paper keeps its observation window).
-    pool="forward" is new. Only the middle is pooled, so votes for the sink and the window don't leak into it. The
-    paper's settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
+    pool="forward" is new. Only the entries between the sink and the window are pooled, so votes for the sink and the
+    window don't leak into them. The paper's settings are pool="avg", pool_kernel=7, obs_window=32, n_window=32,
+    n_sink=0, lookahead=0.
     """
 
     name = "snapkv"
