@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from ..completions.body import Body, parse
+from ..completions.body import Body, parse_body
 from ..errors import Option, SnapKVError
 from ..json_lines import JsonLines
 
@@ -118,7 +118,7 @@ def _parse_line(number: int, raw: bytes) -> Line:
         method = record.get("method", "POST")
         if method != "POST":
             raise SnapKVError(f"method must be POST, got {str(method)[:60]!r}")
-        body = parse(record.get("url"), record.get("body"))
+        body = parse_body(record.get("url"), record.get("body"))
         if body.stream:
             raise SnapKVError("stream must be false, since a batch file holds whole answers")
     except SnapKVError as error:

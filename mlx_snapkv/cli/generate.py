@@ -355,6 +355,6 @@ class _Answer:
             "prompt_cache": None if self.saved is None else self.saved.to_dict(),
         }
         constraints = self.keywords.get("logits_processors", ())
-        if any(constraint.is_cut for constraint in constraints):
+        if any(constraint.closed_early for constraint in constraints):
             fields["finish_reason"] = "length"
         return {name: value for name, value in fields.items() if value is not None}

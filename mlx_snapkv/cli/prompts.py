@@ -11,7 +11,7 @@ from typing import Annotated, Any, BinaryIO
 
 from typer import Option
 
-from ..completions.chat_template import apply_template, template_failures
+from ..completions.chat_template import apply_template, converting_template_errors
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from .command import MODEL, flag_of
@@ -103,7 +103,7 @@ class PromptOptions(TextOptions):
                 raise SnapKVError(
                     f"{flag_of(name)} needs a chat template: drop it or --ignore-chat-template"
                 )
-        with template_failures():
+        with converting_template_errors():
             tokens = tokenizer.encode(text) if is_raw else self._render(tokenizer, text, today)
         if not tokens:
             raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")

@@ -34,7 +34,7 @@ class Completion:
     @property
     def stopped_by(self) -> str | None:
         """Return the stop string that ended the answer, or None."""
-        return self._stop_matcher.matched
+        return self._stop_matcher.matched_stop
 
     def add(self, token: int, finish_reason: str | None) -> list[Reply]:
         """Add a token, and return the parts of the answer that can no longer change.
@@ -65,19 +65,20 @@ class Completion:
     def _parts_before_stop(self, parts: list[Reply], is_last: bool) -> list[Reply]:
         """Return the parts before the first stop string, holding back text that may be the start of one."""
         certain_parts: list[Reply] = []
-        follows_thoughts = bool(self.reply.reasoning) and not self.reply.text.strip()
+        follows_reasoning = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
-            if not part.text:
+            if not part.text:  # reasoning or calls: the text before them can't become a stop string
                 certain_parts += [*self._flush_held_back(), part]
                 continue
-            is_between_thoughts_and_text = follows_thoughts and not part.text.strip()
-            if is_between_thoughts_and_text:
+            # Line breaks between reasoning and text belong to neither, so they match no stop string.
+            is_between_reasoning_and_text = follows_reasoning and not part.text.strip()
+            if is_between_reasoning_and_text:
                 certain_parts.append(part)
                 continue
             certain_text = self._stop_matcher.add(part.text)
             if certain_text:
                 certain_parts.append(Reply(certain_text))
-            if self._stop_matcher.matched is not None:
+            if self._stop_matcher.matched_stop is not None:
                 return certain_parts
         if is_last:
             certain_parts += self._flush_held_back()
@@ -93,7 +94,7 @@ class Completion:
         constraint = self.request.constraint
         if finish_reason != "stop":
             return finish_reason
-        if constraint is not None and constraint.is_cut:
+        if constraint is not None and constraint.closed_early:
             return "length"
         if self.reply.calls:
             return "function_call" if self.request.uses_functions else "tool_calls"
@@ -107,7 +108,7 @@ class StopMatcher:
         stop: the stop strings.
 
     Attributes:
-        matched: the stop string that was found, or None.
+        matched_stop: the stop string that was found, or None.
     """
 
     def __init__(self, stop: list[str]):
@@ -115,23 +116,23 @@ class StopMatcher:
         self._machine = TextStateMachine({"normal": [(text, None) for text in stop]})
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._state = self._machine.make_state()
-        self.matched: str | None = None
+        self.matched_stop: str | None = None
 
     def add(self, text: str) -> str:
         """Return the text up to a stop string, or up to what may be the start of one.
 
-        Sets `matched` once a stop string is complete.
+        Sets `matched_stop` once a stop string is complete.
         """
         *_, held_back = self._state
-        unmatched = held_back + text
+        open_text = held_back + text
         self._state, segments = TextStateMachine.split(self._state, text)
         _, text_before_stop = segments[0]
         state, *_, text_after_stop = self._state
-        is_complete = state is None
+        is_complete = state is None  # a stop string leads to the state None
         if is_complete:
             stop_start = len(text_before_stop)
-            stop_end = len(unmatched) - len(text_after_stop)
-            self.matched = unmatched[stop_start:stop_end]
+            stop_end = len(open_text) - len(text_after_stop)
+            self.matched_stop = open_text[stop_start:stop_end]
         return text_before_stop
 
     def flush(self) -> str:

@@ -56,11 +56,11 @@ def _parse_messages(items: Any) -> list[Message]:
             messages.append(item)
             continue
         follows_tool_result = bool(messages) and messages[-1].role == "tool"
-        is_answered = number < last_answer_number
-        may_have_media = follows_tool_result or is_answered
+        was_answered = number < last_answer_number
+        may_have_media = follows_tool_result or was_answered
         try:
             messages += parse_message(item, may_have_media)
-        except ValueError as error:
+        except ValueError as error:  # the client reads "messages.3.content ...", for example
             raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
         message.has_content or message.role in ("assistant", "tool") for message in messages
@@ -134,7 +134,7 @@ class ChatBody(CommonBody):
     modalities: list[Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    # `thinking_options` reads the next five fields.
+    # `thinking_variables` reads the next five fields.
     reasoning_effort: Any = None
     reasoning: Any = None
     thinking: Any = None
@@ -183,12 +183,13 @@ class CompletionBody(CommonBody):
 
     def split_prompts(self) -> list["CompletionBody"]:
         """Return one body per prompt."""
-        prompt = self.prompt
-        is_text = isinstance(prompt, str)
-        is_token_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int))
-        if is_text or is_token_list:
+        prompts = self.prompt
+        is_text = isinstance(prompts, str)
+        is_token_list = isinstance(prompts, list) and (not prompts or isinstance(prompts[0], int))
+        is_one_prompt = is_text or is_token_list
+        if is_one_prompt:
             return [self]
-        return [self.model_copy(update={"prompt": each_prompt}) for each_prompt in prompt]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -209,20 +210,23 @@ Body = ChatBody | CompletionBody
 BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 
 
-def parse(url: Any, body: Any) -> Body:
+def parse_body(url: Any, body: Any) -> Body:
     """Validate the `url` and `body` of one line in a file of requests.
 
     Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field is supported only by the server.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")
-    parsed = validate_body(BODIES[url], body)
-    has_prompt_list = isinstance(parsed, CompletionBody) and parsed.split_prompts() != [parsed]
+    parsed_body = validate_body(BODIES[url], body)
+    prompt_bodies: list[Any] = [parsed_body]
+    if isinstance(parsed_body, CompletionBody):
+        prompt_bodies = parsed_body.split_prompts()
+    has_prompt_list = prompt_bodies != [parsed_body]
     if has_prompt_list:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
-    server_only = {"n", "logprobs", "top_logprobs", "full_cache"}
-    for name, value in parsed.model_dump(include=server_only).items():
+    server_fields = {"n", "logprobs", "top_logprobs", "full_cache"}
+    for name, value in parsed_body.model_dump(include=server_fields).items():
         is_default = not value or (name == "n" and value == 1)
         if not is_default:
             raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
-    return parsed
+    return parsed_body

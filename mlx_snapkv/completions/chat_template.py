@@ -12,12 +12,12 @@ def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) ->
 
     Raises: SnapKVError: the template fails.
     """
-    with template_failures():
+    with converting_template_errors():
         return tokenizer.apply_chat_template(messages, **options)
 
 
 @contextlib.contextmanager
-def template_failures() -> Iterator[None]:
+def converting_template_errors() -> Iterator[None]:
     """Convert any exception in the `with` block to SnapKVError: templates and tokenizers are third-party code."""
     try:
         yield

@@ -17,7 +17,7 @@ from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
 NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
 # Inside a string, a token lengthens the short end by at most this many tokens, to complete a character.
-MAX_GROWTH_IN_STRING = 3
+MAX_END_GROWTH_IN_STRING = 3
 MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
 MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts
 MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # e.g. `"minItems": 3`
@@ -46,7 +46,7 @@ class Constraint:
 
     Attributes:
         format: the answer's format.
-        is_cut: whether the JSON was closed before the model ended it.
+        closed_early: whether the JSON was closed before the model ended it.
 
     Raises: SnapKVError: the grammar can't be enforced, or the JSON needs more than `max_tokens`.
     """
@@ -54,24 +54,24 @@ class Constraint:
     def __init__(self, tokenizer, answer_format: AnswerFormat, max_tokens: int = -1):
         """Compile the grammar, consume the prefill, and check that `max_tokens` is enough."""
         self.format = answer_format
-        self.is_cut = False
+        self.closed_early = False
         self._tokenizer = tokenizer
         self._vocabulary = llguidance_tokenizer(tokenizer)
         self._matcher = make_matcher(tokenizer, answer_format.grammar)
         prefill_tokens = tokenizer.encode(answer_format.prefill, add_special_tokens=False)
         self._matcher.consume_tokens(prefill_tokens)
         self._n_prompt: int | None = None
-        self._answer: list[int] = []
-        # Number of answer tokens that the matcher has consumed. The matcher stops at the end of the grammar.
-        self._n_matched = 0
+        self._answer_tokens: list[int] = []
+        # Number of answer tokens that the matcher has consumed. It consumes none after the end of the grammar.
+        self._n_consumed = 0
         self._max_tokens = max_tokens if answer_format.kind == "json" else -1
-        self._max_growth = _max_growth(answer_format.grammar, self._vocabulary)
+        self._max_end_growth = _max_end_growth(answer_format.grammar, self._vocabulary)
         # Search for a short end again once at most this many tokens are left.
         self._n_left_at_next_search = max_tokens
         # For each token tried at the next position, the short end after it.
         self._end_after_candidate: dict[int, list[int] | None] = {}
         # Remaining tokens of the short end while the JSON is being closed. None otherwise.
-        self._rest_of_end: list[int] | None = None
+        self._remaining_end: list[int] | None = None
         self._require_enough_tokens()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -84,16 +84,16 @@ class Constraint:
         if self._n_prompt is None:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
-        has_one_more = n_answer == len(self._answer) + 1
-        # After going back, any answer token may differ.
-        unchecked = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
+        has_one_more = n_answer == len(self._answer_tokens) + 1
+        # Unless there is exactly one new token, the loop has gone back, and any answer token may differ.
+        unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
         # The mask depends only on the tokens, so the CPU builds it while the device computes the logits.
-        mx.async_eval(unchecked)
+        mx.async_eval(unread_tokens)
         mx.async_eval(logits)
-        new_tokens: Any = unchecked.tolist()
+        new_tokens: Any = unread_tokens.tolist()
         if not has_one_more:
-            n_same = common_prefix([new_tokens, self._answer])
-            self._rewind(n_same)
+            n_same = common_prefix([new_tokens, self._answer_tokens])
+            self._roll_back(n_same)
             new_tokens = new_tokens[n_same:]
         self._consume(new_tokens)
         allowed = allowed_tokens(self._matcher, logits.shape[-1])
@@ -105,19 +105,19 @@ class Constraint:
     def _consume(self, tokens: list[int]) -> None:
         """Append tokens to the answer, and feed them to the matcher until it stops."""
         for token in tokens:
-            self._answer.append(token)
+            self._answer_tokens.append(token)
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
-                self._n_matched += 1
+                self._n_consumed += 1
 
-    def _rewind(self, n_kept: int) -> None:
+    def _roll_back(self, n_kept: int) -> None:
         """Drop all but the first `n_kept` answer tokens."""
-        del self._answer[n_kept:]
-        if self._n_matched > n_kept:
-            self._matcher.rollback(self._n_matched - n_kept)
-            self._n_matched = n_kept
-        self.is_cut = False
-        self._rest_of_end = None
+        del self._answer_tokens[n_kept:]
+        if self._n_consumed > n_kept:
+            self._matcher.rollback(self._n_consumed - n_kept)
+            self._n_consumed = n_kept
+        self.closed_early = False
+        self._remaining_end = None
         self._end_after_candidate = {}
         self._n_left_at_next_search = self._max_tokens
 
@@ -142,42 +142,45 @@ class Constraint:
     def _keep_room_to_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
         """Return a bool mask `(vocabulary,)` of the allowed tokens that leave room for a short end.
 
-        If the most likely token does not, the JSON is closed: `is_cut` is set, and from then on only the short end's
-        tokens are allowed.
+        If the most likely token does not, the JSON is closed: `closed_early` is set, and from then on only the short
+        end's tokens are allowed.
 
-        Searching for an end at every token would be too slow. Each token lengthens the end by at most `_max_growth`, so
-        the next search is due after `n_spare // (_max_growth + 1)` tokens.
+        Searching for an end at every token would be too slow. Each token lengthens the end by at most
+        `_max_end_growth`, so the next search is due after `n_spare // (_max_end_growth + 1)` tokens.
         """
-        if self._rest_of_end is not None:
-            return self._only_next_of_end(allowed.size, self._rest_of_end)
-        n_left = self._max_tokens - len(self._answer)
+        if self._remaining_end is not None:
+            return self._force_next_of_end(allowed.size, self._remaining_end)
+        n_left = self._max_tokens - len(self._answer_tokens)
         is_unlimited = self._max_tokens < 0
         if is_unlimited or n_left > self._n_left_at_next_search or self._matcher.is_stopped():
             return allowed
         end = self._current_end(n_left)
         n_end = 0 if end is None else len(end)
         n_spare = n_left - n_end
-        self._n_left_at_next_search = n_left - max(1, n_spare // (self._max_growth + 1))
-        if end is None or n_spare > self._max_growth:
+        self._n_left_at_next_search = n_left - max(1, n_spare // (self._max_end_growth + 1))
+        if end is None or n_spare > self._max_end_growth:
             return allowed
-        leaves_room = self._surely_leave_room(allowed, n_spare)
-        share = math.inf if n_end <= QUICK_END_LENGTH else CANDIDATES_SHARE
-        candidates = _likeliest_tokens(allowed, logits, share)
-        fitting = [
-            token for token in candidates if leaves_room[token] or self._fits(token, n_left - 1)
+        surely_fitting = self._surely_fitting(allowed, n_spare)
+        enough_share = math.inf if n_end <= QUICK_END_LENGTH else CANDIDATES_SHARE
+        candidates = _likeliest_tokens(allowed, logits, enough_share)
+        fitting_candidates = [
+            token
+            for token in candidates
+            if surely_fitting[token] or self._token_fits(token, n_left - 1)
         ]
-        likeliest_fits = candidates[:1] == fitting[:1]
+        likeliest_fits = candidates[:1] == fitting_candidates[:1]
         if likeliest_fits:
-            return leaves_room | _mask_of(fitting, allowed.size)
-        self.is_cut = True
-        return self._only_next_of_end(allowed.size, end)
+            return surely_fitting | _mask_of(fitting_candidates, allowed.size)
+        self.closed_early = True
+        return self._force_next_of_end(allowed.size, end)
 
-    def _only_next_of_end(self, size: int, end: list[int]) -> np.ndarray:
+    def _force_next_of_end(self, size: int, end: list[int]) -> np.ndarray:
         """Return a mask that allows only the first token of `end`, and store the rest.
 
         After the last token of the end, the end-of-answer token is allowed.
         """
-        next_token, *self._rest_of_end = end or [self._vocabulary.eos_token]
+        next_token, *remaining_end = end or [self._vocabulary.eos_token]
+        self._remaining_end = remaining_end
         return _mask_of([next_token], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
@@ -187,7 +190,7 @@ class Constraint:
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
-        last_token = self._answer[-1] if self._answer else None
+        last_token = self._answer_tokens[-1] if self._answer_tokens else None
         if last_token in end_after_candidate:
             return end_after_candidate[last_token]
         try:
@@ -202,17 +205,17 @@ class Constraint:
         """
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
-    def _surely_leave_room(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
+    def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
         """Return a mask of the allowed tokens that are known to leave room for a short end without being tried.
 
         Inside a string, if there are tokens to spare, these are the tokens that do not end the string.
         """
-        has_spare_tokens = n_spare > MAX_GROWTH_IN_STRING
+        has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):
-            return allowed & self._without_quotes[: allowed.size]
-        return np.zeros_like(allowed)
+            return allowed & self._tokens_without_quotes[: allowed.size]
+        return np.zeros_like(allowed)  # no token
 
-    def _fits(self, token: int, n_left: int) -> bool:
+    def _token_fits(self, token: int, n_left: int) -> bool:
         """Return whether the JSON can end within `n_left` tokens after `token`. Reasoning tokens always fit."""
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
@@ -227,14 +230,14 @@ class Constraint:
         return end is not None
 
     @cached_property
-    def _without_quotes(self) -> np.ndarray:
+    def _tokens_without_quotes(self) -> np.ndarray:
         """Return a bool mask `(vocabulary,)` of the tokens without quotes or backslashes."""
         matcher = make_matcher(self._tokenizer, NO_QUOTES)
-        size = 8 * len(matcher.compute_bitmask())
-        return allowed_tokens(matcher, size)
+        vocabulary_size = 8 * len(matcher.compute_bitmask())  # the bitmask has 8 tokens per byte
+        return allowed_tokens(matcher, vocabulary_size)
 
 
-def _max_growth(grammar: str, vocabulary: LLTokenizer) -> int:
+def _max_end_growth(grammar: str, vocabulary: LLTokenizer) -> int:
     """Return an upper bound on how many tokens one token adds to the short end.
 
     A token may start an object or array, whose required contents must then follow. Unless something in them must be
@@ -245,18 +248,21 @@ def _max_growth(grammar: str, vocabulary: LLTokenizer) -> int:
     return n_grammar_tokens * math.prod(max(1, count) for count in min_counts)
 
 
-def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, share: float) -> list[int]:
+def _likeliest_tokens(allowed: np.ndarray, logits: mx.array, enough_share: float) -> list[int]:
     """Return up to `MAX_CANDIDATES` allowed tokens, most likely first.
 
-    The list stops early once its total probability exceeds `share`.
+    The list stops early once its total probability exceeds `enough_share`.
     """
     n_candidates = min(MAX_CANDIDATES, int(allowed.sum()))
     allowed_logits = mx.where(mx.array(allowed), logits[0], -mx.inf)
     probabilities = mx.softmax(allowed_logits, precise=True)
     best_first = mx.argsort(-probabilities)[:n_candidates]
+    # For each candidate, the total probability of the more likely ones.
     shares_before: Any = mx.cumsum(probabilities[best_first], inclusive=False).tolist()
     tokens: Any = best_first.tolist()
-    return [token for token, share_before in zip(tokens, shares_before) if share_before <= share]
+    return [
+        token for token, share_before in zip(tokens, shares_before) if share_before <= enough_share
+    ]
 
 
 def _mask_of(tokens: list[int], size: int) -> np.ndarray:

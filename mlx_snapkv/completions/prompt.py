@@ -13,7 +13,7 @@ from .contents import MAX_TYPE_LENGTH, replace_surrogates_in
 from .grammar import tool_name
 from .messages import Message
 from .rendering import Rendered, initial_state, render
-from .thinking import thinking_options
+from .thinking import thinking_variables
 from .tool_choice import ToolChoice
 
 ONLY_FUNCTIONS = "only functions are known here"
@@ -160,8 +160,8 @@ def _render_messages(
     If `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
     """
     messages = list(messages)
-    thinking_variables, thinking_notes = thinking_options(body, tokenizer)
-    variables = thinking_variables | {"add_generation_prompt": for_answer}
+    variables, thinking_notes = thinking_variables(body, tokenizer)
+    variables = variables | {"add_generation_prompt": for_answer}
     may_continue = for_answer and body.continue_final_message is not False
     rendered = render(tokenizer, messages, tools, variables, may_continue)
     message_notes = [note for message in messages for note in message.notes]

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..engine.token_ids import common_prefix
 from ..errors import SnapKVError
-from .chat_template import apply_template, template_failures
+from .chat_template import apply_template, converting_template_errors
 from .messages import Message
 from .prefill import continued_text, ends_in_thoughts, prefill_of, without_empty_answer
 from .rewrites import REWRITES, make_alternating, rewrite
@@ -118,7 +118,7 @@ def _template_tokens(
     if not prefill:
         return apply_template(tokenizer, messages, **options)
     text = continued_text(tokenizer, messages, options)
-    with template_failures():
+    with converting_template_errors():
         return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -172,7 +172,8 @@ def _generation_prompt(tokenizer, rendered: Rendered) -> str:
             return chat.removeprefix(without_prompt)
         # This template ignores `add_generation_prompt`. Its generation prompt is the suffix that stays the same when
         # the last message changes.
-        other_chat = render_text([*earlier, last | {"content": "\u00a4"}])
+        changed_last = last | {"content": "\u00a4"}
+        other_chat = render_text([*earlier, changed_last])
     except SnapKVError:  # the template rejects one of these chats
         last_tokens = rendered.tokens[-LONG_GENERATION_PROMPT:]
         return tokenizer.decode(last_tokens)
@@ -193,9 +194,9 @@ def template_variables(tokenizer) -> set[str]:
         names |= set(inspect.signature(template_function).parameters)
     template = tokenizer.chat_template
     # Some tokenizers have several named templates, such as "tool_use".
-    texts = template.values() if isinstance(template, dict) else [template]
-    for text in texts:
-        names |= _variables_in(text or "")
+    templates = template.values() if isinstance(template, dict) else [template]
+    for source in templates:
+        names |= _variables_in(source or "")
     return names
 
 

@@ -25,19 +25,19 @@ class ThinkingRequest(NamedTuple):
     budget: int | None = None
 
 
-def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
+def thinking_variables(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
     """Return chat template variables, and notes about ignored fields.
 
     A client's `chat_template_kwargs` take precedence over its other fields.
     """
-    variables = template_variables(tokenizer)
+    variable_names = template_variables(tokenizer)
     notes = []
-    options: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     for request in _thinking_requests(body):
-        values = _template_values(request, variables, tokenizer)
-        options |= values
+        request_variables = _variables_for(request, variable_names, tokenizer)
+        variables |= request_variables
         might_think = request.thinks or tokenizer.has_thinking
-        if not values and might_think:
+        if not request_variables and might_think:
             why = "this model's chat template has no variable for it"
             notes.append(f"{request.field} is left out: {why}")
     # `_thinking_requests` ignores values of the wrong type.
@@ -45,25 +45,27 @@ def thinking_options(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[st
         value = getattr(body, name)
         if value is not None and not isinstance(value, expected_type):
             notes.append(f"{name} is left out: it should be a {expected_type.__name__}")
-    return options | (body.chat_template_kwargs or {}), notes
+    return variables | (body.chat_template_kwargs or {}), notes
 
 
-def _template_values(request: ThinkingRequest, variables: set[str], tokenizer) -> dict[str, Any]:
-    """Return values for the template variables that can express the request."""
-    values: dict[str, Any] = {}
-    if "reasoning_effort" in variables and request.effort is not None:
-        values["reasoning_effort"] = request.effort
+def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer) -> dict[str, Any]:
+    """Return values for those of the template's variables that can express the request."""
+    variables: dict[str, Any] = {}
+    if "reasoning_effort" in variable_names and request.effort is not None:
+        variables["reasoning_effort"] = request.effort
     # mlx-lm's tokenizer renames `enable_thinking` to the template's variable.
-    thinking_variable = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
-    if thinking_variable in variables:
-        values["enable_thinking"] = request.thinks
+    thinking_name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
+    if thinking_name in variable_names:
+        variables["enable_thinking"] = request.thinks
     if request.budget is not None:
-        values |= {name: request.budget for name in BUDGET_VARIABLES if name in variables}
-    return values
+        budget_names = [name for name in BUDGET_VARIABLES if name in variable_names]
+        variables |= dict.fromkeys(budget_names, request.budget)
+    return variables
 
 
 def _thinking_requests(body: ChatBody) -> Iterator[ThinkingRequest]:
     """Yield the request in each field of a body. Later fields take precedence."""
+    # `think` may be true, false or an effort.
     switches = (("enable_thinking", body.enable_thinking), ("think", body.think))
     for field, thinks in switches:
         if isinstance(thinks, bool):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.completions.answer import Completion
 from mlx_snapkv.completions.answer_body import answer_body
-from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse
+from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse_body
 from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.demo import MODELS
 
@@ -36,7 +36,7 @@ def thinking():
 def said(tokenizer, text, ends="stop", url=CHAT, **body):
     """Return the choice for an answer's text, and how many tokens were used minus how many there are."""
     asked = {"messages": [{"role": "user", "content": "open the door"}]}
-    body = parse(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
+    body = parse_body(url, (asked if url == CHAT else {"prompt": "Look: "}) | body)
     answer = Completion(completion_request(body, tokenizer, Defaults()), tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens += [tokenizer.eos_token_id] if ends == "stop" else []
@@ -117,7 +117,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 )
 def test_a_mistake_is_a_sentence_that_names_the_field(demo_llama, url, body, words):
     with pytest.raises(SnapKVError, match=words):
-        completion_request(parse(url, body), demo_llama[1], Defaults())
+        completion_request(parse_body(url, body), demo_llama[1], Defaults())
 
 
 DEEP = f'{{"name": "open", "arguments": {{"a": {"[" * 450}1{"]" * 450}}}}}'

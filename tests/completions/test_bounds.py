@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_snapkv import SnapKVError, batch_generate, generate_step, prefill, stream_generate
-from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse
+from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse_body
 from mlx_snapkv.completions.request import Bounds, completion_request
 from mlx_snapkv.models.counts import vocabulary_size
 
@@ -22,7 +22,7 @@ ODD = [
 def test_token_ids_of_a_body_must_be_in_the_models_vocabulary(demo_llama, url, body, field):
     model, tokenizer = demo_llama
     assert vocabulary_size(model) == len(tokenizer) == 1536
-    parsed = parse(url, body)
+    parsed = parse_body(url, body)
     completion_request(parsed, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=1536))
     with pytest.raises(
         SnapKVError, match=f"^{field} must have token ids from 0 to 1499, got 1500$"
@@ -34,10 +34,12 @@ def test_samplers_use_no_token_beyond_the_vocabulary(demo_llama):
     """Otherwise mlx-lm would write to logits that don't exist."""
     tokenizer = TokenizerWrapper(demo_llama[1]._tokenizer, eos_token_ids=[1, 1700])
     few = Bounds(vocabulary_size=1536)
-    body = parse(COMPLETIONS, TEXT | {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 0})
+    body = parse_body(
+        COMPLETIONS, TEXT | {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 0}
+    )
     sampler = completion_request(body, tokenizer, Defaults(), seed=1, bounds=few).sampler
     assert 0 <= sampler(mx.zeros((1, 1536))).item() < 1536
-    body = parse(COMPLETIONS, TEXT | {"temperature": 1, "top_k": 1000})
+    body = parse_body(COMPLETIONS, TEXT | {"temperature": 1, "top_k": 1000})
     with pytest.raises(SnapKVError, match="top_k must be less than the vocabulary's 900, got 1000"):
         completion_request(body, tokenizer, Defaults(), bounds=Bounds(vocabulary_size=900))
 

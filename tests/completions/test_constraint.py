@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.completions.answer import Completion
 from mlx_snapkv.completions.answer_parser import AnswerParser
-from mlx_snapkv.completions.body import CHAT, Defaults, parse
+from mlx_snapkv.completions.body import CHAT, Defaults, parse_body
 from mlx_snapkv.completions.constraint import Constraint
 from mlx_snapkv.completions.grammar import json_format
 from mlx_snapkv.completions.request import completion_request
@@ -104,7 +104,7 @@ def test_an_answer_obeys_the_schema(demo_llama, name):
 def test_json_that_reaches_the_limit_is_closed(demo_llama, schema, max_tokens):
     text, n, constraint = answer(demo_llama, schema, max_tokens)
     json.loads(text)
-    assert constraint.is_cut and max_tokens - 12 <= n <= max_tokens
+    assert constraint.closed_early and max_tokens - 12 <= n <= max_tokens
 
 
 def record(**properties):
@@ -173,7 +173,9 @@ def answers(loaded, n=1, **body):
     model, tokenizer = loaded
     body |= {"messages": [{"role": "user", "content": "open the door"}]}
     for _ in range(n):
-        asked = completion_request(parse(CHAT, dict(body)), tokenizer, Defaults(max_tokens=120))
+        asked = completion_request(
+            parse_body(CHAT, dict(body)), tokenizer, Defaults(max_tokens=120)
+        )
         found = Completion(asked, tokenizer)
         options = {"max_tokens": asked.max_tokens, "logits_processors": asked.processors}
         for r in stream_generate(model, tokenizer, asked.prompt, **options):
@@ -304,7 +306,7 @@ def test_thoughts_are_not_constrained(begun, is_special, max_tokens):
     tokenizer = TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
     asked = completion_request(
-        parse(CHAT, body | {"response_format": {"type": "json_object"}}), tokenizer, Defaults()
+        parse_body(CHAT, body | {"response_format": {"type": "json_object"}}), tokenizer, Defaults()
     )
     assert asked.initial_state == ("reasoning" if begun else "normal")
     thoughts, text = 'It is {"a": "b"} or "no".', '{"door": "red"}'
@@ -329,10 +331,14 @@ def test_constrained_json_may_contain_the_marks_of_calls(demo_llama):
         "response_format": {"type": "json_object"},
     }
     # The whole text may also come at once.
-    parser = AnswerParser(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    parser = AnswerParser(
+        completion_request(parse_body(CHAT, body), tokenizer, Defaults()), tokenizer
+    )
     assert "".join(part.text for part in parser.parse(said, is_last=True)) == said
     for asked, text in ((body, said), ({**body, "response_format": None}, '{"a": ""}')):
-        found = Completion(completion_request(parse(CHAT, asked), tokenizer, Defaults()), tokenizer)
+        found = Completion(
+            completion_request(parse_body(CHAT, asked), tokenizer, Defaults()), tokenizer
+        )
         for token in tokenizer.encode(said, add_special_tokens=False):
             found.add(token, None)
         found.add(tokenizer.eos_token_id, "stop")

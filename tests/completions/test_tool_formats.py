@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
 from mlx_snapkv.completions.answer_parser import AnswerParser
-from mlx_snapkv.completions.body import CHAT, Defaults, parse
+from mlx_snapkv.completions.body import CHAT, Defaults, parse_body
 from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.demo import MODELS
 
@@ -171,7 +171,7 @@ def answering():
         wrapper = TokenizerWrapper(
             tokenizer, tool_call_start=start, tool_call_end=end, tool_parser=module.parse_tool_call
         )
-        body = parse(CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
+        body = parse_body(CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
         parser = AnswerParser(completion_request(body, wrapper, Defaults()), wrapper)
         text = text.replace("START", start).replace("END", end)
         step = step or len(text)

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_snapkv.completions.body import CHAT, Defaults, parse
+from mlx_snapkv.completions.body import CHAT, Defaults, parse_body
 from mlx_snapkv.completions.request import completion_request
 from mlx_snapkv.planning.settings import setting_named
 from mlx_snapkv.server.checkpoints import Checkpoints
@@ -31,7 +31,7 @@ class Served:
 
     def start(self, text):
         events = []
-        body = parse(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8})
+        body = parse_body(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8})
         request = EngineRequest(body, events.append)
         request.completion_request = completion_request(body, self.loaded.tokenizer, Defaults())
         self.batch.start(request)
