@@ -64,7 +64,7 @@ class AnswerParser:
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
         self._machine_state = self._machine.make_state(request.initial_state)
         self._call_text = ""  # text of the current call
-        self._call_is_in_thoughts = False
+        self._call_is_in_reasoning = False
 
     def parse(self, text: str, is_last: bool) -> list[Reply]:
         """Return the parts of the answer that `text` completes.
@@ -114,7 +114,8 @@ class AnswerParser:
         A tool call replaces the required JSON, so the parser stops waiting for the JSON.
         """
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
-        self._awaits_json = self._awaits_json and not self._is_within_call
+        if self._is_within_call:
+            self._awaits_json = False
         return segments
 
     @property
@@ -129,13 +130,14 @@ class AnswerParser:
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
         was_within_call = state_before == "tool"
         if self._is_within_call and not was_within_call:
-            self._call_is_in_thoughts = state_before == "reasoning"
+            self._call_is_in_reasoning = state_before == "reasoning"
         elif was_within_call and not self._is_within_call:
             segments = self._correct_call_end(segments)
         if self._begins_json(segments):
             segments = [*segments, *self._drop_markers()]
             self._awaits_json = False
-        self._awaits_json = self._awaits_json and not self._is_within_call
+        if self._is_within_call:
+            self._awaits_json = False
         return segments
 
     def _correct_call_end(self, segments: list[Segment]) -> list[Segment]:
@@ -147,15 +149,15 @@ class AnswerParser:
         if ends_within_argument(self._call_text + last_call_text, self._tool_parser):
             self._machine_state = self._machine.make_state("tool")
             return [("tool", last_call_text + self._call_end_marker)]
-        if self._call_is_in_thoughts:
+        if self._call_is_in_reasoning:
             self._machine_state = self._machine.make_state("reasoning")
         return segments
 
     def _drop_markers(self) -> list[Segment]:
         """Switch to a machine without markers, and return the segments of the held-back text."""
         *_, held_back = self._machine_state
-        without_markers = TextStateMachine().make_state()
-        self._machine_state, segments = TextStateMachine.split(without_markers, held_back)
+        state_without_markers = TextStateMachine().make_state()
+        self._machine_state, segments = TextStateMachine.split(state_without_markers, held_back)
         return segments
 
     def _begins_json(self, segments: Sequence[Segment]) -> bool:
@@ -169,22 +171,24 @@ class AnswerParser:
 
         `is_complete` is False if the answer ended in the middle of the call.
         """
-        text = self._call_text
+        call_text = self._call_text
         self._call_text = ""
-        if not text:
+        if not call_text:
             return []
-        calls = self._parse_calls(text, is_complete)
+        calls = self._parse_calls(call_text, is_complete)
         if calls:
             return [Reply(calls=calls)]
-        if is_complete and self._call_is_in_thoughts:
-            return [Reply(reasoning=text)]
-        return [Reply(text)]
+        if is_complete and self._call_is_in_reasoning:
+            return [Reply(reasoning=call_text)]
+        return [Reply(call_text)]
 
-    def _parse_calls(self, text: str, is_complete: bool) -> list[dict[str, Any]]:
+    def _parse_calls(self, call_text: str, is_complete: bool) -> list[dict[str, Any]]:
         """Parse the calls after a start marker. Small models may write the marker twice."""
-        if self._call_start_marker and text.lstrip().startswith(self._call_start_marker):
-            text = text.lstrip().removeprefix(self._call_start_marker)
-        return parse_tool_calls(text, self._tool_parser, self._tools, is_complete)
+        marker = self._call_start_marker
+        has_second_marker = bool(marker) and call_text.lstrip().startswith(marker)
+        if has_second_marker:
+            call_text = call_text.lstrip().removeprefix(marker)
+        return parse_tool_calls(call_text, self._tool_parser, self._tools, is_complete)
 
     def _end_unfinished_call(self) -> list[Reply]:
         """Return the last parts of an answer that ends in the middle of a call.
@@ -200,15 +204,14 @@ class AnswerParser:
             return self._end_call(is_complete=False)
         if self._parse_calls(call_text, is_complete=False):
             return self._end_call(is_complete=False)
-        valid_ends = (
-            position
-            for position in marker_positions[:MAX_END_MARKERS]
-            if self._parse_calls(call_text[:position], is_complete=True)
-        )
-        end_position = next(valid_ends, marker_positions[0])
-        text_after_call = call_text[end_position + len(marker) :]
-        self._call_text = call_text[:end_position]
-        self._machine_state = self._machine.make_state()
+        call_end = marker_positions[0]
+        for position in marker_positions[:MAX_END_MARKERS]:
+            if self._parse_calls(call_text[:position], is_complete=True):
+                call_end = position
+                break
+        text_after_call = call_text[call_end + len(marker) :]
+        self._call_text = call_text[:call_end]
+        self._machine_state = self._machine.make_state()  # outside the call
         # If there is no text before the marker, there is no call, and the marker is text.
         parts = self._end_call() or [Reply(marker)]
         return parts + self.parse(text_after_call, is_last=True)

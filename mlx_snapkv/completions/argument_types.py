@@ -47,33 +47,37 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         schema: the schema of one argument.
         root: the schema of all parameters, used to resolve `$ref`.
     """
-    return set(_all_types(schema, root, followed=frozenset()))
+    return set(_all_types(schema, root, followed_references=frozenset()))
 
 
-def _all_types(schema: Any, root: dict[str, Any], followed: frozenset[str]) -> Iterator[str]:
-    """Yield the types of a schema and its alternatives. `followed` lists the references already followed."""
+def _all_types(
+    schema: Any, root: dict[str, Any], followed_references: frozenset[str]
+) -> Iterator[str]:
+    """Yield the types of a schema and its alternatives. `followed_references` are not followed again."""
     if not isinstance(schema, dict):
         return
-    yield from _own_types(schema)
+    yield from _types_without_alternatives(schema)
     for keyword in ("anyOf", "oneOf", "allOf"):
         for alternative in schema.get(keyword) or []:
-            yield from _all_types(alternative, root, followed)
+            yield from _all_types(alternative, root, followed_references)
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in followed:
+    if isinstance(reference, str) and reference not in followed_references:
         referenced_schema = _resolve(reference, root)
-        yield from _all_types(referenced_schema, root, followed | {reference})
+        yield from _all_types(referenced_schema, root, followed_references | {reference})
 
 
-def _own_types(schema: dict[str, Any]) -> Iterator[str]:
+def _types_without_alternatives(schema: dict[str, Any]) -> Iterator[str]:
     """Yield the types in a schema's `type`. If it has none, yield the types that other keywords imply."""
     type_field = schema.get("type")
-    for name in type_field if isinstance(type_field, list) else [type_field]:
+    names = type_field if isinstance(type_field, list) else [type_field]
+    for name in names:
         if isinstance(name, str):
             yield SCHEMA_TYPE_OF_ALIAS.get(name.lower(), name.lower())
     if schema.get("nullable") is True:
         yield "null"
     if type_field is None:
-        allowed_values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        constants = [schema["const"]] if "const" in schema else []
+        allowed_values = schema.get("enum", constants)
         if isinstance(allowed_values, list):
             yield from map(_json_type, allowed_values)
         if "properties" in schema:
@@ -116,13 +120,15 @@ def convert_argument(text: str, types: set[str]) -> Any:
         text: what the model wrote, including surrounding whitespace.
         types: names of the allowed JSON types.
     """
-    if not types - {"string"}:
+    allows_only_strings = types <= {"string"}  # also if no types are known
+    if allows_only_strings:
         return text
     value = _parse_literal(text)
     value_type = _json_type(value)
     if value_type == "string":
         return text
-    if value_type == "number" and value.is_integer() and types.isdisjoint({"number", "string"}):
+    excludes_floats = types.isdisjoint({"number", "string"})
+    if value_type == "number" and value.is_integer() and excludes_floats:
         value, value_type = int(value), "integer"  # JSON Schema counts 5.0 as an integer
     is_allowed = value_type in types or (value_type == "integer" and "number" in types)
     if not is_allowed:
@@ -143,11 +149,13 @@ def _parse_literal(text: str) -> Any:
     try:
         value = json.loads(literal, strict=False)
     except (ValueError, RecursionError):
-        if literal.startswith(("{", "[", "(")):
+        has_brackets = literal.startswith(("{", "[", "("))
+        if has_brackets:
             with contextlib.suppress(
                 ValueError, SyntaxError, RecursionError, MemoryError, TypeError
             ):
                 python_value = ast.literal_eval(literal)
+                # JSON turns tuples into lists, and has no sets.
                 value = json.loads(json.dumps(python_value, allow_nan=False))
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value if is_finite else text

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -70,10 +69,12 @@ def part_type(part: dict[str, Any]) -> str:
 
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates with U+FFFD. Clients send them when they cut text in the middle of an emoji."""
-    with contextlib.suppress(UnicodeEncodeError):
+    try:
         text.encode()
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    except UnicodeEncodeError:
+        # UTF-16 joins surrogates that form a pair, so only lone ones are replaced.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def replace_surrogates_in(value: Any) -> Any:
@@ -99,7 +100,8 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
     """
     kind = part_type(part)
     is_untyped = not isinstance(part.get("type"), str)
-    if kind in TEXT_TYPES or (is_untyped and isinstance(part.get("text"), str)):
+    is_text = kind in TEXT_TYPES or (is_untyped and isinstance(part.get("text"), str))
+    if is_text:
         text = part.get("text") or ""
         require(isinstance(text, str), ".content should have texts", text)
         return TextPart(text)
@@ -109,10 +111,19 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
         return TextPart(f"[tool {part.get('tool_name') or part.get('name')}]")
     is_json_result = source != "user" and "type" not in part
     if kind == "json" or is_json_result:
-        return TextPart(as_json(part.get("json", part)))
-    text = _document_text(part)
-    if text is not None:
-        return TextPart(_prepend_title(part, text))
+        value = part.get("json", part)
+        return TextPart(as_json(value))
+    document_text = _document_text(part)
+    if document_text is not None:
+        return TextPart(_prepend_title(part, document_text))
+    return _media_or_unknown_part(part, kind, source)
+
+
+def _media_or_unknown_part(part: dict[str, Any], kind: str, source: Source) -> TextPart:
+    """Convert media, or a part of an unknown type, as described in `text_parts`. `kind` is the part's type.
+
+    Raises: ValueError: a "user" message has media.
+    """
     media = _media_kind(part, kind)
     if source == "user" and media is not None:
         article = "an" if media[0] in "aeiou" else "a"
@@ -120,8 +131,10 @@ def _text_part(part: dict[str, Any], source: Source) -> TextPart:
             f".content has {article} {media}, and this model reads text only: leave it out"
         )
     if source == "tool" and media is None:  # the result of a built-in tool
-        readable = {name: value for name, value in part.items() if not name.startswith("encrypted")}
-        return TextPart(as_json(readable))
+        readable_fields = {
+            name: value for name, value in part.items() if not name.startswith("encrypted")
+        }
+        return TextPart(as_json(readable_fields))
     return _placeholder(part, media or kind)
 
 
@@ -166,7 +179,8 @@ def _document_text(part: dict[str, Any]) -> str | None:
         return part["content"]  # a summary of the earlier conversation
     if kind == "search_result" and isinstance(part.get("content"), list):
         text = SEPARATOR.join(result.text for result in text_parts(part["content"]))
-        return f"{source}\n{text}" if isinstance(source, str) else text
+        has_url = isinstance(source, str)
+        return f"{source}\n{text}" if has_url else text
     return None
 
 
@@ -195,30 +209,31 @@ def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
         media_type, _, data = data.removeprefix("data:").partition(";base64,")
     main_type, _, _ = media_type.partition("/")
     is_text = media_type.startswith(("text/", "application/json"))
-    is_untyped_file = "file" in kind and main_type in ("", "application")
-    if not (is_text or is_untyped_file):
+    may_be_text = "file" in kind and main_type in ("", "application")
+    if not (is_text or may_be_text):
         return None
     try:
         text = base64.b64decode(data, validate=True).decode()
     except ValueError:
         return None
     looks_binary = text.startswith("%PDF") or "\0" in text
-    return None if is_untyped_file and looks_binary else text
+    return None if may_be_text and looks_binary else text
 
 
 def _size_or_url(part: dict[str, Any]) -> str | None:
     """Return a part's URL, or the size of its data in bytes. Return None if it has neither."""
-    for value in _strings_longest_first(part):
-        if value.startswith(("http://", "https://", "file://")):
-            return value[:MAX_URL_LENGTH]
-        _, _, url_data = value.partition(";base64,")
-        data = url_data if value.startswith("data:") else value
+    for text in _strings_longest_first(part):
+        if text.startswith(("http://", "https://", "file://")):
+            return text[:MAX_URL_LENGTH]
+        data = text
+        if text.startswith("data:"):  # data:image/png;base64,...
+            _, _, data = text.partition(";base64,")
         try:
             n_bytes = len(base64.b64decode(data, validate=True))
         except (binascii.Error, ValueError):
             continue
         # Short strings and the part's type, such as "file", may happen to be valid base64.
-        is_data = len(data) >= 4 and value != part_type(part)
+        is_data = len(data) >= 4 and text != part_type(part)
         if is_data:
             return f"{n_bytes} bytes"
     return None

@@ -9,7 +9,12 @@ from typing import Any, Literal
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
-from .matcher import MAX_OPTIONAL_PROPERTIES, llguidance_tokenizer, make_matcher
+from .matcher import (
+    MAX_OPTIONAL_PROPERTIES,
+    llguidance_tokenizer,
+    make_matcher,
+    require_enforceable,
+)
 from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
@@ -92,7 +97,11 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
     candidates = [spelling for start in starts_of_json for spelling in _spellings(start)]
     for candidate in candidates:
         tokens = tokenizer.encode(candidate, add_special_tokens=False)
-        if tokens and make_matcher(tokenizer, answer_format.grammar).consume_tokens(tokens):
+        if not tokens:
+            continue
+        matcher = make_matcher(tokenizer, answer_format.grammar)
+        is_accepted = matcher.consume_tokens(tokens)
+        if is_accepted:
             return replace(answer_format, prefill=candidate)
     return answer_format
 
@@ -128,8 +137,8 @@ def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> A
     Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
     """
     parser = tokenizer.tool_parser
-    start = _terminals(tokenizer.tool_call_start or "", tokenizer)
-    end = _terminals(tokenizer.tool_call_end or "", tokenizer)
+    start_marker = _terminals(tokenizer.tool_call_start or "", tokenizer)
+    end_marker = _terminals(tokenizer.tool_call_end or "", tokenizer)
     is_mistral = parser is mistral.parse_tool_call
     has_names_before_arguments = is_mistral and "[ARGS]" in str(tokenizer.chat_template)
     kind: Literal["call", "marked call"] = "marked call"
@@ -138,11 +147,11 @@ def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> A
             f"{_terminals(f'{name}[ARGS]', tokenizer)} %json {_schema_json(schema)}"
             for name, schema in schemas.items()
         ]
-        answer = f"{start} ({' | '.join(calls)})"
+        answer = f"{start_marker} ({' | '.join(calls)})"
     elif is_mistral:
-        answer = f'{start} "[" ({_json_calls(schemas)}) "]"'
+        answer = f'{start_marker} "[" ({_json_calls(schemas)}) "]"'
     elif parser is json_tools.parse_tool_call:
-        answer = f'{start} "\\n"? ({_json_calls(schemas)}) "\\n"? {end}'
+        answer = f'{start_marker} "\\n"? ({_json_calls(schemas)}) "\\n"? {end_marker}'
     else:
         answer = f"({_json_calls(schemas)})"
         kind = "call"
@@ -173,8 +182,8 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     for name, schema in schemas.items():
         quoted_name = json.dumps(name, ensure_ascii=False)
         text_before_arguments = f'{{"name": {quoted_name}, "arguments": '
-        start = _string_terminal(text_before_arguments)
-        calls.append(f'{start} %json {_schema_json(schema)} "}}"')
+        call_start = _string_terminal(text_before_arguments)
+        calls.append(f'{call_start} %json {_schema_json(schema)} "}}"')
     return " | ".join(calls)
 
 
@@ -188,21 +197,21 @@ def _arguments_schema(parameters: Any) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    closed = parameters if _combines_schemas(parameters) else _close_objects(parameters)
-    if _names_all_required(parameters):
-        return {"type": "object", "additionalProperties": False, **closed}
-    return {"type": "object", **closed}
+    schema = parameters if _combines_schemas(parameters) else _close_objects(parameters)
+    if _lists_all_properties(parameters):
+        return {"type": "object", "additionalProperties": False, **schema}
+    return {"type": "object", **schema}
 
 
-def _names_all_required(schema: dict[str, Any]) -> bool:
+def _lists_all_properties(schema: dict[str, Any]) -> bool:
     """Return whether an object's `properties` includes all required ones, and no other keyword can allow more."""
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
-    names_required = all(isinstance(name, str) and name in properties for name in required)
+    has_all_required = all(isinstance(name, str) and name in properties for name in required)
     may_allow_more = bool(schema.keys() & MAY_ALLOW_MORE)
-    return names_required and not may_allow_more
+    return has_all_required and not may_allow_more
 
 
 def _combines_schemas(schema: Any) -> bool:
@@ -214,12 +223,8 @@ def _combines_schemas(schema: Any) -> bool:
         return any(map(_combines_schemas, schema))
     if not isinstance(schema, dict):
         return False
-    has_properties_and_others = "properties" in schema and schema.keys() & {
-        "anyOf",
-        "oneOf",
-        "$ref",
-    }
-    if "allOf" in schema or has_properties_and_others:
+    has_other_schemas = not schema.keys().isdisjoint({"anyOf", "oneOf", "$ref"})
+    if "allOf" in schema or ("properties" in schema and has_other_schemas):
         return True
     return any(map(_combines_schemas, schema.values()))
 
@@ -233,14 +238,14 @@ def _close_objects(schema: Any) -> Any:
         return [_close_objects(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
+    keywords = {
         keyword: value if keyword in LITERAL_KEYWORDS else _close_objects(value)
         for keyword, value in schema.items()
     }
     is_object_with_properties = schema.get("type") == "object" and schema.get("properties")
-    if is_object_with_properties and _names_all_required(schema):
-        return {"additionalProperties": False, **closed}
-    return closed
+    if is_object_with_properties and _lists_all_properties(schema):
+        return {"additionalProperties": False, **keywords}
+    return keywords
 
 
 def _schema_json(schema: Schema) -> str:
@@ -301,11 +306,12 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
         _require_few_optional_properties(schema, schema_name)
     grammar = f"start: {reasoning} {answer}\n{reasoning_rules}"
     try:
-        make_matcher(tokenizer, grammar)
+        require_enforceable(tokenizer, grammar)
     except SnapKVError:
-        # Compile each schema alone, so that the error names the one at fault.
+        # Check each schema alone, so that the error names the one at fault.
         for schema_name, schema in schemas.items():
-            make_matcher(tokenizer, f"start: %json {_schema_json(schema)}", schema_name)
+            schema_grammar = f"start: %json {_schema_json(schema)}"
+            require_enforceable(tokenizer, schema_grammar, schema_name)
         if len(schemas) > 1:
             raise TooLargeTogether("the schemas are too large together") from None
         raise
@@ -317,7 +323,7 @@ def _require_few_optional_properties(schema: Schema, schema_name: str) -> None:
 
     Raises: SnapKVError: an object has too many.
     """
-    n_optional = max(_n_optional_properties(schema), default=0)
+    n_optional = max(_optional_property_counts(schema), default=0)
     if n_optional > MAX_OPTIONAL_PROPERTIES:
         why = f"an object has {n_optional} optional properties, and {MAX_OPTIONAL_PROPERTIES} are the most"
         raise SnapKVError(f"{schema_name} can't be enforced: {why}")
@@ -329,21 +335,20 @@ def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
     if state is None or not tokenizer.has_thinking:
         return "", rules
     first_end_terminal, *other_end_terminals = _terminal_list(tokenizer.think_end, tokenizer)
-    if _is_special_token(first_end_terminal):
-        text_and_end = f"TEXT {first_end_terminal}"
-    else:
-        text_and_end = "until"
-        # A lazy rule ends at the first end marker.
-        rules += f"until[lazy]: TEXT {first_end_terminal}\n"
-    whole_end = " ".join([text_and_end, *other_end_terminals])
-    rules += f'thoughts: {whole_end} "\\n\\n"?\n'
+    text_to_end = f"TEXT {first_end_terminal}"
+    if not _is_special_token(first_end_terminal):
+        # TEXT may contain the end marker as text. A lazy rule ends at the first one.
+        rules += f"until[lazy]: {text_to_end}\n"
+        text_to_end = "until"
+    text_and_whole_end = " ".join([text_to_end, *other_end_terminals])
+    rules += f'thoughts: {text_and_whole_end} "\\n\\n"?\n'
     if state == "reasoning":
         return "thoughts", rules
     think_start = _terminals(tokenizer.think_start, tokenizer)
     return f"({think_start} thoughts)?", rules
 
 
-def _n_optional_properties(schema: Any) -> Iterator[int]:
+def _optional_property_counts(schema: Any) -> Iterator[int]:
     """Yield the number of optional properties of each object in a schema."""
     parts: Iterable[Any] = ()
     if isinstance(schema, list):
@@ -355,9 +360,10 @@ def _n_optional_properties(schema: Any) -> Iterator[int]:
             required = schema.get("required")
             names = required if isinstance(required, list) else []
             required_names = {name for name in names if isinstance(name, str)}
-            yield len(properties.keys() - required_names)
+            optional_names = properties.keys() - required_names
+            yield len(optional_names)
     for part in parts:
-        yield from _n_optional_properties(part)
+        yield from _optional_property_counts(part)
 
 
 def _terminals(text: str, tokenizer) -> str:

@@ -173,10 +173,10 @@ class LiteralReader:
         self._skip_blanks()
         if self.opening_quote():
             return self.read_string()
-        has_double_braces = self._skip(r"\{(?=\{)")  # {{...}}
+        has_double_braces = self._skip_match(r"\{(?=\{)")  # {{...}}
         if has_double_braces:
             value = self._read_object("}")
-            self._skip(r"\s*\}")
+            self._skip_match(r"\s*\}")
             return value
         first_letter = self._text[self.position : self.position + 1]
         if first_letter == "{" or KEYWORD_ARGUMENTS.match(self._text, self.position):
@@ -198,11 +198,13 @@ class LiteralReader:
         Raises: ValueError: the string has no end.
         """
         quote = self.opening_quote()
-        end = re.escape(quote)
+        quote_pattern = re.escape(quote)
         has_escapes = self._notation.escapes
-        letter = rf"\\.|(?!{end})[^\\]" if has_escapes else rf"(?!{end})."
-        quoted = self._read(rf"(?s:{end}(?:{letter})*{end})")
-        content = quoted[len(quote) : -len(quote)]
+        # An escape sequence counts as one letter.
+        letter_with_escapes = rf"\\.|(?!{quote_pattern})[^\\]"
+        letter = letter_with_escapes if has_escapes else rf"(?!{quote_pattern})."
+        quoted_text = self._read_match(rf"(?s:{quote_pattern}(?:{letter})*{quote_pattern})")
+        content = quoted_text[len(quote) : -len(quote)]
         return ESCAPE_SEQUENCE.sub(self._unescape, content) if has_escapes else content
 
     def _unescape(self, escape: re.Match[str]) -> str:
@@ -219,22 +221,22 @@ class LiteralReader:
     def _read_object(self, closer: str) -> dict[str, Any]:
         """Read the object or keyword arguments at the current position."""
         items: dict[str, Any] = {}
-        for _ in self._each_item(closer):
-            key = self.read_string() if self.opening_quote() else self._read(UNQUOTED_KEY)
-            self._read(r"\s*[:=]")
+        for _ in self._before_each_item(closer):
+            key = self.read_string() if self.opening_quote() else self._read_match(UNQUOTED_KEY)
+            self._read_match(r"\s*[:=]")
             items[key] = self.read_value()
         return items
 
     def _read_list(self, closer: str) -> list[Any]:
         """Read the list at the current position."""
-        return [self.read_value(in_list=True) for _ in self._each_item(closer)]
+        return [self.read_value(in_list=True) for _ in self._before_each_item(closer)]
 
-    def _each_item(self, closer: str) -> Iterator[None]:
+    def _before_each_item(self, closer: str) -> Iterator[None]:
         """Yield before each item in brackets, so that the caller can read it. Then read the closing bracket."""
         self.position += 1  # the opening bracket
         while not self._read_closer(closer):
             yield
-            has_comma = self._skip(r"\s*,")
+            has_comma = self._skip_match(r"\s*,")
             if has_comma:
                 continue
             if not self._read_closer(closer):
@@ -249,7 +251,7 @@ class LiteralReader:
             pattern = UNQUOTED_ITEM
         else:
             pattern = UNQUOTED_VALUE
-        text = self._read(pattern).strip()
+        text = self._read_match(pattern).strip()
         if text in CONSTANTS:
             return CONSTANTS[text]
         try:
@@ -268,14 +270,14 @@ class LiteralReader:
         if self._text.startswith(closer, self.position):
             self.position += 1
             return True
-        text_before, rest = self._text[: self.position], self._text[self.position :]
+        text_before, text_after = self._text[: self.position], self._text[self.position :]
         call_end = self._notation.end
-        is_at_end = not rest or (call_end != "" and rest.startswith(call_end))
+        is_at_end = not text_after or (call_end != "" and text_after.startswith(call_end))
         # Text that does not end with a bracket may have been cut off.
         follows_bracket = text_before.rstrip().endswith(("}", "]", ")"))
         return self._is_complete and is_at_end and follows_bracket
 
-    def _read(self, pattern: str) -> str:
+    def _read_match(self, pattern: str) -> str:
         """Read the text that matches a pattern at the current position.
 
         Raises: ValueError: the pattern does not match.
@@ -286,7 +288,7 @@ class LiteralReader:
         self.position = match.end()
         return match[0]
 
-    def _skip(self, pattern: str) -> bool:
+    def _skip_match(self, pattern: str) -> bool:
         """Skip what a pattern matches at the current position, and return whether it matched."""
         match = re.compile(pattern).match(self._text, self.position)
         if match is None:
@@ -295,4 +297,4 @@ class LiteralReader:
         return True
 
     def _skip_blanks(self) -> None:
-        self._skip(r"\s*")
+        self._skip_match(r"\s*")

@@ -46,12 +46,21 @@ def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> 
     return matcher
 
 
+def require_enforceable(tokenizer, grammar: str, grammar_name: str = "the grammar") -> None:
+    """Check that a Lark grammar can be enforced.
+
+    Raises: SnapKVError: see `make_matcher`.
+    """
+    make_matcher(tokenizer, grammar, grammar_name)
+
+
 def error_reason(matcher: LLMatcher) -> str:
     """Return a matcher's error for use in a sentence, without llguidance's prefixes and quotations."""
     # Clients have no use for quoted grammar lines or the parser's state.
     quotation = re.compile(r"(\n +\d+ \||\n<state>).*", re.DOTALL)
     reason = quotation.sub("", matcher.get_error())
-    if reason.startswith("panic: "):  # llguidance has hit a limit
+    has_hit_limit = reason.startswith("panic: ")
+    if has_hit_limit:
         return "it is too large"
     position = r"^at \d+\(\d+\): (failed to compile JSON schema: )?"  # e.g. "at 1(8): "
     parser_prefix = "^Parser Error: "

@@ -96,7 +96,7 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
     role = ROLES.get(client_role.lower()) if isinstance(client_role, str) else None
     known_roles = ", ".join(map(repr, ROLES))
     require(role is not None, f".role should be one of {known_roles}", client_role)
-    assert role is not None
+    assert role is not None  # for mypy
     if role == "tool":
         call_id = item.get("tool_call_id") or item.get("name") or ""
         result = _result_message(item, call_id, item.get("content"))
@@ -118,9 +118,10 @@ def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     if role == "assistant" and isinstance(reasoning, str):
         messages.insert(0, Message(role, reasoning=reasoning))
-    calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
-    openai_calls = tuple(_parse_call(call) for call in calls if isinstance(call, dict))
-    messages.append(Message(role, calls=openai_calls))
+    # OpenAI's calls are fields of the message, while Anthropic's are parts of its content.
+    openai_calls = as_list(item.get("tool_calls")) + as_list(item.get("function_call"))
+    calls = tuple(_parse_call(call) for call in openai_calls if isinstance(call, dict))
+    messages.append(Message(role, calls=calls))
     messages = [message for message in messages if message.has_content or message.role == "tool"]
     if role == "user":
         messages.sort(key=lambda message: message.role == "user")  # results (False) come first
@@ -144,12 +145,12 @@ def _extra_fields(item: dict[str, Any]) -> dict[str, Any]:
 
 def _content_messages(parts: list[Any], role: str, source: Source) -> Iterator[Message]:
     """Yield one message per run of text parts, and one per reasoning, call or result part."""
-    for kind, same_kind in groupby(parts, _part_kind):
+    for kind, parts_of_kind in groupby(parts, _part_kind):
         if kind == "text":
-            texts = text_parts(list(same_kind), source)
+            texts = text_parts(list(parts_of_kind), source)
             yield _join_parts(role, texts, separator="")
             continue
-        for part in same_kind:
+        for part in parts_of_kind:
             if kind == "thought":
                 yield Message("assistant", reasoning=_thought_text(part))
             elif kind == "call":
@@ -213,13 +214,15 @@ def _failure_text(item: dict[str, Any]) -> str:
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     """Convert a tool call from any API to OpenAI's format, but with its arguments as a value."""
     # The name and arguments may be in a nested object.
-    nested = [call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)]
-    inner = nested[0] if nested else call
-    argument_values = (inner[key] for key in ARGUMENT_FIELDS if key in inner)
+    nested_objects = [
+        call[key] for key in ("function", "custom") if isinstance(call.get(key), dict)
+    ]
+    fields, *_ = [*nested_objects, call]
+    argument_values = (fields[key] for key in ARGUMENT_FIELDS if key in fields)
     arguments = next(argument_values, None)
     if "custom" in part_type(call) and isinstance(arguments, str):
         arguments = {"input": arguments}
-    name = inner.get("name") or call.get("name")
+    name = fields.get("name") or call.get("name")
     # Calls to built-in tools have no name, only a type such as "web_search_call".
     if not isinstance(name, str):
         name = part_type(call).removesuffix("_call")
@@ -267,14 +270,14 @@ def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
         # The text is empty if the reasoning is encrypted, as OpenAI's is.
         return [Message("assistant", reasoning=text)] if text else []
     if kind.endswith("_output"):
-        result = item.get("output", item.get("tools"))
+        result = item.get("output", item.get("tools"))  # a tool search outputs `tools`
         return [_result_message(item, item.get("call_id"), result)]
     is_call = kind.endswith("_call")
     is_call_of_client = kind == "function_call" or (is_call and item.get("call_id"))
     if is_call_of_client:
         return [Message("assistant", calls=(_parse_call(item),))]
     output = item.get("output", item.get("outputs", item.get("results")))
-    has_output = "output" in item or output
+    has_output = "output" in item or bool(output)
     if is_call and has_output:
         # A built-in tool's item contains both the call and its result.
         call_message = Message("assistant", calls=(_parse_call(item),))

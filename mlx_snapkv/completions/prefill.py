@@ -54,12 +54,12 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
     *earlier, last = messages
     refusal = SnapKVError("the chat template leaves out the assistant's message at the end")
-    marked = last | {"content": last["content"] + ANSWER_MARK}
+    last_with_mark = last | {"content": last["content"] + ANSWER_MARK}
     try:
-        marked_text = render_text([*earlier, marked], add_generation_prompt=False)
-        if ANSWER_MARK in marked_text:
-            text, _, _ = marked_text.rpartition(ANSWER_MARK)
-            return text
+        text_with_mark = render_text([*earlier, last_with_mark], add_generation_prompt=False)
+        if ANSWER_MARK in text_with_mark:
+            text_before_mark, _, _ = text_with_mark.rpartition(ANSWER_MARK)
+            return text_before_mark
     except SnapKVError as error:
         refusal = error
     if not earlier:

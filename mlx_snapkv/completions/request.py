@@ -166,13 +166,14 @@ def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bo
     """
     warnings = []
     for name, value in sorted(unknown_fields.items()):
-        has_effect = not (
+        has_no_effect = (
             name in FIELDS_WITHOUT_EFFECT
             or value in VALUES_WITHOUT_EFFECT
             or _keeps_whole_context(value)
         )
-        if has_effect:
-            warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
+        if has_no_effect:
+            continue
+        warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
     if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
         warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
     return warnings

@@ -91,22 +91,26 @@ def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
     A result whose call is unknown goes to the first call without a result.
     """
     groups: list[list[Message]] = []  # each a call with its result, or any other turn alone
-    open_calls: dict[int, str] = {}  # index in `groups` -> id of a call without a result
+    # Index in `groups` -> id of a call that has no result yet.
+    ids_without_result: dict[int, str] = {}
     for turn in turns:
         if turn.role != "tool":
             for message in _one_call_each(turn):
                 if message.calls:
-                    open_calls[len(groups)] = message.calls[0]["id"]
+                    (call,) = message.calls
+                    ids_without_result[len(groups)] = call["id"]
                 groups.append([message])
             continue
-        same_id = [index for index, call_id in open_calls.items() if call_id == turn.call_id]
-        candidates = same_id or list(open_calls)
-        if candidates:
-            call_index = candidates[0]
-            groups[call_index].append(turn)
-            del open_calls[call_index]
-        else:
+        same_id = [
+            index for index, call_id in ids_without_result.items() if call_id == turn.call_id
+        ]
+        possible_calls = same_id or list(ids_without_result)
+        if not possible_calls:
             groups.append([turn])
+            continue
+        call_index, *_ = possible_calls
+        groups[call_index].append(turn)
+        del ids_without_result[call_index]
     return [message for group in groups for message in group], options
 
 
@@ -135,9 +139,9 @@ def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
     """Turn calls and results into text, so that user and assistant turns alternate, starting with the user."""
     new_turns = merge_into_turns(map(calls_as_text, turns))
     starts_with_system = bool(new_turns) and new_turns[0].role == "system"
-    first = 1 if starts_with_system else 0
-    if first < len(new_turns) and new_turns[first].role == "assistant":
-        new_turns.insert(first, Message("user", OMITTED))
+    first_index = 1 if starts_with_system else 0
+    if first_index < len(new_turns) and new_turns[first_index].role == "assistant":
+        new_turns.insert(first_index, Message("user", OMITTED))
     return new_turns, options
 
 

@@ -26,7 +26,7 @@ def make_sampler(
     Raises: OptionError: `top_k` is not smaller than the vocabulary.
     """
     options = vars(defaults) | body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    del options["max_tokens"]
+    del options["max_tokens"]  # the only default that is not a sampler's
     if body.temperature is not None:
         options["temp"] = body.temperature
     top_k = options["top_k"]
@@ -71,10 +71,11 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Sample the next token `(1,)` from log-probabilities `(1, vocab_size)`."""
-        key_words: Any = self._key.tolist()
-        high_word, low_word = key_words
-        mx.random.seed((high_word << 32) | low_word)
+        # MLX's generator uses the two 32-bit halves of its seed as the key.
+        key_halves: Any = self._key.tolist()
+        high, low = key_halves
+        mx.random.seed((high << 32) | low)
         for _ in range(self._n_draws):
             next_keys = mx.random.split(self._key, stream=mx.cpu)
-            self._key = next_keys[0]
+            self._key = next_keys[0]  # MLX's generator also continues with the first key
         return self._sampler(logprobs)

@@ -42,22 +42,25 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
 
 def allowed_tokens(matcher: LLMatcher, size: int) -> np.ndarray:
     """Return a bool mask `(size,)` of the tokens that the grammar allows next."""
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(bits, count=size, bitorder="little").view(bool)
+    bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bitmask, count=size, bitorder="little").view(bool)
 
 
-def is_in_string(bits: bytes, tokenizer: LLTokenizer) -> bool:
+def is_in_string(bitmask: bytes, tokenizer: LLTokenizer) -> bool:
     """Return whether a matcher is inside a string: its bitmask allows both a closing quote and more text."""
     tokens = (_character_token(character, tokenizer) for character in (QUOTE, IN_STRING))
-    return all(_is_allowed(bits, token) for token in tokens)
+    return all(_is_allowed(bitmask, token) for token in tokens)
 
 
 @dataclass(order=True)
 class _Path:
-    """A candidate for the end: its tokens so far, and a matcher that has consumed them. Shorter paths sort first."""
+    """A candidate for the end: its tokens so far, and a matcher that has consumed them.
+
+    Shorter paths sort first, and of equally long ones the earlier one, as given by `order`.
+    """
 
     length: int
-    number: int
+    order: int
     matcher: LLMatcher = field(compare=False)
     tokens: list[int] = field(compare=False)
     was_in_string: bool = field(default=False, compare=False)
@@ -73,8 +76,8 @@ def _search_end(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
-    path_numbers = itertools.count()
-    paths = [_Path(0, next(path_numbers), matcher.deep_copy(), [])]  # a heap, shortest first
+    orders = itertools.count()
+    paths = [_Path(0, next(orders), matcher.deep_copy(), [])]  # a heap, shortest first
     n_steps = 0
     # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.
     max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
@@ -87,16 +90,16 @@ def _search_end(
         length_before = path.length
         next_tokens = _advance(path, tokenizer, max_length)
         n_steps += path.length - length_before
-        if next_tokens is None:
+        if next_tokens is None:  # the path is too long
             continue
         if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, path)
+            continue
+        # To follow this many would use up all paths.
         has_too_many = len(next_tokens) > MAX_CHOICES
         choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
         for token in choices:
-            branch = _Path(
-                path.length, next(path_numbers), path.matcher.deep_copy(), [*path.tokens]
-            )
+            branch = _Path(path.length, next(orders), path.matcher.deep_copy(), [*path.tokens])
             if branch.append([token]):
                 heapq.heappush(paths, branch)
     return None
@@ -112,54 +115,55 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
     while not path.matcher.is_accepting():
         tokens = path.matcher.compute_ff_tokens()  # the tokens that the grammar forces
         if not tokens:
-            bits = path.matcher.compute_bitmask()
-            tokens = _closing_token(path, bits, tokenizer)
+            bitmask = path.matcher.compute_bitmask()
+            tokens = _closer_tokens(path, bitmask, tokenizer)
             if not tokens:
-                return _continuations(path.matcher, bits, tokenizer)
+                return _continuations(path.matcher, bitmask, tokenizer)
         is_too_long = path.length + len(tokens) > max_length
         if is_too_long or not path.append(tokens):
             return None
     return []
 
 
-def _closing_token(path: _Path, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return a list of at most one token: the first closer that the bitmask allows or, in a string, a quote.
+def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
+    """Return the first closer that the bitmask allows, or in a string a quote, as a list of at most one token.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
-    in_string = is_in_string(bits, tokenizer)
+    in_string = is_in_string(bitmask, tokenizer)
     if in_string and path.was_in_string:
         raise FreeText
     path.was_in_string = in_string
     closers = QUOTE if in_string else CLOSERS
-    return _allowed_character_tokens(bits, closers, tokenizer)[:1]
+    return _allowed_character_tokens(bitmask, closers, tokenizer)[:1]
 
 
-def _continuations(matcher: LLMatcher, bits: bytes, tokenizer: LLTokenizer) -> list[int]:
+def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
     """Return allowed tokens that may continue a value or a name, or else any allowed token.
 
     In the middle of a character, only tokens that complete it are allowed.
     """
-    tokens = _allowed_character_tokens(bits, CONTINUATIONS, tokenizer)
+    tokens = _allowed_character_tokens(bitmask, CONTINUATIONS, tokenizer)
     if tokens:
         return tokens
-    first_allowed = int(allowed_tokens(matcher, tokenizer.vocab_size).argmax())
+    allowed = allowed_tokens(matcher, tokenizer.vocab_size)
+    first_allowed = int(allowed.argmax())
     return [first_allowed]
 
 
-def _allowed_character_tokens(bits: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
+def _allowed_character_tokens(bitmask: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
     """Return the tokens of the characters that a matcher's bitmask allows."""
     tokens = (_character_token(character, tokenizer) for character in characters)
-    return [token for token in tokens if _is_allowed(bits, token)]
+    return [token for token in tokens if _is_allowed(bitmask, token)]
 
 
 def _character_token(character: str, tokenizer: LLTokenizer) -> int:
     """Return a character's token."""
-    first, *_ = tokenizer.greedy_tokenize(character)
-    return first
+    first_token, *_ = tokenizer.greedy_tokenize(character)
+    return first_token
 
 
-def _is_allowed(bits: bytes, token: int) -> bool:
+def _is_allowed(bitmask: bytes, token: int) -> bool:
     """Return whether a matcher's bitmask allows a token. For a few tokens this is faster than `allowed_tokens`."""
-    byte, bit = divmod(token, 8)
-    return bool(bits[byte] >> bit & 1)
+    byte_index, bit_index = divmod(token, 8)
+    return bool(bitmask[byte_index] >> bit_index & 1)

@@ -237,14 +237,16 @@ def _find_closing_tag(
 
     Raises: UnclosedArgument: the value has no end.
     """
-    depth = 0  # number of open arguments inside the value
-    for tag in tags.argument_tag.finditer(text, _skip_cdata(text, value_start, tags)):
-        if tag["argument"]:
-            depth += 1
-        elif depth == 0 and tags.after_argument.match(text, tag.end()):
+    n_open = 0  # number of open arguments inside the value
+    search_start = _skip_cdata(text, value_start, tags)
+    for tag in tags.argument_tag.finditer(text, search_start):
+        starts_argument = bool(tag["argument"])
+        if starts_argument:
+            n_open += 1
+        elif n_open == 0 and tags.after_argument.match(text, tag.end()):
             return tag.span()
         else:
-            depth = max(depth - 1, 0)
+            n_open = max(n_open - 1, 0)
     if not is_complete:
         raise UnclosedArgument("an argument has no end")
     return _guess_closing_tag(text, value_start, tags, expected_keys)
@@ -257,21 +259,26 @@ def _guess_closing_tag(
 
     The value ends before the end of the call, or before the next argument that the tool expects.
     """
+    next_tag_start = _next_tag_start(text, value_start, tags, expected_keys)
+    closing_tags = _closing_tags(text, value_start, next_tag_start, tags)
+    if closing_tags:
+        return closing_tags[-1].span()
+    if next_tag_start == len(text):
+        raise UnclosedArgument("an argument has no end")
+    has_final_newline = text.endswith("\n", value_start, next_tag_start)
+    value_end = next_tag_start - 1 if has_final_newline else next_tag_start
+    return value_end, next_tag_start
+
+
+def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Collection[str]) -> int:
+    """Return where the next expected argument or the end of the call starts, or the end of the text."""
     call_end = tags.final_call_end.search(text, value_start)
     limit = call_end.start() if call_end else len(text)
     for tag in tags.tag_outside_values.finditer(text, value_start, limit):
         is_expected = tag["argument"] and tag["key"] in expected_keys
         if is_expected and _may_end_before(text, value_start, tag.start(), tags):
-            limit = tag.start()
-            break
-    closing_tags = _closing_tags(text, value_start, limit, tags)
-    if closing_tags:
-        return closing_tags[-1].span()
-    if limit == len(text):
-        raise UnclosedArgument("an argument has no end")
-    has_final_newline = text.endswith("\n", value_start, limit)
-    value_end = limit - 1 if has_final_newline else limit
-    return value_end, limit
+            return tag.start()
+    return limit
 
 
 def _may_end_before(text: str, value_start: int, next_tag_start: int, tags: Tags) -> bool:

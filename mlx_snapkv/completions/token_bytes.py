@@ -30,7 +30,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     byte_of_letter = _byte_decoder()
     is_byte_level = isinstance(detokenizer, BPEStreamingDetokenizer)
     is_part_of_character = REPLACEMENT_CHARACTER in text
-    writes_bytes = is_byte_level or is_part_of_character
-    if writes_bytes and all(letter in byte_of_letter for letter in piece):
+    may_be_byte_level = is_byte_level or is_part_of_character
+    if may_be_byte_level and all(letter in byte_of_letter for letter in piece):
         return bytes(byte_of_letter[letter] for letter in piece)
     return text.encode()

@@ -113,8 +113,9 @@ def _call_or_none(value: Any) -> dict[str, Any] | None:
         arguments = parse_arguments(function[argument_field])
     else:  # small models write the arguments next to the name
         arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-        may_be_metadata = bool(arguments.keys() & METADATA_FIELDS)
-        if may_be_metadata:
+        # These are no arguments, so the value is an object of another kind.
+        has_metadata = bool(arguments.keys() & METADATA_FIELDS)
+        if has_metadata:
             return None
     if not isinstance(arguments, dict) or _is_too_deep(arguments):
         return None

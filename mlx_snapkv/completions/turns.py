@@ -44,15 +44,17 @@ def _in_order_of_calls(messages: Iterable[Message]) -> Iterator[Message]:
     """
     call_numbers: dict[str, int] = {}  # id of a preceding call -> its position
     for role, group in groupby(messages, lambda message: message.role):
-        same_role = list(group)
+        messages_of_role = list(group)
         if role == "assistant":
             # A dict, so that a repeated id is numbered only once.
-            call_ids = dict.fromkeys(call["id"] for message in same_role for call in message.calls)
+            call_ids = dict.fromkeys(
+                call["id"] for message in messages_of_role for call in message.calls
+            )
             call_numbers = {call_id: number for number, call_id in enumerate(call_ids)}
         elif role == "tool":
-            after_all = len(call_numbers)
-            same_role.sort(key=lambda result: call_numbers.get(result.call_id, after_all))
-        yield from same_role
+            last_number = len(call_numbers)
+            messages_of_role.sort(key=lambda result: call_numbers.get(result.call_id, last_number))
+        yield from messages_of_role
 
 
 def _merge(first: Message, second: Message) -> Message:
