@@ -29,9 +29,8 @@ UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
 # Paths that need no key, because watchdogs and browsers send none.
 PUBLIC = ("/health", "/")
 ORIGIN = re.compile("[^/A-Z]+://[^/A-Z]+|null")  # pages opened from files have the origin "null"
-HOST = re.compile(
-    r"[^\s/:]+|\[[^\s/]+\]"
-)  # a name, an IPv4 address, or an IPv6 address in brackets
+# A name, an IPv4 address, or an IPv6 address in brackets.
+HOST = re.compile(r"[^\s/:]+|\[[^\s/]+\]")
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,10 @@ class Settings:
         first_message = body.messages[0]
         if first_message.role != "system":
             return
-        volatile_line = rf"\s*(?:{any_name})[^\S\n]*:.*\n*"
-        first_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
-        text = first_lines.sub("", first_message.text)
+        blanks = r"[^\S\n]*"  # on the same line
+        volatile_line = rf"\s*(?:{any_name}){blanks}:.*\n*"
+        leading_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
+        text = leading_lines.sub("", first_message.text)
         body.messages[0] = replace(first_message, text=text)
 
 
@@ -131,7 +131,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = _normalize(scope)
+        scope = _normalize_request(scope)
         request_id = f"req_{secrets.token_hex(12)}"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         arrival = time.monotonic()
@@ -153,8 +153,8 @@ class Gate:
             receive_limited = limit_body(receive, self._settings.body_bytes, encoding)
             await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
-            has_started = status != 0
-            if has_started:  # too late for an error response; the connection is closed
+            response_has_started = status != 0
+            if response_has_started:  # too late for an error response; the connection is closed
                 raise
             await error_response(scope, error)(scope, receive, send_with_id)
         self._count_and_log(scope, status, seconds=time.monotonic() - arrival)
@@ -167,7 +167,7 @@ class Gate:
         key = self._settings.api_key
         needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"
         if key is None:
-            self._require_own_host(headers)
+            self._reject_foreign_pages(headers)
         elif needs_key:
             _require_key(headers, key)
 
@@ -180,7 +180,7 @@ class Gate:
             request_id = scope["state"]["request_id"]
             log.info("%s %s %d %.1f s %s", scope["method"], route, status, seconds, request_id)
 
-    def _require_own_host(self, headers: Headers) -> None:
+    def _reject_foreign_pages(self, headers: Headers) -> None:
         """Check that a request does not come from a page on another website.
 
         Such a page sends its own name as the host (after DNS rebinding) or as the origin.
@@ -203,7 +203,7 @@ class Gate:
             raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
 
-def _normalize(scope: Scope) -> Scope:
+def _normalize_request(scope: Scope) -> Scope:
     """Return the scope with its path as the routes expect it: at most one `/v1`, and no trailing slash.
 
     This accepts any base URL that a client may be configured with. HEAD requests become GET requests.
@@ -211,7 +211,7 @@ def _normalize(scope: Scope) -> Scope:
     path = re.sub("^https?://[^/]*", "", scope["path"])  # clients using a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
-    path = re.sub("^(/v1)+(?=/v1/)", "", path)
+    path = re.sub("^(/v1)+(?=/v1/)", "", path)  # the base URL may end in /v1 as well
     first_folder, _, _ = path.removeprefix("/").partition("/")
     if first_folder in UNDER_V1:
         path = f"/v1{path}"

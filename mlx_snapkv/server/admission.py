@@ -146,7 +146,7 @@ class Admission:
         n_answer = request.max_tokens
         client_max_tokens = body.max_completion_tokens or body.max_tokens
         client_sets_no_limit = client_max_tokens in (None, NO_LIMIT)
-        if client_sets_no_limit:
+        if client_sets_no_limit:  # most answers end long before the maximum
             n_answer = min(n_answer, RESERVED_ANSWER)
         return self._memory_for(body).need(n_prompt, n_answer)
 
@@ -161,10 +161,10 @@ class Admission:
         if len(running) >= self._limits.concurrency:
             return False
         if self._memory is not None and request.need is not None:
-            kv_bytes_with_request = self._memory.admit(request.need, running, kv_bytes)
-            if kv_bytes_with_request is None:
+            peak_bytes = self._memory.admit(request.need, running, kv_bytes)
+            if peak_bytes is None:  # the request has to wait
                 return False
-            self.trim_prefixes(kv_bytes_with_request)
+            self.trim_prefixes(peak_bytes)
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:

@@ -75,9 +75,9 @@ async def metrics(request: Request) -> Response:
 async def page() -> Response:
     """Return the chat page. Its Content-Security-Policy allows connections only to this server."""
     html = CHAT_HTML.read_text(encoding="utf-8")
-    allowed = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
+    allowed_sources = {"connect_src": "'self'", "img_src": "data:", "frame_ancestors": "'none'"}
     headers = {
-        "Content-Security-Policy": content_policy(html, **allowed),
+        "Content-Security-Policy": content_policy(html, **allowed_sources),
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",

@@ -76,6 +76,7 @@ def _decompress(decompressor: Any, data: bytes, max_bytes: int, is_last: bool) -
     Raises: zlib.error: the data is malformed or ends too early.
     """
     body = decompressor.decompress(data, max_bytes)
-    if is_last and not decompressor.eof and len(body) < max_bytes:
+    has_reached_limit = len(body) == max_bytes
+    if is_last and not decompressor.eof and not has_reached_limit:
         raise zlib.error("the compressed data is cut")
     return body

@@ -34,12 +34,12 @@ class ChangingLines:
             self._warn_of_change(earlier_text.splitlines(), text.splitlines())
         self._prompts.append(text)
 
-    def _warn_of_change(self, before: list[str], now: list[str]) -> None:
+    def _warn_of_change(self, old_lines: list[str], new_lines: list[str]) -> None:
         """Log a warning if two system prompts (lists of lines) differ in only a few lines."""
-        index = _first_changed_line(before, now)
+        index = _first_changed_line(old_lines, new_lines)
         if index is None:
             return
-        old_line, new_line = before[index], now[index]
+        old_line, new_line = old_lines[index], new_lines[index]
         advice = "have the client put it into its last message"
         header = re.match(r"\s*(?P<name>[\w-]+)\s*:", new_line)  # e.g. "Date: ..."
         if index == 0 and header:  # only leading lines can be removed
@@ -52,17 +52,19 @@ class ChangingLines:
         )
 
 
-def _first_changed_line(before: list[str], now: list[str]) -> int | None:
+def _first_changed_line(old_lines: list[str], new_lines: list[str]) -> int | None:
     """Return the index of the first line that differs, or None if it is not worth a warning.
 
     A warning is worthwhile if few lines differ and the text to be read again is long.
     """
-    if len(before) != len(now):
+    if len(old_lines) != len(new_lines):
         return None
-    changed_indices = [index for index in range(len(now)) if before[index] != now[index]]
+    changed_indices = [
+        index for index in range(len(new_lines)) if old_lines[index] != new_lines[index]
+    ]
     has_few_changes = 0 < len(changed_indices) <= MAX_CHANGED_LINES
     if not has_few_changes:
         return None
     first = changed_indices[0]
-    n_reread_characters = sum(len(line) for line in now[first + 1 :])
+    n_reread_characters = sum(len(line) for line in new_lines[first + 1 :])
     return first if n_reread_characters >= MIN_REREAD else None

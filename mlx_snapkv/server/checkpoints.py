@@ -42,17 +42,20 @@ class Checkpoints:
         sparse = config.sparse
         self._reads_sparsely = sparse is not None and sparse.reads_sparsely
         self._keeps_all_entries = not config.evicts_in_blocks
-        counts_attention = compress is not None and compress.decode_policy.accumulates_attention
+        # If all queries vote, a trim can't take back the votes of the tokens that it removes.
+        accumulates_attention = (
+            compress is not None and compress.decode_policy.accumulates_attention
+        )
         model_can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model))
-        can_trim = model_can_trim and not counts_attention
+        can_trim = model_can_trim and not accumulates_attention
         # Caches that can't be trimmed can't provide a shorter prefix, so copies are made during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
         # Each request reads this many of its last tokens itself, so that its voting queries are its own.
-        self._n_own_tokens = 1
+        self._n_unshared = 1
         if sparse is not None:
-            self._n_own_tokens = N_VOTERS
+            self._n_unshared = N_VOTERS
         elif compress is not None and self._keeps_all_entries:
-            self._n_own_tokens = max(1, compress.decode_policy.obs_window)
+            self._n_unshared = max(1, compress.decode_policy.obs_window)
 
     def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
         """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits.
@@ -61,13 +64,13 @@ class Checkpoints:
             prompt: token ids of the whole prompt.
             full_cache: whether the request is answered from the full cache, whatever the setting.
         """
-        if self._must_not_share(full_cache):
+        if self._must_not_share_caches(full_cache):
             return None, 0
         # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
-        return self._prefixes.fetch(prompt, self._n_own_tokens, exact=is_answered_exactly)
+        return self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
 
-    def _must_not_share(self, full_cache: bool | None) -> bool:
+    def _must_not_share_caches(self, full_cache: bool | None) -> bool:
         """Return whether a request must not share caches, because the others' entries depend on sparse attention."""
         return bool(full_cache) and self._reads_sparsely
 
@@ -83,10 +86,10 @@ class Checkpoints:
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
-        if self._must_not_share(body.full_cache):
+        if self._must_not_share_caches(body.full_cache):
             return []
-        after_system = self._n_system_tokens(body, prompt) - (self._n_own_tokens - 1)
-        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_own_tokens)
+        after_system = self._n_system_tokens(body, prompt) - (self._n_unshared - 1)
+        before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_unshared)
         lengths = sorted({after_system, before_reasoning})
         return [length for length in lengths if MIN_CHECKPOINT <= length < len(prompt)]
 
@@ -102,13 +105,13 @@ class Checkpoints:
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
-        return self._keeps_all_entries and not self._must_not_share(request.body.full_cache)
+        return self._keeps_all_entries and not self._must_not_share_caches(request.body.full_cache)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a cancelled request, unless they are very short or include voting tokens."""
         prompt = request.completion_request.prompt
-        longest = len(prompt) - self._n_own_tokens
-        if MIN_CHECKPOINT <= len(tokens) <= longest:
+        max_length = len(prompt) - self._n_unshared
+        if MIN_CHECKPOINT <= len(tokens) <= max_length:
             self._prefixes.insert(tokens, caches)
 
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
@@ -123,8 +126,8 @@ class Checkpoints:
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
         # The caches of all other requests are compressed, or computed with sparse attention.
-        others_differ = self._reads_sparsely or not self._keeps_all_entries
-        if request.body.full_cache and others_differ:
+        others_need_different_caches = self._reads_sparsely or not self._keeps_all_entries
+        if request.body.full_cache and others_need_different_caches:
             return
         self.insert_prompt(request, tokens, caches)
         files = self._prefixes.files
@@ -149,7 +152,7 @@ class Checkpoints:
         last_position = len(prompt) - 1
         if not self._tokenizer.has_thinking:
             return last_position
-        earliest = len(prompt) - MAX_THINK_START
-        position = self._tokenizer.rfind_think_start(prompt, start=earliest)
-        is_found = position >= 0
-        return position if is_found else last_position
+        first_position = len(prompt) - MAX_THINK_START
+        position = self._tokenizer.rfind_think_start(prompt, start=first_position)
+        starts_reasoning = position >= 0
+        return position if starts_reasoning else last_position

@@ -33,16 +33,16 @@ class News(NamedTuple):
     """What rank 0 tells the other ranks before each step.
 
     Attributes:
-        accepted: new requests, which join the queue.
-        cancelled: numbers of cancelled requests.
+        new_requests: accepted requests, which join the queue.
+        cancelled_numbers: numbers of cancelled requests.
         starts_next: whether the first waiting request starts.
-        ends: whether the engine stops.
+        engine_ends: whether the engine stops.
     """
 
-    accepted: list[EngineRequest]
-    cancelled: set[int]
+    new_requests: list[EngineRequest]
+    cancelled_numbers: set[int]
     starts_next: bool
-    ends: bool
+    engine_ends: bool
 
 
 class Engine:
@@ -95,13 +95,13 @@ class Engine:
         self._open_files = open_files
         self.loaded: Loaded
         self._model_loaded = Future[None]()  # done when loading has finished or failed
-        self._submitted: SimpleQueue[EngineRequest] = SimpleQueue()
-        self._wake = threading.Event()
+        self._submitted_requests: SimpleQueue[EngineRequest] = SimpleQueue()
+        self._wake_event = threading.Event()
         # Hugging Face tokenizers fail if their settings change while another thread uses them.
-        self._tokenizing = threading.Lock()
-        self._stopping = self._ended = False
-        self._waiting: deque[EngineRequest] = deque()
-        self._cancelled: set[int] = set()  # request numbers, the same on all ranks
+        self._tokenizer_lock = threading.Lock()
+        self._is_stopping = self._must_end = False
+        self._waiting_requests: deque[EngineRequest] = deque()
+        self._cancelled_numbers: set[int] = set()  # request numbers, the same on all ranks
         self._logged_once = LoggedOnce()
         metrics.track(self)
         self._thread = threading.Thread(target=self._run)
@@ -127,7 +127,7 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         """Return whether the engine accepts requests: its thread is running and has not been told to stop."""
-        return not self._stopping and self._thread.is_alive()
+        return not self._is_stopping and self._thread.is_alive()
 
     def require_alive(self) -> None:
         """Check that the server is not shutting down.
@@ -148,7 +148,7 @@ class Engine:
             try:
                 yield
             finally:
-                request.cancelled = True
+                request.is_cancelled = True
 
     def submit(self, request: EngineRequest) -> None:
         """Tokenise a request in the caller's thread (this may take seconds), and pass it to the engine's thread.
@@ -158,13 +158,13 @@ class Engine:
             ApiError: the prompt is too long.
         """
         vocabulary_size = self._admission.bounds.vocabulary_size
-        with self._tokenizing:
+        with self._tokenizer_lock:
             prompt = tokenize(request.body, self.loaded.tokenizer, vocabulary_size)
         request.prompt = prompt
         self._admission.require_short_prompt(len(prompt.tokens))
         request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
-        self._submitted.put(request)
-        self._wake.set()
+        self._submitted_requests.put(request)
+        self._wake_event.set()
 
     def count_tokens(self, body: ChatBody) -> int:
         """Return the length of a prompt in tokens."""
@@ -173,8 +173,8 @@ class Engine:
 
     def stop(self, seconds: float | None = None) -> None:
         """Stop after the current step, and wait up to `seconds` (by default, indefinitely) for the thread to end."""
-        self._stopping = True
-        self._wake.set()
+        self._is_stopping = True
+        self._wake_event.set()
         self._thread.join(seconds)
 
     def join(self) -> None:
@@ -192,7 +192,7 @@ class Engine:
             self._model_loaded.set_exception(error)
             return
         self._model_loaded.set_result(None)
-        while not self._ended:
+        while not self._must_end:
             try:
                 self._run_round()
             except Exception as error:
@@ -219,17 +219,17 @@ class Engine:
 
     def _run_round(self) -> None:
         """Wait for a request, start waiting requests that may start, and run one step of the batch."""
-        is_idle = not self.batch.running and not self._waiting
+        is_idle = not self.batch.running and not self._waiting_requests
         if is_idle:
             self._wait_for_request()
         while (request := self._exchange_and_take_next()) is not None:
-            if request.number not in self._cancelled:
+            if request.number not in self._cancelled_numbers:
                 self.batch.start(request)
-        if self._ended:
+        if self._must_end:
             return
-        self.batch.remove(self._cancelled)
+        self.batch.remove(self._cancelled_numbers)
         to_restart = self.batch.step()
-        self._waiting.extendleft(to_restart)
+        self._waiting_requests.extendleft(to_restart)
         self.kv_bytes = self.batch.generator.prompt_cache_nbytes
         self._admission.trim_prefixes(self.kv_bytes)
 
@@ -243,36 +243,34 @@ class Engine:
             time.sleep(EXCHANGE_SECONDS)
             return
         timeout = None if n_ranks() == 1 else EXCHANGE_SECONDS
-        self._wake.wait(timeout)
-        self._wake.clear()
+        self._wake_event.wait(timeout)
+        self._wake_event.clear()
 
     def _exchange_and_take_next(self) -> EngineRequest | None:
         """Broadcast rank 0's updates to all ranks. Return the next request, or None if none may start yet."""
         news = from_first_rank(self._collect_news)
-        self._cancelled = news.cancelled
-        self._ended = news.ends
+        self._cancelled_numbers = news.cancelled_numbers
+        self._must_end = news.engine_ends
         if rank() != 0:  # rank 0 has already done this
-            for request in news.accepted:
+            for request in news.new_requests:
                 self._build_completion_request(request)
-            self._waiting.extend(news.accepted)
-        return self._waiting.popleft() if news.starts_next else None
+            self._waiting_requests.extend(news.new_requests)
+        return self._waiting_requests.popleft() if news.starts_next else None
 
     def _collect_news(self) -> News:
         """Accept new requests, note cancelled ones, and make room for the next one. Called only on rank 0."""
-        accepted = list(self._accept_submitted())
-        self._waiting.extend(accepted)
-        unfinished = [*self.batch.running.values(), *self._waiting]
-        self._cancelled = {request.number for request in unfinished if request.cancelled}
-        ends = self._stopping
-        starts_next = not ends and self._admit_next()
-        return News(
-            accepted=accepted, cancelled=self._cancelled, starts_next=starts_next, ends=ends
-        )
+        new_requests = list(self._accept_submitted())
+        self._waiting_requests.extend(new_requests)
+        unfinished = [*self.batch.running.values(), *self._waiting_requests]
+        self._cancelled_numbers = {request.number for request in unfinished if request.is_cancelled}
+        engine_ends = self._is_stopping
+        starts_next = not engine_ends and self._admit_next()
+        return News(new_requests, self._cancelled_numbers, starts_next, engine_ends)
 
     def _accept_submitted(self) -> Iterator[EngineRequest]:
         """Yield submitted requests that can be answered, and fail all others."""
-        while not self._submitted.empty():
-            request = self._submitted.get()
+        while not self._submitted_requests.empty():
+            request = self._submitted_requests.get()
             try:
                 self._build_completion_request(request)
                 request.need = self._admission.memory_need(request.body, request.completion_request)
@@ -289,7 +287,7 @@ class Engine:
 
         Raises: SnapKVError: the request can't be answered.
         """
-        unlimited = completion_request(
+        unlimited_request = completion_request(
             request.body,
             self.loaded.tokenizer,
             self._defaults,
@@ -297,14 +295,14 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
-        request.completion_request = self._admission.limit_answer(request.body, unlimited)
+        request.completion_request = self._admission.limit_answer(request.body, unlimited_request)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start. If so, make room for it in memory."""
-        if not self._waiting:
+        if not self._waiting_requests:
             return False
-        first_waiting = self._waiting[0]
-        if first_waiting.number in self._cancelled:
+        first_waiting = self._waiting_requests[0]
+        if first_waiting.number in self._cancelled_numbers:
             return True  # so that it leaves the queue
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes

@@ -42,20 +42,22 @@ class PrefixCache:
         """Return the number of prefixes in memory and in temporary files."""
         return len(self._prefixes)
 
-    def fetch(self, tokens: list[int], n_last: int, exact: bool = False) -> tuple[list | None, int]:
+    def fetch(
+        self, tokens: list[int], n_unshared: int, exact: bool = False
+    ) -> tuple[list | None, int]:
         """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
 
         Caches that were only in a file are then kept in memory as well.
 
         Args:
             tokens: token ids of the prompt.
-            n_last: number of tokens at the end that the request must read itself.
+            n_unshared: number of tokens at the end that the request must read itself.
             exact: whether to exclude entries computed with sparse attention.
 
         Returns: `(None, 0)` if no prefix fits.
         """
         prefixes_in_files = [] if self.files is None else self.files.prefixes
-        ids_to_serve = as_ids(tokens[:-n_last])
+        ids_to_serve = as_ids(tokens[:-n_unshared])
         n_served, prefix = longest_prefix([*self._prefixes, *prefixes_in_files], ids_to_serve)
         if prefix is None:
             return None, 0
@@ -63,13 +65,14 @@ class PrefixCache:
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
             if caches_in_file is None:  # the file is unusable, and `read` has dropped it
-                return self.fetch(tokens, n_last, exact)
+                return self.fetch(tokens, n_unshared, exact)
             caches = caches_in_file
             self._insert_if_fits(prefix.ids, caches)
         # Entries after this position depend on what sparse attention has chosen. None if there are no such entries.
         n_exact = first_sparse_position(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
-            if n_exact == 0 or not prefix.is_trimmable:
+            can_trim = n_exact > 0 and prefix.is_trimmable
+            if not can_trim:
                 return None, 0
             n_served = n_exact
         caches_of_request = copy.deepcopy(caches)
@@ -96,12 +99,15 @@ class PrefixCache:
         """
         if _size_in_bytes(caches) > self.max_bytes:
             return False
-        new = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
-        # A prefix is replaced if the new caches provide all of its tokens.
-        not_replaced = [
-            prefix for prefix in self._prefixes if new.n_usable(prefix.ids) < len(prefix.ids)
-        ]
-        self._set_prefixes(_evict([*not_replaced, new], self.max_bytes, _size_in_bytes))
+        new_prefix = Prefix(ids, is_trimmable=can_trim_prompt_cache(caches), caches=caches)
+
+        def is_replaced(prefix: Prefix) -> bool:
+            """Return whether the new caches provide all of a prefix's tokens."""
+            return new_prefix.n_usable(prefix.ids) == len(prefix.ids)
+
+        other_prefixes = [prefix for prefix in self._prefixes if not is_replaced(prefix)]
+        remaining = _evict([*other_prefixes, new_prefix], self.max_bytes, _size_in_bytes)
+        self._set_prefixes(remaining)
         return True
 
     def trim_to(self, max_bytes: int) -> None:

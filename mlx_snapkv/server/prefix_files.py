@@ -120,12 +120,12 @@ class PrefixFiles:
         caches = caches_to_save(self._model, caches)
         name = _digest(json.dumps([tokens, self._setting]))
         path = self._folder / f"{name}.safetensors"
-        new = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)
-        n_served, nearest = longest_prefix(self.prefixes, new.ids)
+        new_prefix = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)
+        n_served, longest = longest_prefix(self.prefixes, new_prefix.ids)
         serves_all_tokens = n_served == len(tokens)
-        if nearest is not None and (serves_all_tokens or nearest.covers(new)):
+        if longest is not None and (serves_all_tokens or longest.covers(new_prefix)):
             return
-        notes = {"setting": self._setting, "whole": new.is_trimmable}
+        notes = {"setting": self._setting, "whole": new_prefix.is_trimmable}
         try:
             saved.save(
                 path,
@@ -139,22 +139,22 @@ class PrefixFiles:
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not saved: %s", error)
             return
-        covered = [prefix for prefix in self.prefixes if new.covers(prefix)]
-        for prefix in covered:
+        covered_prefixes = [prefix for prefix in self.prefixes if new_prefix.covers(prefix)]
+        for prefix in covered_prefixes:
             self._remove(prefix.path)
-        self.prefixes.append(new)
+        self.prefixes.append(new_prefix)
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         """Remove the oldest prefixes in the folder until the rest fit the limit. The newest is always kept."""
-        uses = []  # (time of the last use, path, bytes) of each prefix
+        newest_first = []  # (time of the last use, path, bytes) of each prefix
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server may have removed it
                 n_bytes = sum(file.stat().st_size for file in book.files_of(path))
-                uses.append((path.stat().st_mtime_ns, path, n_bytes))
-        uses.sort(reverse=True)
+                newest_first.append((path.stat().st_mtime_ns, path, n_bytes))
+        newest_first.sort(reverse=True)
         total_bytes = 0
-        for number, (_, path, n_bytes) in enumerate(uses):
+        for number, (_, path, n_bytes) in enumerate(newest_first):
             total_bytes += n_bytes
             is_newest = number == 0
             if total_bytes > self._max_bytes and not is_newest:

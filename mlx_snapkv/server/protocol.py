@@ -34,8 +34,8 @@ class Protocol(H11Protocol):
             return False
         exchange.keep_alive = False
         if not exchange.response_started:
-            probing: Any = ProbingTransport(self.transport, self.loop)
-            self.transport = exchange.transport = probing
+            probing_transport: Any = ProbingTransport(self.transport, self.loop)
+            self.transport = exchange.transport = probing_transport
         return True
 
 

@@ -81,17 +81,17 @@ class TokenLogprob(NamedTuple):
             order = mx.argsort(-logprobs[unsorted_ids])
             top_ids = unsorted_ids[order].tolist()  # type: ignore[assignment]
 
-        def logprob(token_id: int) -> Logprob:
+        def with_logprob(token_id: int) -> Logprob:
             return Logprob(
                 token=tokenizer.decode([token_id]),
                 logprob=logprobs[token_id].item(),
                 data=token_bytes(tokenizer, token_id),
             )
 
-        top = [logprob(token_id) for token_id in top_ids]
+        top = [with_logprob(token_id) for token_id in top_ids]
         # Tokens that a constraint forbids have a log-probability of -inf.
-        allowed = [entry for entry in top if entry.logprob > -math.inf]
-        return cls(sampled=logprob(response.token), top=allowed)
+        allowed_top = [entry for entry in top if entry.logprob > -math.inf]
+        return cls(sampled=with_logprob(response.token), top=allowed_top)
 
 
 class Finished(NamedTuple):
@@ -120,7 +120,7 @@ class EngineRequest:
         http_id: id of the HTTP request, for error messages.
         number: identifies the request on all ranks.
         since: time of arrival, from `time.perf_counter`.
-        cancelled: whether the client has left or already has its answer.
+        is_cancelled: whether the client has left or already has its answer.
         prompt: the prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
         need: memory that the request's caches will need. None if memory is unlimited.
@@ -136,7 +136,7 @@ class EngineRequest:
     seed: int = field(default_factory=partial(secrets.randbits, 64))
     number: int = field(default_factory=itertools.count().__next__)
     since: float = field(default_factory=time.perf_counter)
-    cancelled: bool = False
+    is_cancelled: bool = False
     prompt: Prompt | None = None
     completion_request: CompletionRequest = field(init=False)
     need: Need | None = None

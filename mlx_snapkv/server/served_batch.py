@@ -149,9 +149,10 @@ class ServedBatch:
         """
         request = self.running[response.uid]
         n_prompt = len(request.completion_request.prompt)
-        n_read_now, n_to_read = response.progress
-        n_cached = n_prompt - n_to_read
-        n_read = n_cached + n_read_now
+        # mlx-lm does not count tokens that came from the prefix cache.
+        n_uncached_read, n_uncached = response.progress
+        n_cached = n_prompt - n_uncached
+        n_read = n_cached + n_uncached_read
         is_at_checkpoint = response.end_of_segment and n_read in request.checkpoints
         if is_at_checkpoint:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]

@@ -140,7 +140,7 @@ def test_reasoning_and_tools(obeying):
     ]
     assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
     given = [messages[0], messages[2], {"role": "system", "content": "There are two helpers."}]
-    messages = MessagesBody(messages=given, max_tokens=1).chat().messages
+    messages = MessagesBody(messages=given, max_tokens=1).as_chat_body().messages
     roles = [m.role for m in merge_into_turns(messages)]
     assert roles == ["user", "tool", "tool", "user"]  # many templates refuse a later system message
 

@@ -128,7 +128,7 @@ class CountedMessages(BodyModel):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    def chat(self, **sampling: Any) -> ChatBody:
+    def as_chat_body(self, **sampling: Any) -> ChatBody:
         """Convert to a chat completion body.
 
         Raises: SnapKVError: the request can't be answered.
@@ -168,7 +168,7 @@ class MessagesBody(CountedMessages):
 async def create(request: Request, body: MessagesBody) -> Response:
     """Answer the last message of a conversation."""
     sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
-    chat = body.chat(**sampling, stop=body.stop_sequences)
+    chat = body.as_chat_body(**sampling, stop=body.stop_sequences)
     return await respond(request, body, [chat], MessageFormatter)
 
 
@@ -176,7 +176,7 @@ async def create(request: Request, body: MessagesBody) -> Response:
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """Count a prompt's tokens without running the model."""
     state = request.app.state
-    chat = body.chat()
+    chat = body.as_chat_body()
     state.settings.drop_volatile_lines(chat)
     return {"input_tokens": await asyncio.to_thread(state.engine.count_tokens, chat)}
 

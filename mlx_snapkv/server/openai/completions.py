@@ -109,7 +109,7 @@ class CompletionFormatter(ResponseFormatter):
     def end(self) -> Iterator[str]:
         """Yield the usage, if requested, and "[DONE]"."""
         if self._with_usage:
-            usage_chunk = {"object": self._chunk_kind, "choices": [], **self._summary()}
+            usage_chunk = {"object": self._chunk_kind, "choices": [], **self._usage_and_report()}
             yield server_sent_event({**self._head, **usage_chunk})
         yield DONE
 
@@ -119,7 +119,7 @@ class CompletionFormatter(ResponseFormatter):
             answer_choice(finished.answer, index, self._logprobs(index, first=0))
             for index, finished in sorted(self.finished.items())
         ]
-        return {**self._head, "choices": choices, **self._summary()}
+        return {**self._head, "choices": choices, **self._usage_and_report()}
 
     def stream_error(self, error: ApiError) -> str:
         """Return the error as an event, followed by "[DONE]"."""
@@ -174,7 +174,7 @@ class CompletionFormatter(ResponseFormatter):
             "text_offset": self._text_offsets[index].starts[first:],
         }
 
-    def _summary(self) -> dict[str, Any]:
+    def _usage_and_report(self) -> dict[str, Any]:
         """Return the usage of all answers, counting each prompt once, and the first answer's compression report."""
         report = self.finished[0].report
         # Answers to the same prompt are consecutive, so each prompt's first answer has an index that is a multiple of

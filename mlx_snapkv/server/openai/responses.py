@@ -89,7 +89,7 @@ class ResponsesBody(BodyModel):
     prompt: Stored = None
     background: Stored = None
 
-    def chat(self) -> ChatBody:
+    def as_chat_body(self) -> ChatBody:
         """Convert to a chat completion body.
 
         Raises: SnapKVError: the request can't be answered.
@@ -109,7 +109,9 @@ class ResponsesBody(BodyModel):
 @router.post("/v1/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer the last message of a conversation."""
-    return await respond(request, body, [body.chat()], partial(ResponsesFormatter, body=body))
+    return await respond(
+        request, body, [body.as_chat_body()], partial(ResponsesFormatter, body=body)
+    )
 
 
 class ResponsesFormatter(BlockFormatter):
@@ -177,7 +179,7 @@ class ResponsesFormatter(BlockFormatter):
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
         """Yield an item's new text or, for a custom tool, its whole input."""
-        if self._is_custom(block):
+        if self._calls_custom_tool(block):
             # Calls arrive complete, so one delta contains the whole input, extracted from the JSON arguments.
             custom_input = _custom_input(block)
             yield self._block_event("custom_tool_call_input.delta", block, delta=custom_input)
@@ -188,7 +190,7 @@ class ResponsesFormatter(BlockFormatter):
     def block_stop(self, block: Block) -> Iterator[str]:
         """Yield an item's whole text, then the end of its part and of the item."""
         done_kind = f"{PART_TYPES[block.kind]}.done"
-        if self._is_custom(block):
+        if self._calls_custom_tool(block):
             yield self._block_event(
                 "custom_tool_call_input.done", block, input=_custom_input(block)
             )
@@ -211,7 +213,7 @@ class ResponsesFormatter(BlockFormatter):
             return None
         return self._tools_by_full_name.get(block.call["function"]["name"])
 
-    def _is_custom(self, block: Block) -> bool:
+    def _calls_custom_tool(self, block: Block) -> bool:
         """Return whether a block calls a custom tool."""
         offered = self._called_tool(block)
         return offered is not None and offered.tool.type == "custom"
@@ -234,7 +236,7 @@ class ResponsesFormatter(BlockFormatter):
         head = {"id": _item_id(block), "status": "in_progress" if is_new else "completed"}
         if block.call is not None:
             call_fields = {"call_id": block.call["id"], **self._client_names(block)}
-            if self._is_custom(block):
+            if self._calls_custom_tool(block):
                 custom_input = "" if is_new else _custom_input(block)
                 return {"type": "custom_tool_call", **head, **call_fields, "input": custom_input}
             return {"type": "function_call", **head, **call_fields, "arguments": block.text}
