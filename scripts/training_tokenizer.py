@@ -14,7 +14,7 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 def _corpus(rng: random.Random, sentences: int = 60_000):
     for i in range(sentences):
         if i % 3 == 0:
-            fact = documents.make_facts(rng, 1, made_up=0.1)[0]
+            fact = documents.make_facts(rng, 1, invented_share=0.1)[0]
             yield documents.fact_sentence(fact, rng) + "\n\n" + fact.question
         else:
             yield " " + documents.filler_sentence(rng)

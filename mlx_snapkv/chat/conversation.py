@@ -26,10 +26,10 @@ from ..planning.settings import Setting, resolve_setting
 from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_save, make_caches
 from .prompts import Rendering, mlx_lm_suffix
-from .states import STATE_FIELDS, StateBefore, load
+from .states import STATE_FIELDS, StateBeforeTurn, load_saved
 
 
-def _require_options(options: dict[str, Any]) -> None:
+def _require_known_options(options: dict[str, Any]) -> None:
     """Check that mlx-lm's `generate_step` accepts every option. Raises: UnknownOptionError."""
     known_names = set(inspect.getfullargspec(mlx_generate.generate_step).kwonlyargs)
     known_names -= {"prompt_cache", "input_embeddings"}  # set by the conversation
@@ -90,7 +90,7 @@ class Conversation:
             sparse=sparse,
             max_tokens=options.get("max_tokens", MAX_TOKENS),
         )
-        _require_options(generation)
+        _require_known_options(generation)
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation
@@ -127,7 +127,7 @@ class Conversation:
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
-        self._state_before_turn: StateBefore | None = None
+        self._state_before_turn: StateBeforeTurn | None = None
 
     def attach(self, text: str) -> int:
         """Attach a document to the next message, and return its length in tokens.
@@ -161,7 +161,7 @@ class Conversation:
         user_input = [*self.attached, text]
         messages = [*self.messages, {"role": "user", "content": "\n\n".join(user_input)}]
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
-        return self._responses(messages, user_input, self._unread_tokens(messages), options)
+        return self._stream_turn(messages, user_input, self._unread_tokens(messages), options)
 
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the typed text.
@@ -196,12 +196,12 @@ class Conversation:
             remaining_tokens = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([remaining_tokens, self.read])
         shared_tokens = self.read[:n_shared]
-        prompt_cache = self.prompt_cache
+        earlier_cache = self.prompt_cache
         self._empty_cache()
-        may_trim = n_shared > 0 and not is_compressed(prompt_cache)
-        if may_trim and trim_to(n_shared, prompt_cache):
+        may_trim = n_shared > 0 and not is_compressed(earlier_cache)
+        if may_trim and trim_to(n_shared, earlier_cache):
             self.read = shared_tokens
-            self.prompt_cache = prompt_cache
+            self.prompt_cache = earlier_cache
 
     @property
     def undo_nbytes(self) -> int:
@@ -247,12 +247,12 @@ class Conversation:
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
-        keywords, state = load(path, model, setting)
-        conversation = cls(model, tokenizer, **options, **keywords)
-        vars(conversation).update(state)
+        arguments, attributes = load_saved(path, model, setting)
+        conversation = cls(model, tokenizer, **options, **arguments)
+        vars(conversation).update(attributes)
         return conversation
 
-    def _responses(
+    def _stream_turn(
         self, messages: list, user_input: list[str], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
@@ -266,18 +266,20 @@ class Conversation:
             tokens: tokens of the chat that are not in the cache yet.
             options: keyword arguments for mlx-lm's `stream_generate`.
         """
-        state_before = StateBefore(self)
+        state_before = StateBeforeTurn(self)
         text = ""
         answer_tokens: list[int] = []
+        stream_answer = partial(
+            mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=mx.array(tokens)
+        )
+        set_report = partial(setattr, self, "report")
         responses = serve(
-            partial(
-                mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=mx.array(tokens)
-            ),
+            stream_answer,
             self.model,
             len(tokens),
             options.get("max_tokens", MAX_TOKENS),
             self._config,
-            partial(setattr, self, "report"),
+            set_report,
             options | {"prompt_cache": self.prompt_cache},
         )
         try:
@@ -295,13 +297,14 @@ class Conversation:
                 self.user_inputs = [*self.user_inputs, user_input]
                 self.attached = []
                 self._add_tokens(tokens + answer_tokens, state_before)
-                self._state_before_turn = state_before if state_before.is_cheap else None
+                self._state_before_turn = state_before if state_before.is_worth_keeping else None
             else:
                 state_before.restore()
 
     def _unread_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of the chat that are not in the cache yet."""
-        if self.n_unknown and not self.messages:
+        is_first_after_mlx_lm_file = self.n_unknown > 0 and not self.messages
+        if is_first_after_mlx_lm_file:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         chat_tokens = self._render(messages, add_generation_prompt=True)
         known_tokens = self.read + self.pending_tokens
@@ -313,18 +316,19 @@ class Conversation:
         n_shared = common_prefix([earlier_tokens, chat_tokens])
         return self.pending_tokens + chat_tokens[n_shared:]
 
-    def _add_tokens(self, tokens: list[int], state_before: StateBefore) -> None:
+    def _add_tokens(self, tokens: list[int], state_before: StateBeforeTurn) -> None:
         """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
         If a step was interrupted after only some layers had read its token, the token is trimmed. If the caches can't
         be trimmed, they are restored to the state before this turn, and the next turn reads this turn again.
         """
         all_tokens = self.read + tokens
-        n_read = len(all_tokens)
         if not trim_to(len(all_tokens), self.prompt_cache):
             state_before.caches.restore()
             n_read = len(self.read)
-        elif self.policy is not None:
+        elif self.policy is None:
+            n_read = len(all_tokens)
+        else:
             n_read = n_tokens_read(self.model, self.prompt_cache)
         self.read = all_tokens[:n_read]
         self.pending_tokens = all_tokens[n_read:]

@@ -61,38 +61,42 @@ class Rendering:
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
-        special_tokens = self._tokenizer.added_tokens_decoder
+        tokens_by_id = self._tokenizer.added_tokens_decoder
         # A `single_word` token is only recognised next to certain characters.
-        if any(token.single_word for token in special_tokens.values()):
+        if any(token.single_word for token in tokens_by_id.values()):
             return None
         user_message = {"role": "user", "content": "x"}
         answer = {"role": "assistant", "content": "x"}
         try:
-            chat_tokens = apply_template(
+            ids_in_chat = apply_template(
                 self._tokenizer, [user_message, answer, user_message], add_generation_prompt=True
             )
         except SnapKVError:
             return None
-        ids_in_chat = special_tokens.keys() & set(chat_tokens)
-        texts = [special_tokens[i].content for i in ids_in_chat if self._is_always_encoded(i)]
+        special_ids_in_chat = tokens_by_id.keys() & set(ids_in_chat)
+        ids_to_cut_at = filter(self._is_always_encoded, special_ids_in_chat)
+        texts = [tokens_by_id[token_id].content for token_id in ids_to_cut_at]
         return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def _is_always_encoded(self, token_id: int) -> bool:
         """Return whether a special token's text is always encoded as exactly that token."""
-        special_tokens = self._tokenizer.added_tokens_decoder
-        token = special_tokens[token_id]
+        tokens_by_id = self._tokenizer.added_tokens_decoder
+        token = tokens_by_id[token_id]
         # Such a token may match text other than its own, or the spaces before it as well.
         if token.normalized or token.lstrip:
             return False
-        texts = [special.content for special in special_tokens.values()]
-        beginnings = tuple(token.content[:n] for n in range(1, len(token.content)))
+        text = token.content
+        special_texts = [special.content for special in tokens_by_id.values()]
+        beginnings = tuple(text[:length] for length in range(1, len(text)))
         # A token that ends with the start of this token could be matched first.
-        if any(text.endswith(beginnings) for text in texts):
+        if any(special_text.endswith(beginnings) for special_text in special_texts):
             return False
-        # A token that contains this token's text would be matched instead. `texts` includes the token itself.
-        if sum(token.content in text for text in texts) > 1:
+        # A longer token that contains this token's text would be matched instead.
+        n_containing = sum(text in special_text for special_text in special_texts)
+        is_within_other = n_containing > 1  # the token itself contains its text
+        if is_within_other:
             return False
-        return self._encode(token.content) == [token_id]
+        return self._encode(text) == [token_id]
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
@@ -102,6 +106,7 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
 
     Raises: SnapKVError: the chat template fails, or omits the question.
     """
+    suffix = question
     if not ignore_chat_template and tokenizer.has_chat_template:
 
         def render(text: str) -> str:
@@ -113,5 +118,5 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
             raise SnapKVError("this model's chat template drops the question")
         # The saved prompt ends just before the question.
         question_start = text_with_marker.index(MARKER)
-        question = render(question)[question_start:]
-    return tokenizer.encode(question, add_special_tokens=False)
+        suffix = render(question)[question_start:]
+    return tokenizer.encode(suffix, add_special_tokens=False)

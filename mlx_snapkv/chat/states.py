@@ -29,7 +29,7 @@ STATE_FIELDS = (
 TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
-class StateBefore:
+class StateBeforeTurn:
     """A snapshot of a conversation before a turn. It can be restored until the next turn starts.
 
     Attributes:
@@ -49,13 +49,14 @@ class StateBefore:
         vars(self._conversation).update(self._fields)
 
     @property
-    def is_cheap(self) -> bool:
+    def is_worth_keeping(self) -> bool:
         """Return whether the copy takes no more memory than the cache. Return False if the cache was empty."""
+        was_empty = not self._fields["read"]
         cache_bytes = kv_bytes(self._conversation.prompt_cache)
-        return bool(self._fields["read"]) and self.caches.kv_nbytes <= cache_bytes
+        return not was_empty and self.caches.kv_nbytes <= cache_bytes
 
 
-def load(
+def load_saved(
     path: str | Path, model, policy: Policy | Setting | str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a saved conversation or text; see `Conversation.load`.
@@ -76,16 +77,16 @@ def load(
         raise SnapKVError("{} can't be used: {}", path, error) from error
     # `mlx-snapkv cache-prompt` saves the system prompt as `system_prompt`.
     system = notes.get("system", notes.get("system_prompt"))
-    state = {name: notes[name] for name in STATE_FIELDS if name in notes}
+    attributes = {name: notes[name] for name in STATE_FIELDS if name in notes}
     if "text" in notes:
-        state["attached"] = [notes["text"]]
+        attributes["attached"] = [notes["text"]]
     if prompt.tokens is None:
         n_unknown = n_tokens(prompt.prompt_cache)
-        state |= {"n_unknown": n_unknown, "read": [0] * n_unknown}
+        attributes |= {"n_unknown": n_unknown, "read": [0] * n_unknown}
     else:
-        state["read"] = prompt.tokens
-    state["prompt_cache"] = caches
-    return {"policy": setting, "system": system}, state
+        attributes["read"] = prompt.tokens
+    attributes["prompt_cache"] = caches
+    return {"policy": setting, "system": system}, attributes
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:

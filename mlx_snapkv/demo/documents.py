@@ -16,7 +16,7 @@ _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
 ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
 # Words for the placeholders in a sentence. There may be two of each kind, such as {person} and {person2}.
-_TWICE = {
+_WORDS_BY_PLACEHOLDER = {
     "person": _WORDS["people"],
     "place": _WORDS["places"],
     "thing": THINGS,
@@ -50,43 +50,46 @@ class Fact:
         return f"What is the {self.attribute} of the {self.subject}?"
 
 
-def _digits(pattern: str) -> Callable[[random.Random], str]:
+def _digit_generator(pattern: str) -> Callable[[random.Random], str]:
     """Return a function that replaces each "d" in the pattern with a random digit."""
-    return lambda rng: "".join(str(rng.randrange(10)) if c == "d" else c for c in pattern)
+    return lambda rng: "".join(
+        str(rng.randrange(10)) if character == "d" else character for character in pattern
+    )
 
 
 ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
-    "access code": _digits("dddddd"),
-    "phone number": _digits("ddd-dddd"),
-    "invoice number": _digits("dd-dddd"),
-    "serial number": _digits("ddddddd"),
-    "locker number": _digits("dddd"),
-    "account number": _digits("dddddddd"),
+    "access code": _digit_generator("dddddd"),
+    "phone number": _digit_generator("ddd-dddd"),
+    "invoice number": _digit_generator("dd-dddd"),
+    "serial number": _digit_generator("ddddddd"),
+    "locker number": _digit_generator("dddd"),
+    "account number": _digit_generator("dddddddd"),
     "pass phrase": lambda rng: " ".join(rng.sample(NOUNS, 3)),
 }
 
 
-def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
-    """Return an adjective and a noun. With probability `made_up`, each is replaced with an invented word."""
+def make_subject(rng: random.Random, invented_share: float = 0.0) -> str:
+    """Return an adjective and a noun. With probability `invented_share`, each is replaced with an invented word."""
 
-    def word(choices: Sequence[str]) -> str:
-        if rng.random() >= made_up:
-            return rng.choice(choices)
-        return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
+    def draw_word(known_words: Sequence[str]) -> str:
+        if rng.random() >= invented_share:
+            return rng.choice(known_words)
+        n_syllables = rng.randint(2, 3)
+        return "".join(rng.choice(_WORDS["syllables"]) for _ in range(n_syllables))
 
-    return " ".join([word(ADJECTIVES), word(NOUNS)])
+    return f"{draw_word(ADJECTIVES)} {draw_word(NOUNS)}"
 
 
 def make_facts(
     rng: random.Random,
     count: int,
-    made_up: float = 0.0,
+    invented_share: float = 0.0,
     attributes: Sequence[str] = tuple(ATTRIBUTES),
 ) -> list[Fact]:
     """Return `count` facts about different subjects, with random attributes."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
-        subject = make_subject(rng, made_up)
+        subject = make_subject(rng, invented_share)
         attribute = rng.choice(attributes)
         facts[subject] = Fact(attribute, subject, ATTRIBUTES[attribute](rng))
     return list(facts.values())
@@ -105,9 +108,9 @@ def filler_sentence(rng: random.Random) -> str:
     template = rng.choice(_SENTENCES)
     words = {}
     # Draw all words, even if the sentence has no placeholder for them, so that each seed still produces the same text.
-    for kind, choices in _TWICE.items():
-        words[kind] = rng.choice(choices)
-        words[f"{kind}2"] = rng.choice(choices)
+    for placeholder, choices in _WORDS_BY_PLACEHOLDER.items():
+        words[placeholder] = rng.choice(choices)
+        words[f"{placeholder}2"] = rng.choice(choices)
     words["time"] = rng.choice(_TIMES)
     words["adjective"] = rng.choice(ADJECTIVES)
     words["noun"] = rng.choice(NOUNS)
@@ -116,35 +119,36 @@ def filler_sentence(rng: random.Random) -> str:
 
 def hide(
     rng: random.Random,
-    hidden: Sequence[str],
+    hidden_sentences: Sequence[str],
     n_tokens: int,
     count_tokens: CountTokens,
     in_order: bool = False,
 ) -> str:
-    """Return a document of about `n_tokens` tokens, with the `hidden` sentences at random places among filler.
+    """Return a document of about `n_tokens` tokens, with `hidden_sentences` at random places among filler.
 
     Tokens are counted sentence by sentence. The total is exact if no token crosses the space between two sentences.
 
     Args:
         rng: source of randomness for the filler and the places.
-        hidden: the sentences to hide.
+        hidden_sentences: the sentences to hide.
         n_tokens: document length. The document is longer if the hidden sentences alone exceed it.
         count_tokens: returns the number of tokens in a string.
         in_order: whether the hidden sentences keep their order.
     """
-    n_hidden_tokens = sum(count_tokens(" " + sentence) for sentence in hidden)
-    n_left = max(0, n_tokens - n_hidden_tokens)
-    document: list[str] = []
-    while n_left >= 0:
-        document.append(filler_sentence(rng))
-        n_left -= count_tokens(" " + document[-1])
-    document.pop()  # drawn only so that each seed still produces the same text
+    n_hidden_tokens = sum(count_tokens(" " + sentence) for sentence in hidden_sentences)
+    n_filler_tokens_left = max(0, n_tokens - n_hidden_tokens)
+    sentences: list[str] = []
+    while n_filler_tokens_left >= 0:
+        filler = filler_sentence(rng)
+        sentences.append(filler)
+        n_filler_tokens_left -= count_tokens(" " + filler)
+    sentences.pop()  # with the last sentence, the document is too long
     if in_order:
-        places = sorted(rng.randint(0, len(document)) for _ in hidden)
+        places = sorted(rng.randint(0, len(sentences)) for _ in hidden_sentences)
         # Each inserted sentence shifts the following places by one.
-        for n_inserted, (place, sentence) in enumerate(zip(places, hidden)):
-            document.insert(place + n_inserted, sentence)
+        for n_inserted, (place, hidden_sentence) in enumerate(zip(places, hidden_sentences)):
+            sentences.insert(place + n_inserted, hidden_sentence)
     else:
-        for sentence in hidden:
-            document.insert(rng.randint(0, len(document)), sentence)
-    return " ".join(document)
+        for hidden_sentence in hidden_sentences:
+            sentences.insert(rng.randint(0, len(sentences)), hidden_sentence)
+    return " ".join(sentences)

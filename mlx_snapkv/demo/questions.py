@@ -16,8 +16,9 @@ def make_haystack(
 ) -> tuple[str, list[Fact]]:
     """Return a document of about `n_tokens` tokens, and the `n_facts` facts hidden in it."""
     facts = make_facts(rng, n_facts)
-    hidden = [fact_sentence(fact, rng) for fact in facts]
-    return hide(rng, hidden, n_tokens, token_counter(tokenizer)), facts
+    sentences = [fact_sentence(fact, rng) for fact in facts]
+    document = hide(rng, sentences, n_tokens, token_counter(tokenizer))
+    return document, facts
 
 
 def question_prompt(tokenizer, document: str, question: str) -> list[int]:
