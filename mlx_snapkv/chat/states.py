@@ -110,35 +110,44 @@ def _resumed_setting(
 
     If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
 
-    Raises: SnapKVError: the setting can't be used with the file's entries. Entries in files need sparse attention, and
-        a compressed prompt needs a policy.
+    Raises: SnapKVError: the setting can't be used with the file's entries.
     """
     policy_or_name = policy if prompt.policy == NO_POLICY else prompt.policy
     if isinstance(policy_or_name, str):
         setting = setting_named(policy_or_name)
     else:
         setting = resolve_setting(policy=policy_or_name)
-    file_store = file_store_of(prompt.prompt_cache)
-    if file_store is not None and not isinstance(setting, Sparse):
-        raise SnapKVError(
-            "{} holds a book, of which all entries stay: give {} instead of a policy",
-            path,
-            Option("sparse"),
-        )
-    if is_compressed(prompt.prompt_cache):
-        if setting is None:
-            raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
-        if isinstance(setting, Sparse):
-            raise SnapKVError(
-                "{} holds a compressed prompt, whose evicted entries are gone: drop {}",
-                path,
-                Option("sparse"),
-            )
+    _require_usable(setting, path, prompt.prompt_cache)
     if not isinstance(setting, Sparse):
         return setting
     if isinstance(policy, Sparse):
         store = setting.store if policy.store == "memory" else policy.store
         setting = replace(setting, store=store, store_dir=policy.store_dir)
+    file_store = file_store_of(prompt.prompt_cache)
     if file_store is not None and setting.store == "memory":
         setting = replace(setting, store=file_store)
     return setting
+
+
+def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
+    """Check that a setting can be used with the entries of a file.
+
+    Raises: SnapKVError: entries in files need sparse attention, and a compressed prompt needs a policy.
+    """
+    is_book = file_store_of(prompt_cache) is not None
+    if is_book and not isinstance(setting, Sparse):
+        raise SnapKVError(
+            "{} holds a book, of which all entries stay: give {} instead of a policy",
+            path,
+            Option("sparse"),
+        )
+    if not is_compressed(prompt_cache):
+        return
+    if setting is None:
+        raise SnapKVError(f"{path} holds a compressed prompt, which needs a policy to continue")
+    if isinstance(setting, Sparse):
+        raise SnapKVError(
+            "{} holds a compressed prompt, whose evicted entries are gone: drop {}",
+            path,
+            Option("sparse"),
+        )

@@ -142,7 +142,7 @@ def hide(
         filler = filler_sentence(rng)
         sentences.append(filler)
         n_filler_tokens_left -= count_tokens(" " + filler)
-    sentences.pop()  # with the last sentence, the document is too long
+    sentences.pop()  # the last filler makes the document too long
     if in_order:
         places = sorted(rng.randint(0, len(sentences)) for _ in hidden_sentences)
         # Each inserted sentence shifts the following places by one.
