@@ -5,7 +5,7 @@ import re
 
 from results_page import table
 
-from mlx_snapkv.cli.listings import defaults
+from mlx_snapkv.cli.listings import default_options
 from mlx_snapkv.compress.policy import POLICIES, Policy
 from mlx_snapkv.hyperparameters import Hyperparameters
 from mlx_snapkv.sparse.options import Sparse
@@ -73,7 +73,7 @@ def options_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[
 
 def sparse_options() -> list[str]:
     """Return a Markdown table of the sparse attention options."""
-    meaning_of, default_of = meanings(Sparse), defaults(Sparse)
+    meaning_of, default_of = meanings(Sparse), default_options(Sparse)
     rows = [(f"`{name}`", f"`{default_of[name]}`", meaning_of[name]) for name in Sparse.options()]
     return options_table(("option", "default", "meaning"), rows)
 
@@ -86,7 +86,7 @@ def meanings(cls: type[Hyperparameters]) -> dict[str, str]:
 
 def _section(cls: type[Policy]) -> str:
     """Return a policy's section."""
-    meaning_of, default_of = meanings(cls), defaults(cls)
+    meaning_of, default_of = meanings(cls), default_options(cls)
     own_names = [name for name in default_of if name in meaning_of or name not in Policy.options()]
     rows = [(f"`{name}`", f"`{default_of[name]}`", meaning_of.get(name, "")) for name in own_names]
     own_table = ""

@@ -85,7 +85,7 @@ def main(commands: typer.Typer = app) -> None:
     """
     process.open_standard_descriptors()
     process.allow_many_files()
-    process.replace_unencodable()
+    process.replace_unencodable_characters()
     warnings.simplefilter("ignore", TrainedLengthWarning)  # commands print their own warning
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
@@ -128,10 +128,10 @@ def main(commands: typer.Typer = app) -> None:
 def _mlx_advice(error: ImportError) -> str | None:
     """Explain why MLX can't be imported. Return None if another module failed to import."""
     # Matches "mlx" as a component of a module name or path, e.g. "mlx.core" or "/lib/mlx/core.so".
-    mlx_part = re.compile(r"(^|[/.])mlx([/.]|$)")
+    mlx_component = re.compile(r"(^|[/.])mlx([/.]|$)")
     module_and_path = f"{error.name} {error.path}".split()
-    concerns_mlx = any(mlx_part.search(text) for text in module_and_path)
-    return complaint_here(mlx_error=brief(error)) if concerns_mlx else None
+    is_about_mlx = any(mlx_component.search(text) for text in module_and_path)
+    return complaint_here(mlx_error=brief(error)) if is_about_mlx else None
 
 
 def _is_full_disk(error: BaseException | None) -> bool:

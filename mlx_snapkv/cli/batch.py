@@ -53,7 +53,7 @@ class FileOptions(options.ConcurrencyOptions):
 def batch(
     *,
     files: FileOptions,
-    model: options.ChatModelOptions,
+    model_options: options.ChatModelOptions,
     sampling: options.SamplingOptions,
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
@@ -75,32 +75,35 @@ def batch(
     from ..models.trained_length import beyond_trained_length
 
     console = PromptConsole(files.quiet)
-    setting = compression.setting_for_task(model.model, "batch", console.say, vars(cache))
-    _require_policy(setting, cache.kv_bits)
+    setting = compression.setting_for_task(model_options.model, "batch", console.say, vars(cache))
+    _require_policy_for_kv_bits(setting, cache.kv_bits)
     # Every answer records these settings, and a run that resumes the file must use the same ones.
-    about = {"policy": None if setting is None else str(setting), "kv_bits": cache.kv_bits}
+    recorded_settings = {
+        "policy": None if setting is None else str(setting),
+        "kv_bits": cache.kv_bits,
+    }
     with files.open_requests() as stream:
         requests = RequestsFile(stream)
         path = path_of(files.output, "--output")
-        answers = AnswersFile(path, {"model": model.model, **about})
-        loaded, tokenizer = model.load()
-        sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
+        answers = AnswersFile(path, {"model": model_options.model, **recorded_settings})
+        model, tokenizer = model_options.load()
+        sampling.require_within_vocabulary(tokenizer)
         run = Run(
-            loaded,
+            model,
             tokenizer,
             answers,
             options={"policy": setting, **vars(cache)},
-            name=model.model,
-            about=about,
+            name=model_options.model,
+            about=recorded_settings,
             defaults=Defaults(**vars(sampling)),
             concurrency=files.concurrency,
-            max_kv_bytes=model.max_kv_bytes,
+            max_kv_bytes=model_options.max_kv_bytes,
             seed=files.seed,
         )
-        _answer(run, requests, files.quiet)
+        _answer_requests(run, requests, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
-    length_warning = beyond_trained_length(loaded, run.progress.longest)
+    length_warning = beyond_trained_length(model, run.progress.longest)
     if length_warning is not None:
         console.say(f"warning: {length_warning}")
     for warning, n_warned in run.progress.warnings.items():
@@ -109,27 +112,27 @@ def batch(
         raise Exit(1)
 
 
-def _require_policy(setting: Setting | None, kv_bits: int | None) -> None:
+def _require_policy_for_kv_bits(setting: Setting | None, kv_bits: int | None) -> None:
     """Reject --kv-bits for full caches. Raises: SnapKVError: --kv-bits is set without a policy."""
     if setting is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 
 
-def _answer(run: Run, requests: RequestsFile, quiet: bool) -> None:
+def _answer_requests(run: Run, requests: RequestsFile, quiet: bool) -> None:
     """Answer the requests in a file and show a progress bar."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
         bar.start("answering", requests.n_lines)
 
-        def update(progress: Progress) -> None:
+        def show_progress(progress: Progress) -> None:
             seconds = max(progress.seconds, 1e-9)  # 0 if earlier runs answered every request
             prompt_speed = progress.prompt_tokens / seconds
             answer_speed = progress.answer_tokens / seconds
             speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"
             bar.set_count(progress.lines, speeds)
 
-        run.on_progress = update
+        run.on_progress = show_progress
         run.answer(requests)
 
 
@@ -137,12 +140,14 @@ def _closing_line(answers: AnswersFile, progress: Progress) -> str:
     """Summarise the run in one line: answers, errors, tokens, time and peak memory."""
     from mlx.core import get_peak_memory
 
-    errors = ""
+    errors_text = ""
     if answers.n_errors:
         plural = "s" if answers.n_errors > 1 else ""
-        errors = f", {answers.n_errors} error{plural}"
-    earlier = f" ({progress.before} of them from earlier runs)" if progress.before else ""
-    tokens = f"{progress.prompt_tokens} prompt tokens, {progress.answer_tokens} answer tokens"
-    counts = f"{answers.n_answered} answered{errors} in {answers.path}{earlier}"
+        errors_text = f", {answers.n_errors} error{plural}"
+    n_earlier = progress.before
+    earlier_text = f" ({n_earlier} of them from earlier runs)" if n_earlier else ""
+    answers_text = f"{answers.n_answered} answered{errors_text} in {answers.path}{earlier_text}"
+    tokens_text = f"{progress.prompt_tokens} prompt tokens, {progress.answer_tokens} answer tokens"
     peak_gb = get_peak_memory() / 1e9
-    return f"{counts} | {tokens}, {progress.seconds:.1f} s, peak memory {peak_gb:.3g} GB"
+    figures_text = f"{tokens_text}, {progress.seconds:.1f} s, peak memory {peak_gb:.3g} GB"
+    return f"{answers_text} | {figures_text}"

@@ -84,15 +84,18 @@ def bench(*, options: BenchOptions) -> None:
     from ..measure.tables import as_page
     from .progress import StepBars
 
-    model = options.model
+    model_name = options.model
     settings = options.settings()
-    for setting, n in product(settings, [*options.context, *options.prompt_tokens]):
-        decode_quota(setting, n)  # raises if a budget is too small for its sink and window
+    for setting, n_tokens in product(settings, [*options.context, *options.prompt_tokens]):
+        decode_quota(setting, n_tokens)  # raises if a budget is too small for its sink and window
     files = None if options.output is None else ResultFiles(options.output, (".json", ".md"))
     raise_on_interrupt()
-    loaded = make_random_model() if model is None else load_model(model)[0]
-    hold_memory(loaded)  # `load_model` already does this for other models
-    result: dict[str, Any] = {**provenance(), "model": model or RANDOM, "speed": []}
+    if model_name is None:
+        model = make_random_model()
+        hold_memory(model)
+    else:
+        model, _ = load_model(model_name)
+    result: dict[str, Any] = {**provenance(), "model": model_name or RANDOM, "speed": []}
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
@@ -109,10 +112,10 @@ def bench(*, options: BenchOptions) -> None:
             trials=options.num_trials,
             steps=options.steps,
         )
-        result["speed"] = measure_speed(loaded, plan, bars.start, save_rows)
+        result["speed"] = measure_speed(model, plan, bars.start, save_rows)
     table = speed_table(result["speed"])
     print_table(table)
     if files is not None:
         page = as_page("Benchmarks", result, BENCH_REMARK, [table])
-        written = write_result(files.base, result, page)
-        print(files.summary(written))
+        written_files = write_result(files.base, result, page)
+        print(files.summary(written_files))

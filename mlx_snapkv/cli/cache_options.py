@@ -112,14 +112,14 @@ class MLXCacheOptions(CacheOptions):
         """Yield a note if prompt and answer (`n_tokens` in total) are too short for --kv-bits to have an effect."""
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
-        start = self.quantized_kv_start
-        if start is None:
-            start = DEFAULT_QUANTIZED_KV_START
+        quantized_from = self.quantized_kv_start
+        if quantized_from is None:
+            quantized_from = DEFAULT_QUANTIZED_KV_START
         is_full_cache = setting is None
-        if self.kv_bits is not None and is_full_cache and n_tokens <= start:
+        if self.kv_bits is not None and is_full_cache and n_tokens <= quantized_from:
             yield (
-                f"note: --kv-bits does nothing here, since a full cache is quantised from {start:,} tokens on; "
-                "--quantized-kv-start changes that"
+                f"note: --kv-bits does nothing here, since a full cache is quantised from {quantized_from:,} tokens "
+                "on; --quantized-kv-start changes that"
             )
 
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
@@ -206,9 +206,9 @@ class PolicyOptions:
 
         texts = {"snapkv": self.snapkv, "policy": self.policy, "sparse": self.sparse}
         settings = [parse_setting(name, text) for name, text in texts.items() if text is not None]
-        if len(settings) != 1:
-            return resolve_setting(**texts)  # None if no flag is set; raises if several are
-        return settings[0]
+        if len(settings) == 1:
+            return settings[0]
+        return resolve_setting(**texts)  # None if no flag is set; raises if several are
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,14 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         """Check the values. Raises: OptionError: a value is not allowed."""
-        for name, value in self.set_options.items():
-            option = Sparse.__dataclass_fields__[name].metadata
-            if not option["is_allowed"](value):
-                raise OptionError(name, option["allowed"], value)
+        for name, value in self.flag_values.items():
+            metadata = Sparse.__dataclass_fields__[name].metadata
+            is_allowed = metadata["is_allowed"]
+            if not is_allowed(value):
+                raise OptionError(name, metadata["allowed"], value)
 
     @property
-    def set_options(self) -> dict[str, Any]:
+    def flag_values(self) -> dict[str, Any]:
         """Return the values of the flags that are set, keyed by `Sparse` option."""
         values = {name: getattr(self, name) for name in STORE_OPTIONS}
         return {name: value for name, value in values.items() if value is not None}
@@ -280,7 +281,7 @@ class StoreOptions:
         if not isinstance(setting, Sparse):
             return setting
         changes = {}
-        for name, value in self.set_options.items():
+        for name, value in self.flag_values.items():
             default = getattr(Sparse, name)
             if getattr(setting, name) == default:
                 changes[name] = value
@@ -311,7 +312,7 @@ class StoreOptions:
 
     def _require_no_conflict(self, sparse: Sparse) -> None:
         """Raise SnapKVError if a flag and `sparse` set the same option to different values."""
-        for name, value in self.set_options.items():
+        for name, value in self.flag_values.items():
             default = getattr(Sparse, name)
             sparse_value = getattr(sparse, name)
             if sparse_value not in (default, value):
@@ -394,7 +395,6 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         )
         assert recommendation is not None  # `is_auto` is true
         say(str(recommendation))
-        config = recommendation.config
-        return recommendation._replace(
-            config=replace(config, setting=self.fill_defaults_of(config.setting))
-        )
+        setting = self.fill_defaults_of(recommendation.config.setting)
+        config = replace(recommendation.config, setting=setting)
+        return recommendation._replace(config=config)

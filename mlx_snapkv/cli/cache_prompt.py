@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def cache_prompt(
     *,
-    model: options.ModelOptions,
+    model_options: options.ModelOptions,
     output: Annotated[str, Option("--output", "-o", help="The .safetensors file to write.")],
     prompt: TextOptions,
     cache: cache_options.CacheOptions,
@@ -52,31 +52,31 @@ def cache_prompt(
     config = CompressionConfig(setting, is_text=True).with_mlx_options(vars(cache))
     path = saved.require_writable(output)
     text = prompt.read()
-    loaded, tokenizer = model.load()
-    cache.require_supported(loaded)
-    config.require_supported(loaded)
+    model, tokenizer = model_options.load()
+    cache.require_supported(model)
+    config.require_supported(model)
     now = datetime.now()
     console = PromptConsole(quiet)
     tokens = console.wait_for(partial(opening_tokens, tokenizer, text, prompt.system_prompt, now))
     console.announce(
-        loaded,
+        model,
         len(tokens),
         shows_kept=setting is not None,
-        max_kv_bytes=model.max_kv_bytes,
+        max_kv_bytes=model_options.max_kv_bytes,
         is_text=True,
         policy=setting,
         **vars(cache),
     )
-    cost = partial(file_cost, loaded, setting, saved_in=path.resolve().parent)
-    with console.bar(cost) as update:
-        caches, report = _read(
-            loaded,
+    predict_cost = partial(file_cost, model, setting, saved_in=path.resolve().parent)
+    with console.bar(predict_cost) as update_bar:
+        caches, report = _prefill_text(
+            model,
             tokens,
             setting,
             **vars(cache),
-            prompt_progress_callback=update,
+            prompt_progress_callback=update_bar,
         )
-    caches = caches_to_save(loaded, caches)
+    caches = caches_to_save(model, caches)
     notes = {
         "text": text,
         "system_prompt": prompt.system_prompt,
@@ -86,23 +86,23 @@ def cache_prompt(
     if config.sparse is not None:
         # Record the setting even if a short text was not compressed, because answers continue with it.
         saved_policy = str(setting)
-    save = partial(saved.save, path, loaded, caches, tokens, saved_policy, notes)
-    outcome = _save(path, save, console)
-    memory = format_bytes(report.kv_bytes_after or kv_bytes(caches))
-    kept = _kept_text(report, config.sparse is not None)
-    console.say(f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {memory} | {outcome}")
+    save = partial(saved.save, path, model, caches, tokens, saved_policy, notes)
+    files_text = _save_with_bar(path, save, console)
+    memory_text = f"KV memory {format_bytes(report.kv_bytes_after or kv_bytes(caches))}"
+    kept_text = _kept_text(report, config.sparse is not None)
+    console.say(f"{report.prompt_tokens} prompt tokens, {kept_text}, {memory_text} | {files_text}")
 
 
-def _save(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
+def _save_with_bar(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
     """Call `save(progress)` with a progress bar. Describe the written files for the closing line."""
     from .progress import writing_bar
 
     replacement_text = ", replacing the earlier file" if path.exists() else ""
     bar = writing_bar(console.rich_console)
-    with bar as update:
-        save(update)
+    with bar as update_bar:
+        save(update_bar)
     folder_text = ""
-    n_folder_bytes = bar.n_done
+    n_folder_bytes = bar.n_done  # 0 if all entries are in the file itself
     if n_folder_bytes:
         folder_text = f", and all entries in a folder beside it ({format_bytes(n_folder_bytes)})"
     return f"saved in {path}{replacement_text}{folder_text}"
@@ -120,11 +120,11 @@ def _kept_text(report: CompressionReport, is_sparse: bool) -> str:
     return text
 
 
-def _read(
+def _prefill_text(
     model: Any,
     tokens: list[int],
     setting: Setting | None,
-    **loop_options: Any,
+    **prefill_options: Any,
 ) -> tuple[list, CompressionReport]:
     """Prefill the text and return its caches and a report.
 
@@ -132,7 +132,7 @@ def _read(
         model: an mlx-lm model.
         tokens: token ids of the text.
         setting: policy or sparse attention. None for the full cache.
-        **loop_options: mlx-lm's prefill options.
+        **prefill_options: mlx-lm's prefill options.
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
@@ -141,6 +141,6 @@ def _read(
 
     if setting is None:
         caches = make_prompt_cache(model)
-        read(model, mx.array(tokens), caches, loop_options)
+        read(model, mx.array(tokens), caches, prefill_options)
         return caches, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    return prefill(model, tokens, setting, **loop_options)
+    return prefill(model, tokens, setting, **prefill_options)

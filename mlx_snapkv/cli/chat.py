@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def chat(
     context: typer.Context,
     *,
-    model: options.ShardedModelOptions,
+    model_options: options.ShardedModelOptions,
     system_prompt: options.SystemPrompt = None,
     compression: cache_options.CompressionOptions,
     cache: cache_options.MLXCacheOptions,
@@ -34,62 +34,62 @@ def chat(
     """
     from ..chat.conversation import Conversation
     from .chat_commands import CommandCompleter
-    from .chat_session import Lines, Session
+    from .chat_session import MessageReader, Session
     from .prompt_console import PromptConsole
 
     setting = compression.setting
     generation = cache.generate_keywords(setting)
-    lines = Lines(sys.stdin, CommandCompleter())
-    loaded, tokenizer = model.load()
-    cache.require_supported(loaded)
+    reader = MessageReader(sys.stdin, CommandCompleter())
+    model, tokenizer = model_options.load()
+    cache.require_supported(model)
     options.seed_sampling(seed)
     console = PromptConsole(quiet)
     recommendation = compression.recommend(
-        loaded, None, "conversation", console.say, vars(cache), sampling.max_tokens
+        model, None, "conversation", console.say, vars(cache), sampling.max_tokens
     )
     if recommendation is not None:
         setting = recommendation.config.setting
     generation |= sampling.generate_keywords(tokenizer)
     conversation = Conversation(
-        loaded, tokenizer, policy=setting, system=system_prompt, **generation
+        model, tokenizer, policy=setting, system=system_prompt, **generation
     )
     session = Session(
-        model=model.model,
+        model_name=model_options.model,
         conversation=conversation,
         sampling=sampling,
-        lines=lines,
+        reader=reader,
         console=console,
         context=context,
         policy=setting,
         compression=compression,
-        max_kv_bytes=model.max_kv_bytes,
+        max_kv_bytes=model_options.max_kv_bytes,
     )
-    if lines.is_terminal:
+    if reader.is_terminal:
         hint = "You can paste several lines, or end a line with a backslash. /help lists commands."
-        console.say(f"{session.model}, {session.setting_text}\n{hint}")
-    for line in map(str.strip, lines):
+        console.say(f"{session.model_name}, {session.setting_text}\n{hint}")
+    for message in reader:
         try:
-            _handle_line(session, line)
+            _handle_message(session, message.strip())
         except StopIteration:
             return
 
 
-def _handle_line(session: Session, line: str) -> None:
-    """Answer a message or run a command. In a terminal, the chat continues after errors and Ctrl-C.
+def _handle_message(session: Session, message: str) -> None:
+    """Answer a message, or run it if it is a command. In a terminal, the chat continues after errors and Ctrl-C.
 
     Raises:
         StopIteration: the command ends the chat.
-        SnapKVError: a line of a script is invalid.
+        SnapKVError: a message of a script is invalid.
     """
     from .chat_commands import run_command
 
-    is_command = line.startswith("/")
-    is_script = not session.lines.is_terminal
+    is_command = message.startswith("/")
+    is_script = not session.reader.is_terminal
     try:
         if is_command:
-            run_command(session, line)
-        elif line:
-            session.answer(line)
+            run_command(session, message)
+        elif message:
+            session.answer(message)
     except SnapKVError as error:
         if is_script:
             raise

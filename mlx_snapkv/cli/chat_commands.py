@@ -35,12 +35,12 @@ class Command(NamedTuple):
     """A slash command. Its handler's docstring is its help text.
 
     Attributes:
-        arguments: argument synopsis for the help.
+        synopsis: the arguments, as shown in the help.
         completer: completer for the arguments.
         handler: function that runs the command, called with the session and the argument text.
     """
 
-    arguments: str
+    synopsis: str
     completer: Completer
     handler: Handler
 
@@ -48,41 +48,42 @@ class Command(NamedTuple):
 CHAT_COMMANDS: dict[str, Command] = {}
 
 
-def _command(arguments: str = "", *words: str) -> Callable[[Handler], Handler]:
+def _command(synopsis: str = "", *completions: str) -> Callable[[Handler], Handler]:
     """Register a function as a slash command. A function named `_files` becomes /files.
 
     Args:
-        arguments: argument synopsis for the help; `FILE` means a file name.
-        *words: completions for arguments that are not file names.
+        synopsis: the arguments, as shown in the help; `FILE` means a file name.
+        *completions: completions for arguments that are not file names.
     """
-    paths = PathCompleter(expanduser=True)
-    completer = paths if arguments == FILE else WordCompleter([*words])
+    completer: Completer = WordCompleter([*completions])
+    if synopsis == FILE:
+        completer = PathCompleter(expanduser=True)
 
     def register(handler: Handler) -> Handler:
         name = handler.__name__.replace("_", "/")
-        CHAT_COMMANDS[name] = Command(arguments, completer, handler)
+        CHAT_COMMANDS[name] = Command(synopsis, completer, handler)
         return handler
 
     return register
 
 
-def run_command(session: Session, line: str) -> None:
-    """Parse a line and run its command.
+def run_command(session: Session, message: str) -> None:
+    """Run the command in a message that starts with a slash.
 
     Raises:
         SnapKVError: the command does not exist, or it fails.
         StopIteration: the command ends the chat.
     """
-    name, _, arguments = line.partition(" ")
+    name, _, arguments = message.partition(" ")
     if name not in CHAT_COMMANDS:
         raise UnknownOptionError(
             f"unknown command {name}{suggestion(name, CHAT_COMMANDS)}: try /help"
         )
     command = CHAT_COMMANDS[name]
     arguments = arguments.strip()
-    if arguments and not command.arguments:
+    if arguments and not command.synopsis:
         raise SnapKVError(f"{name} takes no arguments, got {arguments!r}")
-    if command.arguments == FILE:
+    if command.synopsis == FILE:
         arguments = _strip_quotes(arguments)
         if not arguments:
             raise SnapKVError(f"{name} needs a file name")
@@ -114,7 +115,7 @@ def _file(session: Session, path: str) -> None:
     text = from_first_rank(partial(read_file, "/file", path))
     n_tokens = session.attach(text)
     file_name = Path(path).name
-    session.names[text] = file_name
+    session.file_names[text] = file_name
     session.say(f"{file_name}: {n_tokens:,} tokens, will be read with your next message")
 
 
@@ -125,7 +126,7 @@ def _files(session: Session, arguments: str) -> None:
         _detach(session, arguments)
         return
     lines = []
-    for *documents, _ in session.conversation.user_inputs:
+    for *documents, _typed_text in session.conversation.user_inputs:
         lines += [f"   {session.name_of(text)}, part of the conversation" for text in documents]
     for number, text in enumerate(session.conversation.attached, start=1):
         lines.append(f"{number}  {session.name_of(text)}, will be read with your next message")
@@ -156,10 +157,10 @@ def _detach(session: Session, arguments: str) -> None:
 def _undo(session: Session, _: str) -> None:
     """Undo the last turn."""
     conversation = session.conversation
-    message = conversation.undo()
+    typed_text = conversation.undo()
     must_reread = bool(conversation.user_inputs) and not conversation.read
     note = "; your next message will read the conversation again" if must_reread else ""
-    beginning = " ".join(message.split())[:60]
+    beginning = " ".join(typed_text.split())[:60]
     session.say(f"undid the turn: {beginning}{note}{session.unread_files_clause}")
 
 
@@ -178,11 +179,12 @@ def _answer_again(session: Session) -> bool:
     conversation = session.conversation
     n_turns = len(conversation.user_inputs)
     last_answer = conversation.messages[-1:]
-    message = conversation.undo()
+    typed_text = conversation.undo()
     try:
-        session.answer(message)
+        session.answer(typed_text)
     finally:
-        if len(conversation.user_inputs) < n_turns:
+        has_failed = len(conversation.user_inputs) < n_turns
+        if has_failed:
             session.say("the question was not answered again, and its turn is undone")
     return conversation.messages[-1:] == last_answer
 
@@ -215,7 +217,8 @@ def _set(session: Session, arguments: str) -> None:
         conversation = session.conversation
         keywords = session.sampling.generate_keywords(conversation.tokenizer)
         conversation.generation.update(keywords)
-    session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
+    options = vars(session.sampling)
+    session.say(", ".join(f"{option} {number:g}" for option, number in options.items()))
 
 
 @_command()
@@ -264,7 +267,7 @@ def _save(session: Session, name: str) -> None:
     path = require_writable(name)
     note = ", replacing the earlier file" if path.exists() else ""
     session.conversation.save(path)
-    session.replace(session.conversation)  # marks the conversation as saved
+    session.mark_as_saved()
     session.say(f"saved in {path}{note}")
 
 
@@ -277,7 +280,7 @@ def _load(session: Session, path: str) -> None:
     loaded = Conversation.load(
         path, current.model, current.tokenizer, policy=session.policy, **current.generation
     )
-    session.replace(loaded)
+    session.switch_to(loaded)
     note = "" if loaded.policy == session.policy else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.setting_text}{note}")
 
@@ -292,9 +295,9 @@ def _export(session: Session, name: str) -> None:
         file_exists = require_place(path)
         is_earlier_export = path.absolute() in session.exported
         if file_exists and not is_earlier_export:
-            if not session.lines.is_terminal:
+            if not session.reader.is_terminal:
                 raise SnapKVError(f"/export {path}: the file exists, give another name")
-            if not session.lines.confirm(f"{path} exists: replace it?"):
+            if not session.reader.confirm(f"{path} exists: replace it?"):
                 session.say("nothing was written")
                 return
         put(path, session.as_markdown())
@@ -317,7 +320,7 @@ def _policy(session: Session, text: str) -> None:
         return
     policy: Setting | None = None
     if text == AUTO:
-        policy = _chosen_by_auto(session)
+        policy = _let_auto_choose(session)
     elif text != "none":
         policy = session.compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(
@@ -325,7 +328,7 @@ def _policy(session: Session, text: str) -> None:
     )
 
 
-def _chosen_by_auto(session: Session) -> Setting | None:
+def _let_auto_choose(session: Session) -> Setting | None:
     """Let auto choose a setting and print its choice."""
     options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
     generation = session.conversation.generation
@@ -352,7 +355,7 @@ def _system(session: Session, text: str) -> None:
 def _help(session: Session, _: str) -> None:
     """Show this list."""
     for name, command in CHAT_COMMANDS.items():
-        usage = f"{name} {command.arguments}"
+        usage = f"{name} {command.synopsis}"
         session.say(f"{usage:24} {command.handler.__doc__}")
 
 

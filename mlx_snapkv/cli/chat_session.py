@@ -31,7 +31,7 @@ from .prompts import require_text
 MAX_SHORT_TURN = 2048
 
 
-class Lines:
+class MessageReader:
     """Iterable over the messages on standard input.
 
     Pasted text is one message. A backslash at the end of a line continues the message on the next line. Every rank
@@ -54,9 +54,9 @@ class Lines:
             raise SnapKVError("standard input is closed, so no message can be read")
         self._stream = stream
         self.is_terminal = stream.isatty()
-        self._session: PromptSession | None = None
+        self._prompt_session: PromptSession | None = None  # for line editing
         if self.is_terminal and not is_dumb_terminal():
-            self._session = PromptSession(
+            self._prompt_session = PromptSession(
                 # Write prompts to the terminal, because stdout contains only answers.
                 output=create_output(always_prefer_tty=True),
                 completer=completer,
@@ -80,8 +80,7 @@ class Lines:
                     lines[-1] = lines[-1].removesuffix("\\")
                     lines.append(self._read_line("  "))
             except KeyboardInterrupt:  # discards the typed text
-                has_typed = self._session is not None and self._session.default_buffer.text != ""
-                if not lines and not has_typed:
+                if not lines and not self._text_on_current_line:
                     print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
             except EOFError:
@@ -90,22 +89,27 @@ class Lines:
                 # The input ended after a backslash, so return the lines before it.
             return "\n".join(lines)
 
+    @property
+    def _text_on_current_line(self) -> str:
+        """Return the text that the user has typed on the current line. It is known only with line editing."""
+        return "" if self._prompt_session is None else self._prompt_session.default_buffer.text
+
     def confirm(self, question: str) -> bool:
         """Ask the user a yes/no question. Return True for yes."""
-        question = f"{question} [y/N] "
+        prompt = f"{question} [y/N] "
         try:
-            if self._session is None:
-                answer = self._read_line(question)
+            if self._prompt_session is None:
+                answer = self._read_line(prompt)
             else:  # a separate session keeps the reply out of the message history
-                answer = PromptSession(output=self._session.output).prompt(question)
+                answer = PromptSession(output=self._prompt_session.output).prompt(prompt)
         except (KeyboardInterrupt, EOFError):
             return False
         return answer.strip().lower() in ("y", "yes")
 
     def _read_line(self, prompt: str) -> str:
         """Show a prompt in a terminal and return the next line. Raises: EOFError: the input has ended."""
-        if self._session is not None:
-            return self._session.prompt(prompt)
+        if self._prompt_session is not None:
+            return self._prompt_session.prompt(prompt)
         if self.is_terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
         line = self._stream.readline()
@@ -119,37 +123,36 @@ class Session:
     """A conversation with a user or a script. Answers go to stdout, everything else to stderr.
 
     Attributes:
-        model: model name as typed by the user.
+        model_name: model name as typed by the user.
         sampling: sampling options, changed by /set.
         console: prints progress and warnings unless the chat is quiet.
         context: typer's context for the chat command.
         policy: setting for new conversations.
         compression: compression options from the command line.
         max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
-        names: file names of attached documents, keyed by their text.
+        file_names: file names of attached documents, keyed by their text.
         exported: files written by /export.
         speed: speed of the last turn, as text.
     """
 
-    model: str
+    model_name: str
     conversation: Conversation
     sampling: SamplingOptions
-    lines: Lines
+    reader: MessageReader
     console: PromptConsole
     context: Context
     policy: Setting | None
     compression: CompressionOptions
     max_kv_bytes: int | None = None
-    names: dict[str, str] = field(default_factory=dict)
+    file_names: dict[str, str] = field(default_factory=dict)
     exported: set[Path] = field(default_factory=set)
     speed: str = ""
 
     def __post_init__(self) -> None:
         """Initialise the private state."""
         self._stderr = stderr_console()
-        self._saved_messages: list[
-            dict[str, str]
-        ] = []  # the conversation's messages when it was last saved
+        # The conversation's messages when it was last saved.
+        self._saved_messages: list[dict[str, str]] = []
         self._policy_warned_about: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
@@ -162,12 +165,12 @@ class Session:
         # The thread only counts tokens. It keeps running after Ctrl-C, so it must not attach the document itself.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
-        n_before = len(conversation.read)
+        n_read_before = len(conversation.read)
         # No limit here: a document that does not fit is rejected when its message is sent.
         self.console.announce(
             conversation.model,
             n_tokens,
-            n_before,
+            n_read_before,
             max_kv_bytes=NO_KV_LIMIT,
             **self._generate_keywords,
         )
@@ -179,18 +182,18 @@ class Session:
         conversation = self.conversation
         return {"policy": conversation.policy, **conversation.generation}
 
-    def _require_memory(self, n_new: int) -> None:
-        """Check that a turn of `n_new` tokens fits in memory. Raises: SnapKVError: it doesn't."""
+    def _require_memory(self, n_new_tokens: int) -> None:
+        """Check that a turn of `n_new_tokens` fits in memory. Raises: SnapKVError: it doesn't."""
         conversation = self.conversation
         prompts = LongPrompts(conversation.model, **self._generate_keywords)
-        prompts.require_memory(n_new, len(conversation.read), self.max_kv_bytes)
+        prompts.require_memory(n_new_tokens, len(conversation.read), self.max_kv_bytes)
 
     def answer(self, text: str) -> None:
         """Send a message and stream the answer to stdout."""
         conversation = self.conversation
         last_response = None  # contains the speeds
-        with self.console.bar(self._file_cost, self._require_memory) as update:
-            responses: Any = self.console.wait_for(partial(conversation.send, text, update))
+        with self.console.bar(self._predict_file_cost, self._require_memory) as update_bar:
+            responses: Any = self.console.wait_for(partial(conversation.send, text, update_bar))
             try:
                 for response in responses:
                     last_response = response
@@ -201,8 +204,8 @@ class Session:
                     print(flush=True)
                     self.speed = _speed_text(last_response)
         report = conversation.report
-        has_warned = conversation.policy == self._policy_warned_about
-        if report is not None and report.warnings and not has_warned:
+        is_new_policy = conversation.policy != self._policy_warned_about
+        if report is not None and report.warnings and is_new_policy:
             self.console.say_warnings(report)
             self._policy_warned_about = conversation.policy
 
@@ -222,8 +225,9 @@ class Session:
 
     def name_of(self, document: str) -> str:
         """Return a document's file name, or the start of its text if it came from a saved conversation."""
-        if self.names.get(document):
-            return self.names[document]
+        file_name = self.file_names.get(document)
+        if file_name:
+            return file_name
         beginning = " ".join(document[:200].split())
         if len(beginning) > 40:
             beginning = beginning[:39] + "…"
@@ -234,20 +238,24 @@ class Session:
 
         Scripts are never asked. If the user declines, print that the conversation continues.
         """
-        is_saved = (
-            not self.conversation.user_inputs or self.conversation.messages == self._saved_messages
-        )
-        if is_saved or not self.lines.is_terminal:
+        is_empty = not self.conversation.user_inputs
+        is_saved = self.conversation.messages == self._saved_messages
+        is_script = not self.reader.is_terminal
+        if is_empty or is_saved or is_script:
             return True
-        has_agreed = self.lines.confirm("This conversation is not saved: replace it?")
+        has_agreed = self.reader.confirm("This conversation is not saved: replace it?")
         if not has_agreed:
             self.say("the conversation continues")
         return has_agreed
 
-    def replace(self, conversation: Conversation) -> None:
-        """Switch to a saved or new conversation. It counts as saved until its next turn."""
+    def switch_to(self, conversation: Conversation) -> None:
+        """Switch to a saved or new conversation."""
         self.conversation = conversation
-        self._saved_messages = conversation.messages
+        self.mark_as_saved()
+
+    def mark_as_saved(self) -> None:
+        """Record that the conversation need not be saved until its next turn."""
+        self._saved_messages = self.conversation.messages
 
     def start_new_conversation(self, message: str, **changes: Any) -> None:
         """Start a new conversation if the current one may be discarded, and print `message`.
@@ -262,7 +270,7 @@ class Session:
             return
         current = self.conversation
         self.policy = changes.get("policy", self.policy)
-        new = Conversation(
+        new_conversation = Conversation(
             current.model,
             current.tokenizer,
             policy=self.policy,
@@ -270,15 +278,15 @@ class Session:
             **current.generation,
         )
         if changes:
-            new.attached = current.attached
-        self.replace(new)
+            new_conversation.attached = current.attached
+        self.switch_to(new_conversation)
         self.say(message + self.unread_files_clause)
 
     def as_markdown(self) -> str:
         """Return the conversation as Markdown, with file names in place of documents."""
         headings = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
         user_inputs = iter(self.conversation.user_inputs)
-        paragraphs = [f"# Chat with {self.model}", self.setting_text]
+        paragraphs = [f"# Chat with {self.model_name}", self.setting_text]
         for message in self.conversation.messages:
             role = message["role"]
             text = message["content"]
@@ -289,15 +297,15 @@ class Session:
             paragraphs.append(text.strip())
         return "\n\n".join(paragraphs) + "\n"
 
-    def _file_cost(self, n_new: int) -> FileCost | None:
-        """Predict the disk space that a turn of `n_new` tokens takes.
+    def _predict_file_cost(self, n_new_tokens: int) -> FileCost | None:
+        """Predict the disk space that a turn of `n_new_tokens` takes.
 
         Return None for short turns, and if entries are stored in memory.
         """
-        is_short = n_new <= MAX_SHORT_TURN
+        is_short = n_new_tokens <= MAX_SHORT_TURN
         if is_short:
             return None
-        return file_cost(self.conversation.model, self.conversation.policy, n_new)
+        return file_cost(self.conversation.model, self.conversation.policy, n_new_tokens)
 
 
 def _speed_text(response: Any) -> str:

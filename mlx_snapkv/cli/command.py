@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from ..errors import Option, SnapKVError
 from .config import SETTING_OPTIONS, ConfigValue, config_values
 
-Group = TypeVar("Group")
+OptionGroup = TypeVar("OptionGroup")
 
 # Panels of `--help`, in order. Options without a panel go to "Options".
 PANELS = "Arguments", "Options", "KV cache", "Sampling", "Output", "Model and prompt", "Server"
@@ -27,20 +27,20 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     `Sparse` options have their help text in the field metadata instead. The command builds each dataclass from its
     option values and calls the function. Other parameters stay as they are.
     """
-    groups: dict[str, Any] = {}
+    option_groups: dict[str, Any] = {}  # parameter name -> dataclass
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         if is_dataclass(parameter.annotation):
-            groups[name] = parameter.annotation
-            parameters += _parameters_of(parameter.annotation)
+            option_groups[name] = parameter.annotation
+            parameters += _option_parameters(parameter.annotation)
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        for name, group in groups.items():
-            group_values = {field.name: values.pop(field.name) for field in fields(group)}
-            values[name] = group(**group_values)
+        for name, option_group in option_groups.items():
+            field_values = {field.name: values.pop(field.name) for field in fields(option_group)}
+            values[name] = option_group(**field_values)
         function(**values)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -48,10 +48,10 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
     """Yield a keyword-only parameter, with default and typer annotation, for each field of a dataclass."""
-    annotations = get_type_hints(group, include_extras=True)
-    for field in fields(group):
+    annotations = get_type_hints(option_group, include_extras=True)
+    for field in fields(option_group):
         default: Any = inspect.Parameter.empty
         if field.default is not MISSING:
             default = field.default
@@ -102,15 +102,15 @@ class Command(TyperCommand):
         try:
             remaining_args = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            invalid = self._value_of(error.param, ctx, typed_args)
+            invalid = self._unparsed_value(error.param, ctx, typed_args)
             if invalid is None:
                 raise
-            message = invalid_value(invalid.origin, error.param, invalid.value, error)
+            message = invalid_value_message(invalid.origin, error.param, invalid.value, error)
             raise SnapKVError(message) from error
-        self._reset_overridden(ctx)
+        self._reset_values_without_effect(ctx)
         return remaining_args
 
-    def _value_of(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
+    def _unparsed_value(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
         """Return an option's unparsed value and its origin: a flag, variable or config key. Return None if unset."""
         values_by_name, *_ = self.make_parser(ctx).parse_args(list(args))
         typed_value = values_by_name.get(option.name)
@@ -119,7 +119,7 @@ class Command(TyperCommand):
             return ConfigValue(typed_value, origin=flag)
         return ctx.meta["config"].get(option.name)
 
-    def _reset_overridden(self, ctx: Any) -> None:
+    def _reset_values_without_effect(self, ctx: Any) -> None:
         """Reset configured values that have no effect.
 
         If any of `SETTING_OPTIONS` was typed, the configured values of all three are reset. A configured store is
@@ -130,20 +130,23 @@ class Command(TyperCommand):
             self._reset_configured(ctx, SETTING_OPTIONS)
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
-        # compare includes sparse attention by default, and auto may select it.
-        may_be_sparse = self.name == "compare" or params.get("policy") == "auto"
-        names_store = is_typed(ctx, "sparse") and _stores_in(params["sparse"])
-        if names_store or (not may_be_sparse and params.get("sparse") is None):
+        may_use_sparse = (
+            params.get("sparse") is not None
+            or self.name == "compare"  # includes sparse attention by default
+            or params.get("policy") == "auto"  # may select it
+        )
+        typed_sparse_names_store = is_typed(ctx, "sparse") and _stores_in(params["sparse"])
+        if typed_sparse_names_store or not may_use_sparse:
             self._reset_configured(ctx, {"store"})
 
     def _reset_configured(self, ctx: Any, names: set[str]) -> None:
         """Reset the named options if a variable or config.toml set them."""
-        configured = ctx.meta["config"]
+        configured_values = ctx.meta["config"]
         for option in self.params:
-            is_named = option.name in names and option.name in configured
-            if is_named and not is_typed(ctx, option.name):
-                ctx.params[option.name] = option.default
-                del configured[option.name]
+            name = option.name
+            if name in names and name in configured_values and not is_typed(ctx, name):
+                ctx.params[name] = option.default
+                del configured_values[name]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options to the help text, one section per panel, without types and --no- flags."""
@@ -173,18 +176,18 @@ class Command(TyperCommand):
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
         """Reject typed options whose required option is missing (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
-        # The file store may also come from --sparse, /policy in a chat, auto, or a saved prompt.
-        may_get_store = (
+        # Besides --store, these may set the file store: --sparse, /policy in a chat, auto, or a saved prompt.
+        may_get_file_store = (
             "file" in _stores_in(ctx.params.get("sparse"))
             or self.name == "chat"
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
         )
         for name, (required_name, required_text) in REQUIRED_OPTIONS.items():
-            if not is_typed(ctx, name) or (name == "store_dir" and may_get_store):
+            if not is_typed(ctx, name) or (name == "store_dir" and may_get_file_store):
                 continue
-            value = ctx.params[required_name]
-            if value is None or required_text not in str(value):
+            required_value = ctx.params[required_name]
+            if required_value is None or required_text not in str(required_value):
                 flag = flag_of(name)
                 required = f"{flag_of(required_name)} {required_text}".rstrip()
                 raise SnapKVError(
@@ -213,19 +216,19 @@ def is_typed(ctx: Any, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def typed_only(ctx: Any, group: Group, *names: str) -> Group:
+def reset_unless_typed(ctx: Any, option_group: OptionGroup, *names: str) -> OptionGroup:
     """Return a copy of an options dataclass with the named options reset unless they were typed.
 
     Their configured values are also removed from the context, so errors don't mention them.
     """
-    defaults = {field.name: field.default for field in fields(group)}  # type: ignore[arg-type]
-    changes = {name: defaults[name] for name in names if not is_typed(ctx, name)}
-    for name in changes:
+    defaults = {field.name: field.default for field in fields(option_group)}  # type: ignore[arg-type]
+    names_to_reset = [name for name in names if not is_typed(ctx, name)]
+    for name in names_to_reset:
         ctx.meta["config"].pop(name, None)
-    return replace(group, **changes)  # type: ignore[type-var]
+    return replace(option_group, **{name: defaults[name] for name in names_to_reset})  # type: ignore[type-var]
 
 
-def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
+def invalid_value_message(name: str, option: Any, value: Any, error: Any) -> str:
     """Return the error message for an invalid option value, with the allowed values.
 
     Args:
@@ -243,16 +246,17 @@ def invalid_value(name: str, option: Any, value: Any, error: Any) -> str:
 def _range_rule(option: Any, value: Any) -> str | None:
     """Describe the option's range if `value` is a number outside it. Return None otherwise."""
     # Older versions of typer store the range in the option's type.
-    number_range = getattr(option, "type", option)
-    least = getattr(number_range, "min", None)
-    most = getattr(number_range, "max", None)
+    range_owner = getattr(option, "type", option)
+    least = getattr(range_owner, "min", None)
+    most = getattr(range_owner, "max", None)
     if least is None:
         return None
     try:
         number = float(value)
     except (ValueError, TypeError):
         return None
-    if number >= least and (most is None or number <= most):
+    is_in_range = number >= least and (most is None or number <= most)
+    if is_in_range:
         return None
     return f"must be at least {least}" if most is None else f"must be from {least} to {most}"
 
@@ -265,8 +269,8 @@ def flag_of(name: str) -> str:
 def message_with_flags(error: SnapKVError) -> str:
     """Return an error message with flags in place of keywords: `max_kv_size=512` becomes `--max-kv-size 512`."""
 
-    def flag(option: Option) -> str:
-        value = "" if option.value is None else f" {option.value}"
-        return flag_of(option.name) + value
+    def as_flag(option: Option) -> str:
+        flag = flag_of(option.name)
+        return flag if option.value is None else f"{flag} {option.value}"
 
-    return error.message(flag)
+    return error.message(as_flag)

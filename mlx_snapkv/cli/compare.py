@@ -51,7 +51,7 @@ class CompareOptions(options.OutputOptions):
 
 def compare(
     *,
-    model: options.ChatModelOptions,
+    model_options: options.ChatModelOptions,
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
@@ -77,39 +77,39 @@ def compare(
     # Check the methods before loading the model.
     methods = methods_to_measure(compare_options.policy, compare_options.sparse, store=store)
     console = PromptConsole(compare_options.quiet)
-    loaded, tokenizer, tokens = prompt.load(model, console)
+    model, tokenizer, tokens = prompt.load(model_options, console)
     if not (compare_options.policy or compare_options.sparse):
         methods = _default_methods(len(tokens), store)
     # The full cache needs the most memory.
-    LongPrompts(loaded, max_tokens=max_tokens).require_memory(
-        len(tokens), max_kv_bytes=model.max_kv_bytes
+    LongPrompts(model, max_tokens=max_tokens).require_memory(
+        len(tokens), max_kv_bytes=model_options.max_kv_bytes
     )
     answers: list[Compared] = []
     on_text = _ignore_text if compare_options.as_json else _AnswerPrinter().print_part
-    with console.bar() as update:
+    with console.bar() as update_bar:
         for answer in compare_methods(
-            loaded,
+            model,
             tokenizer,
             tokens,
             methods,
             max_tokens,
             on_text,
             prefill_step_size=prefill_step_size,
-            prompt_progress_callback=update,
+            prompt_progress_callback=update_bar,
         ):
             answers.append(answer)
             if not compare_options.as_json:
                 print("\n\n", end="", flush=True)
     table = _table(answers, len(tokens))
     if compare_options.as_json:
-        about = {"model": model.model, "prompt_tokens": len(tokens)}
+        about = {"model": model_options.model, "prompt_tokens": len(tokens)}
         result = about | {"methods": [answer.to_dict() for answer in answers]}
         print(json.dumps(result, ensure_ascii=False))
     else:
         print_table(table)
-        print("".join(map(_difference, answers)), end="")
+        print("".join(map(_difference_text, answers)), end="")
     if path is not None:
-        put_result(path, page(model.model, tokenizer, tokens, answers, table))
+        put_result(path, page(model_options.model, tokenizer, tokens, answers, table))
         console.say(f"wrote {path}")
 
 
@@ -162,12 +162,12 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
             "" if speed is None else f"{speed:.1f}",
             # Rounding errors can make the divergence negative.
             "not compressed yet" if answer.kl is None else f"{max(0.0, answer.kl):.3f}",
-            _same_tokens(answer),
+            _same_tokens_text(answer),
         )
     return table
 
 
-def _same_tokens(answer: Compared) -> str:
+def _same_tokens_text(answer: Compared) -> str:
     """Describe how many tokens in a row match the full cache's answer after the compression."""
     is_compressed = answer.kl is not None
     if not is_compressed:
@@ -178,7 +178,7 @@ def _same_tokens(answer: Compared) -> str:
     return f"first {max(0, n_same - answer.n_before)}"
 
 
-def _difference(answer: Compared) -> str:
+def _difference_text(answer: Compared) -> str:
     """Describe the first token that differs from the full cache's answer, or why nothing was compressed."""
     if answer.reason is not None:
         return f"{answer.name}: answered by the full cache, since {answer.reason}\n"

@@ -77,10 +77,11 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
     while root.parent is not None:
         command_path = (root.info_name, *command_path)
         root = root.parent
-    return _values_for(context.command, command_path, _read_config_file(root.command))
+    table = _read_config_file(root.command)
+    return _merge_sources(context.command, command_path, table)
 
 
-def _values_for(
+def _merge_sources(
     command: Any, command_path: tuple[str, ...], table: Table
 ) -> dict[str, ConfigValue]:
     """Return the configured values for the command at `command_path`, keyed by parameter name.
@@ -94,20 +95,24 @@ def _values_for(
         table: the whole config.toml.
     """
     options = _options_of(command)
-    configured: dict[str, ConfigValue] = {}  # flag name -> value
-    for source in _most_specific_first(command_path, table):
-        has_setting = any(name in configured for name in SETTING_OPTIONS)
+    values_by_flag: dict[str, ConfigValue] = {}
+    for source in _sources_by_precedence(command_path, table):
+        has_setting = any(name in values_by_flag for name in SETTING_OPTIONS)
         for name, value in source.values_for(options).items():
-            is_overridden = name in configured or (has_setting and name in SETTING_OPTIONS)
+            is_overridden = name in values_by_flag or (has_setting and name in SETTING_OPTIONS)
             if is_overridden:
                 continue
             if options[name].multiple and not isinstance(value, list):
                 value = [value]
-            configured[name] = ConfigValue(value, source.origin(name))
-    return {option.name: configured[name] for name, option in options.items() if name in configured}
+            values_by_flag[name] = ConfigValue(value, source.origin(name))
+    return {
+        option.name: values_by_flag[name]
+        for name, option in options.items()
+        if name in values_by_flag
+    }
 
 
-def _most_specific_first(command_path: tuple[str, ...], table: Table) -> list[_Source]:
+def _sources_by_precedence(command_path: tuple[str, ...], table: Table) -> list[_Source]:
     """Return the sources for the command at `command_path`: variables, the command's table, then enclosing tables.
 
     Args:
@@ -119,14 +124,15 @@ def _most_specific_first(command_path: tuple[str, ...], table: Table) -> list[_S
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    tables = [_Source(values=table, origin_prefix=f"{config_file()}, ", is_shared=True)]
+    table_sources = [_Source(values=table, origin_prefix=f"{config_file()}, ", is_shared=True)]
+    subtable = table
     for depth, command_name in enumerate(command_path, start=1):
-        table = table.get(command_name.replace("-", "_"), {})
+        subtable = subtable.get(command_name.replace("-", "_"), {})
         table_name = ".".join(command_path[:depth])
         origin_prefix = f"{config_file()}, [{table_name}], "
-        tables.append(_Source(values=table, origin_prefix=origin_prefix, is_shared=False))
-    from_variables = _Source(values=variables, origin_prefix=PREFIX, is_shared=True)
-    return [from_variables, *reversed(tables)]
+        table_sources.append(_Source(values=subtable, origin_prefix=origin_prefix, is_shared=False))
+    variable_source = _Source(values=variables, origin_prefix=PREFIX, is_shared=True)
+    return [variable_source, *reversed(table_sources)]
 
 
 def _read_config_file(root: Any) -> Table:
@@ -139,10 +145,10 @@ def _read_config_file(root: Any) -> Table:
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
-    return _check_table(table, root, str(path))
+    return _checked_table(table, root, str(path))
 
 
-def _check_table(table: Table, group: Any, location: str) -> Table:
+def _checked_table(table: Table, group: Any, location: str) -> Table:
     """Check a table of config.toml and return it with underscores in names.
 
     Args:
@@ -159,12 +165,12 @@ def _check_table(table: Table, group: Any, location: str) -> Table:
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)
-    renamed = {}
+    checked_values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         is_subtable = name in subcommands and isinstance(value, dict)
         if is_subtable:
-            value = _check_table(value, subcommands[name], f"{location}, [{key}]")
+            value = _checked_table(value, subcommands[name], f"{location}, [{key}]")
         elif name not in options:
             raise SnapKVError(
                 f"{location}: unknown option {key}{suggestion(name, {*options, *subcommands})}"
@@ -172,15 +178,17 @@ def _check_table(table: Table, group: Any, location: str) -> Table:
         elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
             flag = options[name].opts[0]
             raise SnapKVError(f"{location}, {key} must be a value that {flag} takes, got {value!r}")
-        renamed[name] = value
-    return renamed
+        checked_values[name] = value
+    return checked_values
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (path, command) for every command in a group and its subgroups."""
-    if not hasattr(command, "commands"):
+    is_group = hasattr(command, "commands")
+    if not is_group:
         yield path, command
-    for name, subcommand in getattr(command, "commands", {}).items():
+        return
+    for name, subcommand in command.commands.items():
         yield from commands_of(subcommand, *path, name)
 
 
@@ -212,9 +220,9 @@ def config(context: typer.Context) -> None:
     commands_by_setting: dict[str, list[str]] = {}
     for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
-        for name, configured in _values_for(command, path, table).items():
-            value = "(hidden)" if name == SECRET else repr(configured.value)
-            setting = f"{flags[name]} {value}, from {configured.origin}"
+        for name, (value, origin) in _merge_sources(command, path, table).items():
+            value_text = "(hidden)" if name == SECRET else repr(value)
+            setting = f"{flags[name]} {value_text}, from {origin}"
             commands_by_setting.setdefault(setting, []).append(" ".join(path))
     for setting, command_names in commands_by_setting.items():
         print(f"{setting}: {', '.join(command_names)}")

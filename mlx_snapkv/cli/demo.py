@@ -60,7 +60,7 @@ def demo(
     from .progress import PALETTE, stderr_console
 
     console = Console(highlight=False, theme=PALETTE)
-    loaded, tokenizer = load_model(model)
+    loaded_model, tokenizer = load_model(model)
     adapt_tokenizer(tokenizer, None, {"enable_thinking": False})
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
     if save_document is not None:
@@ -69,11 +69,11 @@ def demo(
     console.print(_introduction(n_prompt, len(facts)))
     chats = _chat_options(n_prompt)
     columns = [
-        _ask_in_chat(loaded, tokenizer, document, facts, options)
+        _ask_in_chat(loaded_model, tokenizer, document, facts, options)
         for options in track(chats.values(), "asking", console=stderr_console(), transient=True)
     ]
     console.print(_result_table(facts, dict(zip(chats, columns))))
-    console.print(_decoding_speed_text(loaded))
+    console.print(_decoding_speed_text(loaded_model))
     next_steps = _next_steps(model, save_document, facts[0].question, n_prompt)
     console.print(next_steps, soft_wrap=True, markup=False)
 
@@ -124,7 +124,7 @@ def _result_table(facts: list[Fact], columns: dict[str, list[str]]) -> Table:
     return table
 
 
-def _next_steps(model: str, save_document: str | None, question: str, n_prompt: int) -> str:
+def _next_steps(model: str, document_file: str | None, question: str, n_prompt: int) -> str:
     """Suggest commands for the user's own model and text, and for the document if it was saved."""
     is_on_path = shutil.which("mlx-snapkv") is not None
     program = "mlx-snapkv" if is_on_path else f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
@@ -133,9 +133,11 @@ def _next_steps(model: str, save_document: str | None, question: str, n_prompt: 
         f"  {program} compare --model MODEL --prompt-file TEXT --prompt QUESTION",
         f"  {program} chat --model MODEL --policy auto",
     ]
-    if save_document is not None:
-        prompt = f"--prompt-file {shlex.quote(save_document)} --prompt {shlex.quote(question)}"
-        command = f"{program} generate --model {model} {prompt}"
+    if document_file is not None:
+        prompt_options = (
+            f"--prompt-file {shlex.quote(document_file)} --prompt {shlex.quote(question)}"
+        )
+        command = f"{program} generate --model {model} {prompt_options}"
         snapkv_options = f"budget={n_prompt // REDUCTION},obs_window=32,lookahead=0"
         lines.append(f"Ask again: {command} --snapkv {snapkv_options}")
     return "\n".join(lines)
@@ -157,7 +159,7 @@ def _ask_in_chat(
 ) -> list[str]:
     """Ask for all facts in one chat about the document.
 
-    Returns: The chat's table cells: the answers with rich markup, then the figures.
+    Returns: The cells of the chat's table column: the answers with rich markup, then the figures.
     """
     from rich.markup import escape
 
@@ -167,7 +169,7 @@ def _ask_in_chat(
 
     chat = Conversation(model, tokenizer, max_tokens=32, **options)
     chat.attach(document)
-    cells = []
+    cells: list[str] = []
     n_right = 0
     read_per_chunk = None  # entries read per chunk in the first turn, which includes the document
     for fact in facts:
@@ -179,14 +181,14 @@ def _ask_in_chat(
             judgement = "[green]right[/]"
             n_right += 1
         first_line, *_ = answer.strip().partition("\n")
-        cells.append(f"{judgement} {escape(textwrap.shorten(first_line, 24, placeholder='…'))}")
-    cells.append(f"{n_right}/{len(facts)}")
-    cells.append(f"{read_per_chunk:,} at most" if read_per_chunk else "all before it")
+        answer_text = textwrap.shorten(first_line, 24, placeholder="…")
+        cells.append(f"{judgement} {escape(answer_text)}")
+    per_chunk_text = f"{read_per_chunk:,} at most" if read_per_chunk else "all before it"
     read_per_token = chat.report.entries if chat.report is not None else 0
-    # The full cache's report has no entry count.
-    cells.append(f"{read_per_token or len(chat.read):,}")
-    cells.append(format_bytes(kv_bytes(chat.prompt_cache)))
-    return cells
+    if not read_per_token:  # the full cache's report has no entry count
+        read_per_token = len(chat.read)
+    memory_text = format_bytes(kv_bytes(chat.prompt_cache))
+    return [*cells, f"{n_right}/{len(facts)}", per_chunk_text, f"{read_per_token:,}", memory_text]
 
 
 def _decoding_speed_text(model: Any) -> str:
@@ -210,6 +212,7 @@ def _decoding_speed_text(model: Any) -> str:
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
+    # Bytes read per token.
     full_size, *other_sizes = [
         format_bytes(entries_bytes(cache, contender.is_sparse))
         for cache, contender in zip(caches, contenders)

@@ -36,9 +36,9 @@ def doctor(
     from .terminal_table import print_table
 
     name = model or "demo"
-    loaded = load_without_weights(name)
-    report = diagnosis(None if model is None else loaded, model)
-    report[f"speed of {name}"] = sentence(sparse_pays(loaded))
+    loaded_model = load_without_weights(name)
+    report = diagnosis(None if model is None else loaded_model, model)
+    report[f"speed of {name}"] = sentence(sparse_pays(loaded_model))
     if as_json:
         print(json.dumps(report))
     else:

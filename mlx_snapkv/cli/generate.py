@@ -13,7 +13,7 @@ from typer import Context, Option
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from . import cache_options, options
-from .command import OUTPUT, flag_of, typed_only
+from .command import OUTPUT, flag_of, is_typed, reset_unless_typed
 from .loading import require_one_process
 from .options import one_of
 from .prompt_console import PromptConsole
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .saved_prompt import SavedPrompt
 
 # Options that can't be combined with a saved prompt.
-EXCLUDED_OPTIONS = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
+EXCLUDED_OPTIONS = ("prefill_response", "system_prompt", "draft_model", "max_kv_size")
 # Options whose values are stored with a saved prompt. Only the command line overrides them.
 SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *cache_options.STORE_OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
@@ -80,12 +80,12 @@ class ConstraintOptions:
         if not _is_json_text(text):
             text = read_file("--json-schema", text)
         try:
-            value = json.loads(text)
+            schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
-        if not isinstance(value, dict | bool):
+        if not isinstance(schema, dict | bool):
             raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
-        return value
+        return schema
 
 
 def _is_json_text(value: str) -> bool:
@@ -130,28 +130,26 @@ def _constraint_keywords(
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _reset_for_saved_prompt(context: Context, *groups: Any) -> list[Any]:
+def _reset_for_saved_prompt(context: Context, *option_groups: Any) -> list[Any]:
     """Reset the options that a saved prompt sets or excludes, unless they were typed.
 
     Raises: SnapKVError: a typed option can't be combined with a saved prompt.
     """
     reset_groups = []
-    for group in groups:
-        names = [name for name in vars(group) if name in (*EXCLUDED_OPTIONS, *SAVED_OPTIONS)]
-        reset_group = typed_only(context, group, *names)
-        for name in sorted(names):
-            is_typed = getattr(reset_group, name) is not None
-            if name in EXCLUDED_OPTIONS and is_typed:
-                flag = flag_of(name)
-                raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-        reset_groups.append(reset_group)
+    for option_group in option_groups:
+        names = vars(option_group).keys() & {*EXCLUDED_OPTIONS, *SAVED_OPTIONS}
+        reset_groups.append(reset_unless_typed(context, option_group, *names))
+    for name in EXCLUDED_OPTIONS:
+        if is_typed(context, name):
+            flag = flag_of(name)
+            raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
     return reset_groups
 
 
 def generate(
     context: Context,
     *,
-    model: options.ShardedModelOptions,
+    model_options: options.ShardedModelOptions,
     prompt: QuestionOptions,
     compression: cache_options.CompressionOptions,
     cache: cache_options.MLXCacheOptions,
@@ -183,30 +181,30 @@ def generate(
     text = from_first_rank(prompt.read)
     schema = from_first_rank(constraint.read)
     require_one_process(draft_model=draft.draft_model)
-    loaded, tokenizer = model.load()
-    keywords |= draft.load(tokenizer, model.trust_remote_code)
+    model, tokenizer = model_options.load()
+    keywords |= draft.load(tokenizer, model_options.trust_remote_code)
     console = PromptConsole(output.is_quiet)
     saved = None
     recommendation = None
-    cache.require_supported(loaded, draft.draft_model)
+    cache.require_supported(model, draft.draft_model)
     if file is None:
         tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
         recommendation = compression.recommend(
-            loaded, len(tokens), "question", console.say, keywords, max_tokens
+            model, len(tokens), "question", console.say, keywords, max_tokens
         )
         if recommendation is not None:
             keywords["policy"] = recommendation.config.setting
         auto_keeps_all = compression.is_auto and keywords["policy"] is None
         console.announce(
-            loaded,
+            model,
             len(tokens),
             shows_kept=not auto_keeps_all,
-            max_kv_bytes=model.max_kv_bytes,
+            max_kv_bytes=model_options.max_kv_bytes,
             max_tokens=max_tokens,
             **keywords,
         )
     else:
-        saved = SavedPrompt(file, model.model, loaded, compression, cache.quantization)
+        saved = SavedPrompt(file, model_options.model, model, compression, cache.quantization)
         keywords |= saved.options
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
@@ -220,14 +218,14 @@ def generate(
         keywords |= _constraint_keywords(schema, tokenizer, text, tokens, prompt, max_tokens)
     advice = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     answer = _Answer(
-        model_name=model.model,
+        model_name=model_options.model,
         keywords=keywords,
         saved=saved,
         output=output,
         advice=advice,
         recommendation=recommendation,
     )
-    answer.print(loaded, tokenizer, tokens, console)
+    answer.print(model, tokenizer, tokens, console)
 
 
 @dataclass
@@ -266,14 +264,16 @@ class _Answer:
         from ..planning.file_cost import file_cost
 
         prints_text = not self.output.as_json
-        cost = partial(file_cost, model, self.keywords["policy"]) if prints_text else None
+        predict_cost = None
+        if prints_text:
+            predict_cost = partial(file_cost, model, self.keywords["policy"])
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,
         }
         try:
-            with console.bar(cost) as update:
-                options["prompt_progress_callback"] = update
+            with console.bar(predict_cost) as update_bar:
+                options["prompt_progress_callback"] = update_bar
                 for response in stream_generate(model, tokenizer, tokens, **options):
                     self.last_response = response
                     self.texts.append(response.text)
@@ -295,15 +295,15 @@ class _Answer:
         if not self.output.as_json:
             print(flush=True)
         drafted_share = self._drafted_share
-        drafted = ""
+        drafted_text = ""
         if drafted_share is not None:
-            drafted = f" ({drafted_share:.0%} of the tokens were drafted)"
+            drafted_text = f" ({drafted_share:.0%} of the tokens were drafted)"
         # The first token's time counts as prompt time.
         is_timed = response.generation_tokens > 1 and response.generation_tps > 0
-        speed = f"{response.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
+        speed_text = f"{response.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
         console.say(
             f"{prefix}{response.prompt_tokens} prompt tokens, {self._kept_text} | "
-            f"prompt {response.prompt_tps:.1f} tokens/s, generation {speed}{drafted}, "
+            f"prompt {response.prompt_tps:.1f} tokens/s, generation {speed_text}{drafted_text}, "
             f"peak memory {response.peak_memory:.3g} GB"
         )
         for report in self.reports:
@@ -312,7 +312,8 @@ class _Answer:
     @property
     def _continued_prompt(self) -> SavedPrompt | None:
         """Return the saved prompt if the answer continues from its entries without a policy or sparse attention."""
-        return self.saved if self.keywords["policy"] is None else None
+        has_setting = self.keywords["policy"] is not None
+        return None if has_setting else self.saved
 
     @property
     def _drafted_share(self) -> float | None:
@@ -330,10 +331,10 @@ class _Answer:
         if not self.reports:
             return "all entries kept so far"
         report = self.reports[0]
-        max_kv_size = self.keywords["max_kv_size"]
-        if report.policy == NO_POLICY and max_kv_size is None:
-            return f"full cache{self.advice}"
         if report.policy == NO_POLICY:
+            max_kv_size = self.keywords["max_kv_size"]
+            if max_kv_size is None:
+                return f"full cache{self.advice}"
             return f"mlx-lm's rotating cache of {max_kv_size} entries{self.advice}"
         if report.reason == ENDED_IN_BLOCKS:
             return report.reason
@@ -355,6 +356,7 @@ class _Answer:
             "prompt_cache": None if self.saved is None else self.saved.to_dict(),
         }
         constraints = self.keywords.get("logits_processors", ())
-        if any(constraint.closed_early for constraint in constraints):
+        was_closed_early = any(constraint.closed_early for constraint in constraints)
+        if was_closed_early:
             fields["finish_reason"] = "length"
         return {name: value for name, value in fields.items() if value is not None}

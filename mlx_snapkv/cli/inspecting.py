@@ -47,7 +47,7 @@ class InspectOptions(options.OutputOptions):
 
 def inspect(
     *,
-    model: options.ChatModelOptions,
+    model_options: options.ChatModelOptions,
     prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
@@ -75,49 +75,49 @@ def inspect(
         raise SnapKVError(f"--policy must be given once, or twice to compare, got {len(settings)}")
     path = page_to_write(inspect_options.output, ".html", ".png")
     console = PromptConsole(inspect_options.quiet)
-    loaded, tokenizer, tokens = prompt.load(model, console)
-    LongPrompts(loaded).require_memory(len(tokens), max_kv_bytes=model.max_kv_bytes)
+    model, tokenizer, tokens = prompt.load(model_options, console)
+    LongPrompts(model).require_memory(len(tokens), max_kv_bytes=model_options.max_kv_bytes)
     inspections = []
     for setting in settings:
-        with console.bar() as update:
+        with console.bar() as update_bar:
             inspection = inspect_prompt(
-                loaded,
+                model,
                 tokenizer,
                 tokens,
                 max_tokens,
                 policy=setting,  # type: ignore[arg-type]
                 prefill_step_size=prefill_step_size,
-                prompt_progress_callback=update,
+                prompt_progress_callback=update_bar,
             )
         inspections.append(inspection)
     if inspect_options.as_json:
-        print(json.dumps(_to_dict(model.model, inspections), ensure_ascii=False))
+        print(json.dumps(_to_dict(model_options.model, inspections), ensure_ascii=False))
     else:
         for i, inspection in enumerate(inspections):
             if i > 0:
                 print("\n")
-            _print(inspection)
+            _print_inspection(inspection)
     if path is not None:
         if path.suffix == ".png":
-            write_picture(inspections, model.model, path)
+            write_picture(inspections, model_options.model, path)
         else:
-            put_result(path, page(inspections, model.model, special_tokens(tokenizer)))
+            put_result(path, page(inspections, model_options.model, special_tokens(tokenizer)))
         console.say(f"wrote {path}")
 
 
-def _to_dict(model: str, inspections: list[Inspection]) -> dict[str, Any]:
+def _to_dict(model_name: str, inspections: list[Inspection]) -> dict[str, Any]:
     """Return the object for --json."""
-    prompt = inspections[0]
+    any_inspection = inspections[0]  # all have the same prompt
     return {
-        "model": model,
-        "prompt_tokens": prompt.n_tokens,
-        "text": prompt.text,
-        "spans": prompt.spans,
+        "model": model_name,
+        "prompt_tokens": any_inspection.n_tokens,
+        "text": any_inspection.text,
+        "spans": any_inspection.spans,
         "policies": [inspection.to_dict() for inspection in inspections],
     }
 
 
-def _print(inspection: Inspection) -> None:
+def _print_inspection(inspection: Inspection) -> None:
     """Print an inspection: the report, the map of kept entries, the top sentences, and the answer."""
     from rich.console import Console
 
@@ -137,12 +137,12 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
 
     top_sentence = sentences[0]
     if top_sentence.votes is not None:
-        order = "by their share of the votes for the chosen entries"
+        order_text = "by their share of the votes for the chosen entries"
     elif top_sentence.chosen:
-        order = "by the share of their entries that was chosen"
+        order_text = "by the share of their entries that was chosen"
     else:
-        order = "no entry was chosen: these are always kept"
-    console.print(f"Sentences kept most ({order})", style="bold")
+        order_text = "no entry was chosen: these are always kept"
+    console.print(f"Sentences kept most ({order_text})", style="bold")
     for rank, sentence in enumerate(sentences[:SHOWN_SENTENCES], start=1):
         share = sentence.votes or sentence.chosen
         share_text = f"{share:.1%}" if share else "fixed"
@@ -154,20 +154,22 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
 
 def _print_map(inspection: Inspection, console: Console) -> None:
     """Print one line per layer, from the prompt's start to its end. Denser shades mean more heads keep entries."""
-    names = [f"layer {layer}" for layer in inspection.layers]
-    margin = max(map(len, names)) + 1
-    free_width = console.width - margin - SHARE_WIDTH
+    labels = [f"layer {layer}" for layer in inspection.layers]
+    label_width = max(map(len, labels)) + 1
+    free_width = console.width - label_width - SHARE_WIDTH
     map_width = max(MIN_MAP_WIDTH, min(MAX_MAP_WIDTH, free_width))
-    densities = inspection.density(map_width)
-    for name, layer_densities, share in zip(names, densities, inspection.shares, strict=True):
+    densities = inspection.density(map_width)  # (layers, columns)
+    for label, layer_densities, share in zip(labels, densities, inspection.shares, strict=True):
         shades = "".join(_shade(density) for density in layer_densities)
         share_text = "" if share is None else f"{share:5.0%}"
-        console.print(f"{name:<{margin}}{shades} {share_text}", no_wrap=True, crop=True)
-    first = "token 0"
+        console.print(f"{label:<{label_width}}{shades} {share_text}", no_wrap=True, crop=True)
+    # Below the map, name the tokens at its left and right ends.
+    first_token = "token 0"
     n_columns = densities.shape[1]
-    last = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first))
-    votes = "" if None in inspection.shares else " votes"
-    console.print(f"{'':<{margin}}{first} {last}{votes}", style="dim", no_wrap=True)
+    last_token = f"token {inspection.n_tokens - 1}".rjust(n_columns - len(first_token))
+    share_heading = "" if None in inspection.shares else " votes"
+    axis = f"{'':<{label_width}}{first_token} {last_token}{share_heading}"
+    console.print(axis, style="dim", no_wrap=True)
     other_layers = inspection.layers_without
     if other_layers:
         noun = "layer" if len(other_layers) == 1 else "layers"

@@ -82,9 +82,10 @@ def models(as_json: AsJson = False) -> None:
     from .terminal_table import print_table
 
     records_by_title = {}
+    # Title, name of the last column, and rows of each table.
     sections = (("Supported", "note", supported_types()), ("Refused", "why", refused_types()))
-    for title, last_key, rows in sections:
-        keys = ("model_type", "also_loads", last_key)
+    for title, last_column, rows in sections:
+        keys = ("model_type", "also_loads", last_column)
         records_by_title[title.lower()] = [dict(zip(keys, row)) for row in rows]
         if not as_json:
             heading = f"{title}: {len(rows)} model types of mlx-lm"
@@ -116,7 +117,7 @@ def policies(
         return
     for policy_class in POLICIES.values():
         paper = f" ({policy_class.paper})" if policy_class.paper else ""
-        options = [f"{name}={value}" for name, value in defaults(policy_class).items()]
+        options = [f"{name}={value}" for name, value in default_options(policy_class).items()]
         print(f"{policy_class.name}: {policy_class.summary}{paper}")
         print(f"    {', '.join(options)}")
 
@@ -130,7 +131,7 @@ def _print_choices() -> None:
     print("Replace MODEL, TEXT and QUESTION with your own. docs/choose.md has the figures.")
 
 
-def defaults(policy_class: Any) -> dict[str, str]:
+def default_options(policy_class: Any) -> dict[str, str]:
     """Return a policy's default options as the user would type them, starting with the policy's own options."""
     policy = policy_class()
     return {name: str(getattr(policy, name)).lower() for name in policy_class.options()}

@@ -130,10 +130,10 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
     is_folder = os.path.exists(location)
     folder = location if is_folder else snapshot_download(location, allow_patterns=["config.json"])
-    rope = unread_parameters(load_config(Path(folder)))
-    if rope.values:
-        print(f"mlx-snapkv: {label}: {rope}", file=sys.stderr)
-    return rope.changes
+    parameters = unread_parameters(load_config(Path(folder)))
+    if parameters.values:
+        print(f"mlx-snapkv: {label}: {parameters}", file=sys.stderr)
+    return parameters.changes
 
 
 def _start_ranks(pipeline: bool | None) -> int:
@@ -154,8 +154,8 @@ def _start_ranks(pipeline: bool | None) -> int:
         raise SnapKVError(
             "--pipeline is for several Macs: start the command with mlx.launch, or drop it"
         )
-    supports_many = pipeline is not None
-    if n_processes > 1 and not supports_many:
+    supports_several = pipeline is not None
+    if n_processes > 1 and not supports_several:
         raise SnapKVError(
             f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {WITHOUT_LAUNCH}"
         )
@@ -191,9 +191,10 @@ def _load_shard(
             "on several Macs mlx-lm does not read rope_parameters: add rope_theta to config.json, or "
             f"{WITHOUT_LAUNCH}"
         )
-    group: Any = {"pipeline_group" if pipeline else "tensor_group": mx.distributed.init()}
+    group_name = "pipeline_group" if pipeline else "tensor_group"
+    options[group_name] = mx.distributed.init()
     try:
-        model, tokenizer = sharded_load(folder, **group, **options)
+        model, tokenizer = sharded_load(folder, **options)
     except FileNotFoundError as error:
         if not str(error.filename).endswith(INDEX):
             raise
@@ -258,23 +259,29 @@ def _folder_of(name: str, option: str) -> Path:
 
     Raises: SnapKVError: the folder has no config.json, or it does not exist and `name` is not a repository name.
     """
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     folder = MODELS.get(name) or path_of(name, option)
     if os.path.exists(folder):
         if not (folder / "config.json").is_file():
             raise SnapKVError(f"{option} {name}: not a model folder, since it has no config.json")
         return folder
-    has_owner = "/" in name  # a name without an owner must be a mistyped folder
-    try:
-        validate_repo_id(name if has_owner else "")  # an empty name is rejected
-    except HFValidationError as error:
+    if not _is_repository_name(name):
         raise SnapKVError(
             f"{option} {name}: no such folder, and not a valid Hugging Face repository name; "
             f"embedded models: {', '.join(MODELS)}"
-        ) from error
+        )
     return folder
+
+
+def _is_repository_name(name: str) -> bool:
+    """Check whether a name is a valid Hugging Face repository name with an owner."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name  # a name without an owner must be a mistyped folder
 
 
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
@@ -295,14 +302,14 @@ def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     from ..planning.units import format_bytes
 
     weights = [array for _, array in cast(list, tree_flatten(model.parameters()))]
-    half_precision = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
+    half_weights = [array for array in weights if array.dtype in (mx.float16, mx.bfloat16)]
     has_gpu = mx.default_device() != mx.Device(mx.cpu)
-    if not half_precision or has_gpu:
+    if not half_weights or has_gpu:
         return None
     n_bytes = sum(array.nbytes for array in weights)
-    n_added_bytes = sum(array.nbytes for array in half_precision)  # their size doubles
+    n_added_bytes = sum(array.nbytes for array in half_weights)  # their size doubles
     n_float32_bytes = n_bytes + n_added_bytes
-    dtype = str(half_precision[0].dtype).removeprefix("mlx.core.")
+    dtype = str(half_weights[0].dtype).removeprefix("mlx.core.")
     sizes = f"{format_bytes(n_float32_bytes)} of {format_bytes(memory)}"
     is_embedded = name in MODELS
     if not is_embedded and n_float32_bytes > memory * MAX_WEIGHTS_SHARE:

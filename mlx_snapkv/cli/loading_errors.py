@@ -38,9 +38,10 @@ def loading_problem(name: str, folder: Path, error: Exception, action: str) -> s
     if not folder.exists():
         from mlx_lm.utils import hf_repo_to_path
 
-        for kind in type(error).__mro__:
-            if kind.__name__ in HUB_ERRORS:
-                return f"no such folder, and {HUB_ERRORS[kind.__name__]} ({brief(error)})"
+        for error_class in type(error).__mro__:
+            hub_problem = HUB_ERRORS.get(error_class.__name__)
+            if hub_problem is not None:
+                return f"no such folder, and {hub_problem} ({brief(error)})"
         if action == "planned":
             return f"can't be planned: {brief(error)}"
         folder = hf_repo_to_path(name)
@@ -51,19 +52,19 @@ def _folder_problem(folder: Path, error: Exception) -> str:
     """Describe the problem with a model folder: missing files, damaged files, or the step that failed."""
     from safetensors import SafetensorError, safe_open
 
-    weights = sorted(folder.glob("model*.safetensors"))
-    if not weights:
+    weight_files = sorted(folder.glob("model*.safetensors"))
+    if not weight_files:
         return "the folder has no weights (model.safetensors, or several model-*.safetensors)"
-    for file in weights:
+    for file in weight_files:
         try:
             safe_open(file, "np").keys()  # opening compares the file's length with its header
         except (OSError, SafetensorError):
             return f"{file.name} is damaged or incomplete"
-    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
-    if "load_tokenizer" in frames and not has_tokenizer:
+    if "load_tokenizer" in functions and not has_tokenizer:
         return "the folder has no tokenizer, such as tokenizer.json"
     for function, problem in LOADING_STEPS.items():
-        if function in frames:
+        if function in functions:
             return f"{problem}: {brief(error)}"
     return f"mlx-lm can't load it: {brief(error)}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from typer import BadParameter, Context, Option
 
 from ..errors import OptionError, SnapKVError, UnknownOptionError, suggestion
-from .command import KV_CACHE, MODEL, OUTPUT, SAMPLING, invalid_value
+from .command import KV_CACHE, MODEL, OUTPUT, SAMPLING, invalid_value_message
 
 MAX_PROMPT_TOKENS = 10_000_000
 BYTE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -80,9 +80,9 @@ def lengths_parser(least: int) -> Callable[[Any], list[int]]:
 
     def parse(text: Any) -> list[int]:
         with contextlib.suppress(ValueError):
-            numbers = [int(part) for part in str(text).split(",") if part.strip()]
-            if all(least <= n <= MAX_PROMPT_TOKENS for n in numbers):
-                return list(dict.fromkeys(numbers))
+            lengths = [int(part) for part in str(text).split(",") if part.strip()]
+            if all(least <= length <= MAX_PROMPT_TOKENS for length in lengths):
+                return list(dict.fromkeys(lengths))
         raise BadParameter(
             f"must be whole numbers from {least} to {MAX_PROMPT_TOKENS}, separated by commas"
         )
@@ -96,15 +96,15 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
     value_by_text = {str(value).lower(): value for value in values}
 
     def parse(text: Any) -> Any:
-        lower = str(text).lower()
-        if lower not in value_by_text:
+        lowercase_text = str(text).lower()
+        if lowercase_text not in value_by_text:
             raise BadParameter(f"must be {', '.join(others)} or {last}")
-        return value_by_text[lower]
+        return value_by_text[lowercase_text]
 
     return parse
 
 
-def json_object(text: Any) -> dict[str, Any]:
+def parse_json_object(text: Any) -> dict[str, Any]:
     """Parse text as a JSON object. Raises: BadParameter: it is not one."""
     with contextlib.suppress(ValueError):
         value = json.loads(str(text))
@@ -121,7 +121,7 @@ IgnoreChatTemplate = Annotated[
 ChatTemplateConfig = Annotated[
     Any,
     Option(
-        parser=json_object,
+        parser=parse_json_object,
         help="Options for the chat template.",
         metavar="JSON",
         rich_help_panel=MODEL,
@@ -330,8 +330,16 @@ class SamplingOptions:
         try:
             value = option.process_value(context, text)
         except BadParameter as error:
-            raise SnapKVError(invalid_value(f"/set {name}", option, text, error)) from error
+            raise SnapKVError(invalid_value_message(f"/set {name}", option, text, error)) from error
         return replace(self, **{name: value})
+
+    def require_within_vocabulary(self, tokenizer: Any) -> None:
+        """Raise OptionError if `top_k` or `min_tokens_to_keep` is not smaller than the vocabulary."""
+        vocabulary_size = len(tokenizer)
+        for name in ("top_k", "min_tokens_to_keep"):
+            value = getattr(self, name)
+            if value >= vocabulary_size:
+                raise OptionError(name, f"less than the vocabulary's {vocabulary_size}", value)
 
     def generate_keywords(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keywords `max_tokens` and `sampler` for mlx-lm's `stream_generate`.
@@ -340,12 +348,8 @@ class SamplingOptions:
         """
         from mlx_lm.sample_utils import make_sampler
 
+        self.require_within_vocabulary(tokenizer)
         options = dict(vars(self))
-        vocabulary_size = len(tokenizer)
-        for name in ("top_k", "min_tokens_to_keep"):
-            if options[name] >= vocabulary_size:
-                rule = f"less than the vocabulary's {vocabulary_size}"
-                raise OptionError(name, rule, options[name])
         del options["max_tokens"]
         # Exempt these tokens from XTC, so that answers can still break lines and end.
         special_tokens = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
@@ -366,9 +370,9 @@ def adapt_tokenizer(
         tokenizer.add_eos_token(token)
     options = template_options or {}
     parameters = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    set_by_command = set(parameters) - SETTABLE_TEMPLATE_PARAMETERS
+    parameters_of_command = set(parameters) - SETTABLE_TEMPLATE_PARAMETERS
     for name in options:
-        if name in set_by_command:
+        if name in parameters_of_command:
             raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 

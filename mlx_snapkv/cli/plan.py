@@ -78,9 +78,9 @@ def plan(
     if setting is not None:
         setting_text = policy.policy or str(setting)  # --policy as typed
     machine = this_machine() if options.memory is None else mac(options.memory)
-    loaded = load_without_weights(model, for_mac=options.memory is not None)
+    loaded_model = load_without_weights(model, for_mac=options.memory is not None)
     planner = Planner(
-        loaded,
+        loaded_model,
         max_tokens=options.max_tokens,
         prefill_step_size=cache.prefill_step_size,
         kv_group_size=cache.kv_group_size,
@@ -94,7 +94,8 @@ def plan(
         kv_memory=policy.kv_memory,
     )
     if options.memory is None and planner.can_compress:
-        plans = replace(plans, speed=speed_of(loaded, Sparse()), break_evens=sparse_pays(loaded))
+        speed = speed_of(loaded_model, Sparse())
+        plans = replace(plans, speed=speed, break_evens=sparse_pays(loaded_model))
     contexts = [options.context] if options.context else plans.default_contexts()
     plans_by_length = [plans.for_context(context) for context in contexts]
     if options.as_json:
@@ -147,7 +148,7 @@ class Plans:
         from ..planning.prefixes import DEFAULT_CONTEXT
 
         longest = self.planner.trained_length or DEFAULT_CONTEXT
-        shorter = [n for n in PLANNED_CONTEXTS if n < longest]
+        shorter = [n_tokens for n_tokens in PLANNED_CONTEXTS if n_tokens < longest]
         return [*shorter, longest]
 
     def for_context(self, n_prompt: int) -> ContextPlans:
@@ -173,8 +174,9 @@ class Plans:
                 plans.append(plan)
         users_plan = plan_by_policy[self.policy]
         if self.policy is not None and users_plan.peak <= usable:
-            why = "you asked for it, and it fits"
-            return ContextPlans(context=n_prompt, plans=plans, best=users_plan, why=why)
+            return ContextPlans(
+                context=n_prompt, plans=plans, best=users_plan, why="you asked for it, and it fits"
+            )
         request = AutoRequest(
             n_prompt,
             kv_bits=self.kv_bits,
@@ -247,16 +249,16 @@ class Plans:
         longest = plans_by_length[-1]
         if longest.best is None:
             limit = min(self.machine.usable, self.kv_memory or self.machine.usable)
-            n_tokens = format_tokens(longest.context)
-            print(f"No setting fits {n_tokens} tokens into {format_bytes(limit)}.")
-        recommended = [
+            length = format_tokens(longest.context)
+            print(f"No setting fits {length} tokens into {format_bytes(limit)}.")
+        recommendations = [
             (plans.best, plans.why) for plans in plans_by_length if plans.best is not None
         ]
-        if not recommended:
+        if not recommendations:
             return
         if self.break_evens:
             print(f"On this machine, {sentence(self.break_evens)}.")
-        best, why = recommended[-1]  # for the longest prompt that fits
+        best, why = recommendations[-1]  # for the longest prompt that fits
         advice = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {advice}")
         if best.reason is not None:
@@ -287,9 +289,9 @@ class Plans:
         )
         for context_plans in plans_by_length:
             for i, plan in enumerate(context_plans.plans):
-                fits = "yes" if plan.peak <= usable else "no"
+                fits_text = "yes" if plan.peak <= usable else "no"
                 if plan == context_plans.best:
-                    fits = "recommended"
+                    fits_text = "recommended"
                 # Show the length in its first row only.
                 length = format_tokens(plan.context) if i == 0 else ""
                 table.add(
@@ -298,7 +300,7 @@ class Plans:
                     format_bytes(plan.kv),
                     format_bytes(plan.reading),
                     format_bytes(plan.answering),
-                    fits,
+                    fits_text,
                 )
         return table
 

@@ -20,7 +20,7 @@ def open_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
-def replace_unencodable() -> None:
+def replace_unencodable_characters() -> None:
     """Make stdout print "?" for characters that its encoding lacks, instead of failing.
 
     UTF-8 can encode any character. An error handler set by the user, such as

@@ -69,6 +69,10 @@ class CallbackBar:
 
     def __exit__(self, *_: object) -> None:
         """Stop the bar if it has appeared."""
+        self._stop()
+
+    def _stop(self) -> None:
+        """Stop the bar if it has appeared."""
         if self._bar.live.is_started:
             self._bar.stop()
 
@@ -81,7 +85,7 @@ class CallbackBar:
             self._bar.start_task(self._task)
         self._bar.update(self._task, completed=n_done, total=n_total)
         if n_done == n_total:
-            self.__exit__()
+            self._stop()
 
 
 def prefill_bar(console: Console) -> CallbackBar:
@@ -142,20 +146,20 @@ class StepBars:
         """Count a finished step. If `prints` is False, print no line for it."""
         self._progress.advance(self._task)
         if prints:
-            self._print_line()
+            self._print_line_if_due()
 
     def set_count(self, n_done: int, details: str) -> None:
         """Set the number of finished steps, and the text after the bar."""
         self._progress.update(self._task, completed=n_done, details=details)
-        self._print_line()
+        self._print_line_if_due()
 
-    def _print_line(self) -> None:
+    def _print_line_if_due(self) -> None:
         """Print a progress line when one is due and at the end, unless stderr is a terminal."""
         task = self._progress.tasks[-1]
         now = self._progress.get_time()
         is_due = now - self._last_line_time >= LINE_INTERVAL
-        has_ended_now = task.finished and not self._has_printed_end
-        if self._console.is_terminal or not (is_due or has_ended_now):
+        is_end = task.finished and not self._has_printed_end
+        if self._console.is_terminal or not (is_due or is_end):
             return
         self._last_line_time = now
         self._has_printed_end = task.finished

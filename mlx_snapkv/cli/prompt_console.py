@@ -70,7 +70,7 @@ class PromptConsole:
         self,
         model: Any,
         n_prompt: int,
-        n_before: int = 0,
+        n_read_before: int = 0,
         shows_kept: bool = True,
         max_kv_bytes: int | None = None,
         **options: Any,
@@ -80,7 +80,7 @@ class PromptConsole:
         Args:
             model: model that will read the prompt.
             n_prompt: number of tokens to read.
-            n_before: number of tokens that were read earlier.
+            n_read_before: number of tokens that were read earlier.
             shows_kept: whether to print which entries will be kept.
             max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
             **options: options for `LongPrompts`.
@@ -90,42 +90,42 @@ class PromptConsole:
         from ..planning.long_prompts import LongPrompts
 
         prompts = LongPrompts(model, **options)
-        prompts.require_memory(n_prompt, n_before, max_kv_bytes)
+        prompts.require_memory(n_prompt, n_read_before, max_kv_bytes)
         if shows_kept:
-            sentence = prompts.kept_text(n_prompt, n_before)
+            sentence = prompts.kept_text(n_prompt, n_read_before)
             if sentence is not None:
                 self.say(sentence)
-        warning = prompts.warning(n_prompt, n_before)
+        warning = prompts.warning(n_prompt, n_read_before)
         if warning is not None:
             self.say(warning)
 
     @contextmanager
     def bar(
         self,
-        cost: Callable[[int], FileCost | None] | None = None,
-        check: Callable[[int], None] | None = None,
+        predict_cost: Callable[[int], FileCost | None] | None = None,
+        require_memory: Callable[[int], None] | None = None,
     ) -> Iterator[ProgressCallback]:
         """Show a progress bar within the `with` block, and yield the `prompt_progress_callback` that updates it.
 
         Args:
-            cost: called with the number of tokens to read. It returns the cost of writing their entries to files, or
-                None if nothing is written. The cost is printed before the bar appears.
-            check: called with the number of tokens to read. It raises SnapKVError if they can't be read.
+            predict_cost: called with the number of tokens to read. It returns the cost of writing their entries to
+                files, or None if nothing is written. The cost is printed before the bar appears.
+            require_memory: called with the number of tokens to read. It raises SnapKVError if they don't fit.
         """
         from .progress import prefill_bar
 
         bar = prefill_bar(self.rich_console)
 
-        def update(n_read: int, n_total: int) -> None:
+        def update_bar(n_read: int, n_total: int) -> None:
             is_first_call = n_read == 0
-            if is_first_call and check is not None:
-                check(n_total)
-            if is_first_call and cost is not None:
-                file_cost = cost(n_total)
+            if is_first_call and require_memory is not None:
+                require_memory(n_total)
+            if is_first_call and predict_cost is not None:
+                file_cost = predict_cost(n_total)
                 if file_cost is not None:
                     self.say(str(file_cost))
                     self.say_all(f"warning: {warning}" for warning in file_cost.warnings)
             bar.update(n_read, n_total)
 
         with bar:
-            yield update
+            yield update_bar

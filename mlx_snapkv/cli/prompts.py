@@ -78,11 +78,14 @@ class PromptOptions(TextOptions):
     ] = None
     ignore_chat_template: IgnoreChatTemplate = False
 
-    def load(self, model: ChatModelOptions, console: PromptConsole) -> tuple[Any, Any, list[int]]:
+    def load(
+        self, model_options: ChatModelOptions, console: PromptConsole
+    ) -> tuple[Any, Any, list[int]]:
         """Load the model and its tokenizer, and return them with the prompt's token ids."""
         text = self.read()
-        loaded, tokenizer = model.load()
-        return loaded, tokenizer, console.wait_for(partial(self.encode, tokenizer, text))
+        model, tokenizer = model_options.load()
+        tokens = console.wait_for(partial(self.encode, tokenizer, text))
+        return model, tokenizer, tokens
 
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
         """Encode text as a prompt.
@@ -97,14 +100,18 @@ class PromptOptions(TextOptions):
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
-        is_raw = self.ignore_chat_template or not tokenizer.has_chat_template
+        uses_chat_template = tokenizer.has_chat_template and not self.ignore_chat_template
         for name in ("system_prompt", "prefill_response"):
-            if is_raw and getattr(self, name) is not None:
+            if getattr(self, name) is not None and not uses_chat_template:
                 raise SnapKVError(
                     f"{flag_of(name)} needs a chat template: drop it or --ignore-chat-template"
                 )
         with converting_template_errors():
-            tokens = tokenizer.encode(text) if is_raw else self._render(tokenizer, text, today)
+            tokens = (
+                self._render(tokenizer, text, today)
+                if uses_chat_template
+                else tokenizer.encode(text)
+            )
         if not tokens:
             raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
         return tokens
@@ -127,7 +134,7 @@ class PromptOptions(TextOptions):
             messages,
             add_generation_prompt=not has_prefill,
             continue_final_message=has_prefill,
-            **_with_date(tokenizer, today),
+            **_chat_template_option(tokenizer, today),
         )
 
 
@@ -166,19 +173,20 @@ def _decode_all(stream: BinaryIO, source: str) -> str:
 
 def require_text(text: str, source: str) -> str:
     """Return the text unchanged. Raises: SnapKVError: it has a zero byte, or was decoded from invalid UTF-8."""
-    with contextlib.suppress(UnicodeEncodeError):
+    with contextlib.suppress(UnicodeEncodeError):  # raised for bytes that were invalid UTF-8
         if b"\0" not in text.encode():
             return text
     raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
 
 
-def _with_date(tokenizer, today: datetime | None) -> dict[str, str]:
+def _chat_template_option(tokenizer, today: datetime | None) -> dict[str, str]:
     """Return a `chat_template` option with `today` in place of calls that format the current date.
 
     Return an empty dict if the template does not contain the date, or if `today` is None.
     """
     template = tokenizer.chat_template
-    if today is None or not isinstance(template, str) or "strftime_now" not in template:
+    has_date = isinstance(template, str) and "strftime_now" in template
+    if today is None or not has_date:
         return {}
 
     def date_literal(call: re.Match[str]) -> str:

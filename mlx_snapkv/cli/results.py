@@ -54,13 +54,15 @@ class ResultFiles:
         """Return the path of the file with a suffix such as ".jsonl"."""
         return self.base.with_name(self.base.name + suffix)
 
-    def summary(self, written: Iterable[Path]) -> str:
+    def summary(self, written_files: Iterable[Path]) -> str:
         """List the new files on one line, and the replaced files on another."""
         new_files: list[str] = []
         replaced_files: list[str] = []
-        for path in written:
-            files = replaced_files if path in self._earlier_files else new_files
-            files.append(str(path))
+        for path in written_files:
+            if path in self._earlier_files:
+                replaced_files.append(str(path))
+            else:
+                new_files.append(str(path))
         lines = []
         if new_files:
             lines.append(f"wrote {' '.join(new_files)}")
@@ -88,10 +90,10 @@ def _replaces_result(path: Path) -> bool:
     """
     if path.suffix == ".png":
         require_matplotlib()
-    exists = require_place(path)
-    if exists and not is_ours(path):
+    file_exists = require_place(path)
+    if file_exists and not is_ours(path):
         raise SnapKVError(f"--output: mlx-snapkv did not write {path}: give another name")
-    return exists
+    return file_exists
 
 
 def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
@@ -199,9 +201,10 @@ class ResultOptions:
             for table in page.tables(result["summary"]):
                 print_table(table)
         if files is not None:
-            written = write_result(files.base, result, page.markdown(result))
+            written_files = write_result(files.base, result, page.markdown(result))
             # Stdout contains only the JSON object if --json is set.
-            print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
+            stream = sys.stderr if self.as_json else sys.stdout
+            print(files.summary(written_files), file=stream)
 
 
 def methods_to_measure(

@@ -16,7 +16,7 @@ from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..planning.settings import setting_named
+from ..planning.settings import Setting, setting_named
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
 from .cache_options import CompressionOptions
@@ -52,7 +52,7 @@ class SavedPrompt:
         quantization: Quantization | None,
     ):
         """Load the file, check the options, and compress a full cache if a policy is set."""
-        policy = compression.resolve()
+        requested_setting = compression.resolve()
         self._file = file
         self._saved = saved.load(file, model)
         self._policy_flag = compression.flag
@@ -64,18 +64,19 @@ class SavedPrompt:
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if quantization is not None:
             self._require_full_precision()
+        answer_setting: Setting | None = None  # None continues from the caches as they are
         saved_sparse = self._saved_sparse
         if saved_sparse is not None:
-            self._require_no_other_setting(policy, quantization)
-            policy = replace(saved_sparse, **compression.set_options)
+            self._require_no_other_setting(requested_setting, quantization)
+            answer_setting = replace(saved_sparse, **compression.flag_values)
         elif is_compressed(self._caches):
-            self._require_no_setting(policy, compression.store)
+            self._require_no_setting(requested_setting, compression.store)
         else:
-            policy = compression.apply_to(policy)
-            if isinstance(policy, Compress):
-                self.report = self._compress(model, policy, quantization)
-                policy = None  # the answer continues from the compressed caches
-        self.options = {"policy": policy, "prompt_cache": self._caches}
+            answer_setting = compression.apply_to(requested_setting)
+            if isinstance(answer_setting, Compress):
+                self.report = self._compress(model, answer_setting, quantization)
+                answer_setting = None
+        self.options = {"policy": answer_setting, "prompt_cache": self._caches}
 
     @property
     def _is_from_mlx_lm(self) -> bool:
@@ -84,10 +85,10 @@ class SavedPrompt:
 
     def _require_model(self, name: str) -> None:
         """Check that mlx-lm saved the file with a model of this name. Raises: SnapKVError."""
-        noted_name = str(self._saved.notes.get("model", name))
+        name_in_file = str(self._saved.notes.get("model", name))
         folder = MODELS.get(name, Path(name))
-        if noted_name != name and Path(noted_name).resolve() != folder.resolve():
-            raise SnapKVError(f"{self._file} was made with --model {noted_name}, not {name}")
+        if name_in_file != name and Path(name_in_file).resolve() != folder.resolve():
+            raise SnapKVError(f"{self._file} was made with --model {name_in_file}, not {name}")
 
     def _require_full_precision(self) -> None:
         """Check that the entries are neither compressed nor quantised, as --kv-bits requires. Raises: SnapKVError."""
@@ -101,10 +102,10 @@ class SavedPrompt:
             f"{self._file} is already {state}, and its entries stay so: drop --kv-bits"
         )
 
-    def _require_no_setting(self, policy: Any, store: str | None) -> None:
+    def _require_no_setting(self, setting: Setting | None, store: str | None) -> None:
         """Reject settings and stores for entries that are already compressed. Raises: SnapKVError."""
         flags = []
-        if policy:
+        if setting is not None:
             flags.append(self._policy_flag)
         if store:
             flags.append("--store")
@@ -121,10 +122,12 @@ class SavedPrompt:
         setting = setting_named(self._saved.policy)
         return setting if isinstance(setting, Sparse) else None
 
-    def _require_no_other_setting(self, policy: Any, quantization: Quantization | None) -> None:
+    def _require_no_other_setting(
+        self, setting: Setting | None, quantization: Quantization | None
+    ) -> None:
         """Reject settings other than the file's own. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
-        if policy is not None:
+        if setting is not None:
             raise SnapKVError(f"{conflict}: drop {self._policy_flag}")
         if quantization is not None:
             raise SnapKVError(
@@ -145,26 +148,26 @@ class SavedPrompt:
         Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not support
             questions.
         """
-        notes = self._saved.notes
         if self._is_from_mlx_lm:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
         if ignore_chat_template:
             raise SnapKVError(
                 "--ignore-chat-template can't be combined with --prompt-cache-file: drop it"
             )
+        notes = self._saved.notes
         if "text" not in notes:
             raise SnapKVError(
                 f"{self._file} holds no text to ask about: to continue a saved chat, use /load in mlx-snapkv chat"
             )
         today = datetime.fromisoformat(notes["time"])
         prompt = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
-        continues_saved = prompt[: self.n_tokens] == self._saved.tokens
-        if not continues_saved or len(prompt) == self.n_tokens:
+        saved_tokens, question_tokens = prompt[: self.n_tokens], prompt[self.n_tokens :]
+        if saved_tokens != self._saved.tokens or not question_tokens:
             raise SnapKVError(
                 f"the prompt with this question does not begin with the tokens of {self._file}: "
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
-        return prompt[self.n_tokens :]
+        return question_tokens
 
     @property
     def policy(self) -> str:
@@ -175,8 +178,8 @@ class SavedPrompt:
     def kept_text(self) -> str:
         """Describe the entries that the answer starts from, for the closing line."""
         setting_text = "full cache" if self.policy == NO_POLICY else self.policy
-        was_left_full = self.report.policy != NO_POLICY and not self.report.compressed
-        if was_left_full:
+        has_policy_without_effect = self.report.policy != NO_POLICY and not self.report.compressed
+        if has_policy_without_effect:
             setting_text += f": {self.report.reason}"
         n_entries = max(cache.n_entries for cache in layer_caches(self._caches))
         cache_text = f"now {n_entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"

@@ -141,8 +141,8 @@ class PrefixOptions:
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        about = identity | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, about)
+        identity = identity | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
+        return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, identity)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class AnswerOptions(options.SamplingOptions):
 
 def serve(
     *,
-    model: options.ShardedModelOptions,
+    model_options: options.ShardedModelOptions,
     compression: cache_options.CompressionOptions,
     http: HTTPOptions,
     limits: LimitOptions,
@@ -185,17 +185,17 @@ def serve(
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
 
-    require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model.pipeline)
+    require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model_options.pipeline)
     settings = http.settings() if rank() == 0 else None  # only rank 0 listens
     setting = compression.setting_for_task(
-        model.model, "conversation", PromptConsole().say, vars(cache)
+        model_options.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = {"policy": setting, **vars(cache)}
     identity = CompressionConfig.from_keywords(generation)[0].identity
     prefix_cache = PrefixCache(sys.maxsize)  # the loader sets the limit
     loader = _Loader(
-        model=model,
-        names=(model.model, *(http.alias or ())),
+        model_options=model_options,
+        names=(model_options.model, *(http.alias or ())),
         sampling=sampling,
         limits=limits,
         prefixes=prefixes,
@@ -212,7 +212,7 @@ def serve(
             concurrency=limits.concurrency,
             queue=limits.queue,
             context=limits.max_context,
-            kv_bytes=model.max_kv_bytes,
+            kv_bytes=model_options.max_kv_bytes,
         ),
         defaults=Defaults(**vars(sampling)),
         metrics=Metrics(),
@@ -231,7 +231,7 @@ class _Loader:
         cache_size: size limit of the prefix cache, the same on all ranks. None before the model is loaded.
     """
 
-    model: options.ShardedModelOptions
+    model_options: options.ShardedModelOptions
     names: tuple[str, ...]
     sampling: AnswerOptions
     limits: LimitOptions
@@ -247,15 +247,15 @@ class _Loader:
         from ..planning.prefixes import prefix_cache_size
         from ..server.requests import Loaded
 
-        model, tokenizer = self.model.load()
-        self.sampling.generate_keywords(tokenizer)  # raises if a value exceeds the vocabulary size
+        model, tokenizer = self.model_options.load()
+        self.sampling.require_within_vocabulary(tokenizer)
         compute_size = partial(
             prefix_cache_size,
             model,
             self.options,
             this_machine(),
             user_limit=self.prefixes.prefix_bytes,
-            max_kv_bytes=self.model.max_kv_bytes,
+            max_kv_bytes=self.model_options.max_kv_bytes,
             max_context=self.limits.max_context,
         )
         self.cache_size = from_first_rank(compute_size)

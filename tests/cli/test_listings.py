@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from mlx_snapkv import models
-from mlx_snapkv.cli.listings import CHOICES, defaults
+from mlx_snapkv.cli.listings import CHOICES, default_options
 from mlx_snapkv.compress.policy import POLICIES
 
 
@@ -28,7 +28,7 @@ def test_every_policy_its_paper_and_all_its_options_are_listed(call):
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_defaults_as_printed_make_the_default_policy(name):
     cls = POLICIES[name]
-    text = ",".join(f"{option}={value}" for option, value in defaults(cls).items())
+    text = ",".join(f"{option}={value}" for option, value in default_options(cls).items())
     assert cls.from_string(text) == cls()
 
 
