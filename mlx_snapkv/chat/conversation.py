@@ -197,7 +197,7 @@ class Conversation:
         n_shared = common_prefix([remaining_tokens, self.read])
         shared_tokens = self.read[:n_shared]
         earlier_cache = self.prompt_cache
-        self._empty_cache()
+        self._empty_cache()  # unless the earlier one can be trimmed
         may_trim = n_shared > 0 and not is_compressed(earlier_cache)
         if may_trim and trim_to(n_shared, earlier_cache):
             self.read = shared_tokens

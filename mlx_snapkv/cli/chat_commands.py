@@ -183,8 +183,8 @@ def _answer_again(session: Session) -> bool:
     try:
         session.answer(typed_text)
     finally:
-        has_failed = len(conversation.user_inputs) < n_turns
-        if has_failed:
+        is_unanswered = len(conversation.user_inputs) < n_turns
+        if is_unanswered:
             session.say("the question was not answered again, and its turn is undone")
     return conversation.messages[-1:] == last_answer
 

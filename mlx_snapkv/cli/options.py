@@ -370,9 +370,9 @@ def adapt_tokenizer(
         tokenizer.add_eos_token(token)
     options = template_options or {}
     parameters = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    parameters_of_command = set(parameters) - SETTABLE_TEMPLATE_PARAMETERS
+    forbidden_names = set(parameters) - SETTABLE_TEMPLATE_PARAMETERS
     for name in options:
-        if name in parameters_of_command:
+        if name in forbidden_names:
             raise SnapKVError(f"--chat-template-config can't set {name!r}: the command sets it")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 

@@ -162,7 +162,7 @@ class Plans:
         usable = self.machine.usable
         plan_by_policy = {
             policy: self.planner.plan(n_prompt, policy, self.kv_bits)
-            for policy in (None, *self._policies())
+            for policy in (None, *self._policies_to_plan())
         }
         plans = []
         if self.kv_bits is not None:
@@ -195,7 +195,7 @@ class Plans:
             plans.append(best)
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
-    def _policies(self) -> list[str]:
+    def _policies_to_plan(self) -> list[str]:
         """Return the settings to plan in addition to the full cache: the user's setting, or auto's candidates."""
         from ..planning.auto import SNAPKV, SPARSE
 

@@ -48,7 +48,9 @@ class ResultFiles:
         self.base = path_of(name, "--output")
         paths = [self.path(suffix) for suffix in suffixes]
         with refusing(f"--output {name}"):
-            self._earlier_files = [path for path in paths if _replaces_result(path)]
+            for path in paths:
+                _require_replaceable(path)
+            self._earlier_files = [path for path in paths if path.exists()]
 
     def path(self, suffix: str) -> Path:
         """Return the path of the file with a suffix such as ".jsonl"."""
@@ -83,17 +85,16 @@ def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     return ResultFiles(name, [""]).base  # `name` already has its suffix
 
 
-def _replaces_result(path: Path) -> bool:
-    """Return whether writing a result would replace an existing file.
+def _require_replaceable(path: Path) -> None:
+    """Check that a result can be written to a file, and replaces nothing but a result.
 
-    Raises: SnapKVError: the file can't be written, or was not written by this package.
+    Raises: SnapKVError: the file can't be written, or exists and was not written by this package.
     """
     if path.suffix == ".png":
         require_matplotlib()
     file_exists = require_place(path)
     if file_exists and not is_ours(path):
         raise SnapKVError(f"--output: mlx-snapkv did not write {path}: give another name")
-    return file_exists
 
 
 def provenance(program: str = "mlx-snapkv") -> dict[str, Any]:
