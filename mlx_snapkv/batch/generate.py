@@ -14,7 +14,7 @@ from ..compress.policies import SnapKV
 from ..compress.policy import Policy
 from ..engine.generate import speed_text
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.token_ids import require_known, token_ids
+from ..engine.token_ids import require_known_tokens, token_ids
 from ..entries.quantization import split_off_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
@@ -139,7 +139,7 @@ def _token_lists(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     token_lists: list[Any] = []
     for prompt in prompts:
         tokens = token_ids(prompt, may_be_empty=True)
-        require_known(tokens, model)
+        require_known_tokens(tokens, model)
         token_lists.append(tokens.tolist())
     if [] in token_lists:
         raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")

@@ -187,23 +187,24 @@ def _split_entries(
     """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
     cache = layer.layer_cache_in(caches)
     obs_window = plan.decode_policy.obs_window
-    entries = cache.held(plan.n_voters if obs_window else 0)
+    n_queries = plan.n_voters if obs_window else 0
+    entries = cache.held(n_queries)
     entries.layer = layer
     layer_queries = None if queries is None else queries[layer.index]
     if layer_queries is not None:
         entries.voting_queries = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
-    n_of_answer = cache.offset - plan.n_prompt
-    n_of_prompt = len(entries) - n_of_answer
-    return entries.between(0, n_of_prompt), entries.between(n_of_prompt, len(entries))
+    n_answer_entries = cache.offset - plan.n_prompt
+    n_prompt_entries = len(entries) - n_answer_entries
+    return entries.between(0, n_prompt_entries), entries.between(n_prompt_entries, len(entries))
 
 
 def _as_voters(
-    layer: AttentionLayer, queries: mx.array, entries: Entries, stop: int, obs_window: int
+    layer: AttentionLayer, queries: mx.array, entries: Entries, end_position: int, obs_window: int
 ) -> Queries:
-    """Wrap the last `obs_window` queries as voters. `stop` is the position after the last query."""
+    """Wrap the last `obs_window` queries as voters. `end_position` is the position after the last query."""
     B, n_kv_heads, T, head_dim = entries.keys.shape
     n_heads = n_kv_heads * len(layer.readers)
-    if not _are_queries(queries.shape, B, n_heads, T, head_dim):
+    if not _is_query_shape(queries.shape, B, n_heads, T, head_dim):
         raise SnapKVError(
             f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={head_dim}), got "
             f"{queries.shape}"
@@ -215,12 +216,12 @@ def _as_voters(
         range(len(entries) - n_voters, len(entries)),
         layer.family.scale_of(layer.attention, head_dim),
         layer.family.sinks_of(layer.attention),
-        start=stop - n_voters,
+        start=end_position - n_voters,
         logit_cap=layer.logit_cap,
     )
 
 
-def _are_queries(
+def _is_query_shape(
     shape: tuple[int, ...], B: int, n_heads: int, max_queries: int, head_dim: int
 ) -> bool:
     """Return whether a shape is `(B, a multiple of n_heads, 1 to max_queries, head_dim)`."""
@@ -267,17 +268,18 @@ def _compressed_cache(
     prompt_entries.release()
     if on_kept is not None:
         on_kept(layer, kept_entries.positions, choice.kept_votes)
-    compressed = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, plan.decode_quota)
+    decode_cache = make_decode_cache(layer, kept_entries, plan.n_prompt, policy, plan.decode_quota)
     del prompt_entries, kept_entries
     query_source = prefill_cache if policy.observes_answer else None
-    compressed.inherit_queries(query_source)
+    decode_cache.inherit_queries(query_source)
+    # A text has no answer yet: tokens decoded after it only voted, and are dropped.
     n_to_append = 0 if plan.config.is_text else len(answer_entries)
-    stored_answer = answer_entries.stored_keys, answer_entries.stored_values
+    answer_rows = answer_entries.stored_keys, answer_entries.stored_values
     for i in range(n_to_append):
-        compressed.append(*slice_rows(stored_answer, i, i + 1))
-        compressed.inherit_queries(query_source)
-    mx.async_eval(compressed.state)
-    return compressed
+        decode_cache.append(*slice_rows(answer_rows, i, i + 1))
+        decode_cache.inherit_queries(query_source)
+    mx.async_eval(decode_cache.state)
+    return decode_cache
 
 
 def _quantized(entries: Entries, plan: Plan) -> Entries:

@@ -41,11 +41,11 @@ class PolicyMode:
         self._prompt_cache = prompt_cache
         self._on_kept = on_kept
         # Chunks fit between evictions if schedule="block", so they are not split.
-        self._call: Any = model if plan.config.evicts_in_blocks else pieces
+        self._call_model: Any = model if plan.config.evicts_in_blocks else pieces
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits."""
-        return self._call(inputs, cache=cache)
+        return self._call_model(inputs, cache=cache)
 
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` with compressed caches, then update the caller's prompt cache.

@@ -60,17 +60,17 @@ class DraftedAnswer:
         self._draft_caches = make_prompt_cache(self.draft_model)
         self._callers_caches = self.options.get("prompt_cache")
         if self._callers_caches is not None:
-            n_main = len(self.model.layers)
-            n_draft = len(self._draft_caches)
-            if len(self._callers_caches) != n_main + n_draft:
+            n_main_caches = len(self.model.layers)
+            n_draft_caches = len(self._draft_caches)
+            if len(self._callers_caches) != n_main_caches + n_draft_caches:
                 raise SnapKVError(
-                    f"prompt_cache must hold the caches of both models, {n_main} + {n_draft}, got "
+                    f"prompt_cache must hold the caches of both models, {n_main_caches} + {n_draft_caches}, got "
                     f"{len(self._callers_caches)}"
                 )
-            self._main_caches = self._callers_caches[:n_main]
-            self._draft_caches = copy.deepcopy(self._callers_caches[n_main:])
-        _require_none("main", self.model, _untrimmable(self._main_caches))
-        _require_none("draft", self.draft_model, _untrimmable(self._draft_caches))
+            self._main_caches = self._callers_caches[:n_main_caches]
+            self._draft_caches = copy.deepcopy(self._callers_caches[n_main_caches:])
+        _require_no_untrimmable("main", self.model, _untrimmable(self._main_caches))
+        _require_no_untrimmable("draft", self.draft_model, _untrimmable(self._draft_caches))
 
     def responses(
         self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
@@ -161,24 +161,24 @@ class DraftedAnswer:
         """Wrap the logits processors so that they also see the prompt and the first tokens of the answer."""
         earlier = mx.concatenate([self.prompt, mx.array(answer_tokens, self.prompt.dtype)])
 
-        def with_earlier(processor: Callable) -> Callable:
+        def with_earlier_tokens(processor: Callable) -> Callable:
             return lambda tokens, logits: processor(mx.concatenate([earlier, tokens]), logits)
 
         processors = self.options.get("logits_processors") or []
-        return [with_earlier(processor) for processor in processors] or None
+        return [with_earlier_tokens(processor) for processor in processors] or None
 
 
 def require_trimmable(model, prompt_cache: list | None) -> None:
     """Check that rejected drafts can be trimmed from all of the main model's caches. Raises: SnapKVError."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     main_caches = caches[: len(model.layers)]
-    adapted_caches = layer_caches(main_caches)
-    unsupported = [
+    adapted_caches = layer_caches(main_caches)  # the same caches, behind our interface
+    untrimmable_caches = [
         cache
         for cache, adapted in zip(all_caches(main_caches), adapted_caches)
         if not (adapted.grows or adapted.is_compressed)
     ]
-    _require_none("main", model, unsupported)
+    _require_no_untrimmable("main", model, untrimmable_caches)
     if not all(adapted.grows for adapted in adapted_caches):
         raise SnapKVError(
             "a draft model can't continue from a prompt cache that evicts during decoding: drop {}, or compress the "
@@ -192,10 +192,10 @@ def _untrimmable(caches: list) -> list:
     return [cache for cache in all_caches(caches) if type(cache) is not KVCache]
 
 
-def _require_none(role: str, model, untrimmable: list) -> None:
+def _require_no_untrimmable(role: str, model, untrimmable_caches: list) -> None:
     """Check that a model has no untrimmable caches. Raises: SnapKVError."""
-    if untrimmable:
-        class_names = " and ".join(sorted({type(cache).__name__ for cache in untrimmable}))
+    if untrimmable_caches:
+        class_names = " and ".join(sorted({type(cache).__name__ for cache in untrimmable_caches}))
         raise SnapKVError(
             "a draft model needs layers that can roll rejected tokens back, and the {} model ({}) has layers with {}, "
             "which can't: drop {} or use another model",

@@ -23,7 +23,7 @@ from .draft_model import DraftedAnswer, require_trimmable
 from .prefill import mlx_generate
 from .report import CompressionReport
 from .serving import ReportCallback, serve
-from .token_ids import require_known, token_ids
+from .token_ids import require_known_tokens, token_ids
 from .tokenizer_limit import ignore_length_limit
 
 
@@ -64,7 +64,7 @@ def generate_step(
     if stream is not None:
         kwargs["stream"] = stream
     prompt = token_ids(prompt, may_be_empty=kwargs.get("input_embeddings") is not None)
-    require_known(prompt, model)
+    require_known_tokens(prompt, model)
     start = functools.partial(mlx_generate.generate_step, prompt)
     n_prompt = len(prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
@@ -100,7 +100,7 @@ def stream_generate(
     """
     tokens = encode_prompt(tokenizer, prompt)
     n_prompt = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
-    require_known(tokens, model)
+    require_known_tokens(tokens, model)
     kwargs |= {"draft_model": draft_model}
     config, on_report, options = _resolve_keywords(
         model, n_prompt, max_tokens, snapkv, policy, sparse, on_report, kwargs
@@ -140,6 +140,7 @@ def _plan_main_model(
         prompt_cache,
         max_tokens=max_tokens,
         is_embedded=options.get("input_embeddings") is not None,
+        # Look the layers up without the draft model's caches.
         layers=attention_layers(model, make_prompt_cache(model)),
     )
 

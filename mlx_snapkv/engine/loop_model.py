@@ -64,15 +64,22 @@ class SplittingModel(WrappedModel):
             return model(inputs, cache=cache, **kwargs)
         caches = layer_caches(cache)
         logits = []
-        while (span := min(map(_n_until_eviction, caches))) < inputs.shape[1]:
-            logits.append(model(inputs[:, : int(span)], cache=cache))
-            inputs = inputs[:, int(span) :]
+        while True:
+            n_until_eviction = min(map(_n_until_eviction, caches))
+            if n_until_eviction >= inputs.shape[1]:
+                break
+            n_next = int(n_until_eviction)
+            logits.append(model(inputs[:, :n_next], cache=cache))
+            inputs = inputs[:, n_next:]
         logits.append(model(inputs, cache=cache))
         return mx.concatenate(logits, axis=1) if len(logits) > 1 else logits[0]
 
 
 def _n_until_eviction(cache: LayerCache) -> float:
-    """Return how many tokens fit before the next eviction. If one is due now, return how many fit after it."""
+    """Return how many tokens fit before the next eviction. If one is due now, return how many fit after it.
+
+    The result is infinite if the cache never evicts.
+    """
     return cache.room if cache.room > 0 else cache.block
 
 
@@ -139,18 +146,18 @@ class PacedModel(WrappedModel):
     def __init__(self, model, progress: Callable[[int, int], None]):
         """Wrap the model."""
         super().__init__(model)
-        self._progress = progress
+        self._progress_callback = progress
         self._evaluate = Evaluation()
         self._n_done = 0
         self._n_total = 0
         self._reported_at = time.perf_counter()
 
-    def report(self, done: int, total: int) -> None:
-        """Report that `done` of `total` prompt tokens have been read."""
-        self._n_done = done
-        self._n_total = total
+    def report(self, n_done: int, n_total: int) -> None:
+        """Report that `n_done` of `n_total` prompt tokens have been read."""
+        self._n_done = n_done
+        self._n_total = n_total
         self._reported_at = time.perf_counter()
-        self._progress(done, total)
+        self._progress_callback(n_done, n_total)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Call the wrapped model, and evaluate the caches if the chunk is long."""
@@ -165,7 +172,7 @@ class PacedModel(WrappedModel):
         now = time.perf_counter()
         if now - self._reported_at > PROGRESS_INTERVAL:
             self._reported_at = now
-            self._progress(self._n_done + int(n_tokens * fraction), self._n_total)
+            self._progress_callback(self._n_done + int(n_tokens * fraction), self._n_total)
 
 
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -69,7 +69,7 @@ class Pace:
     def switches_after(self, seconds: float) -> bool:
         """Record a token that took `seconds`, and return whether to switch modes for the next tokens."""
         self._add_token(seconds)
-        switches = self._ends_trial() if self._is_trial else self._begins_trial()
+        switches = self._end_trial_if_measured() if self._is_trial else self._begin_trial_if_due()
         if switches:
             self.reads_all = not self.reads_all
             self._latest_seconds.clear()
@@ -93,12 +93,12 @@ class Pace:
         """Return whether enough tokens have been timed since the last switch."""
         return len(self._latest_seconds) == N_MEASURED
 
-    def _begins_trial(self) -> bool:
+    def _begin_trial_if_due(self) -> bool:
         """Start a trial of the other mode if one is due. Return whether it started."""
         self._is_trial = self._n_until_trial <= 0 and self._is_measured
         return self._is_trial
 
-    def _ends_trial(self) -> bool:
+    def _end_trial_if_measured(self) -> bool:
         """End a trial once enough tokens have been timed. Return whether to switch back."""
         if not self._is_measured:
             return False

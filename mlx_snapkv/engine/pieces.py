@@ -33,13 +33,13 @@ class Pieces:
         """Compute the exact size of the scores, unless an upper bound is below the limit."""
         self._model = model
         self._layers = layers
-        self._pair_bytes = 0
+        self._pair_bytes = 0  # score bytes per query-entry pair; 0 means that chunks are not split
         n_heads = max(n_query_heads(layer.attention) for layer in layers)
         n_pairs = max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
-        max_score_bytes = MAX_PAIR_BYTES * n_heads * n_pairs
-        self._limit = scores_limit()
+        score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs
+        self._score_limit = scores_limit()
         # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
-        if max_score_bytes > self._limit and n_ranks() == 1:
+        if score_bytes_bound > self._score_limit and n_ranks() == 1:
             # Looking up the shapes takes time, so do it only when needed.
             shapes = layer_shapes(model, token_caches(model))
             self._pair_bytes = max(shape.pair_bytes for shape in shapes)
@@ -61,4 +61,4 @@ class Pieces:
         if not self._pair_bytes:
             return UNLIMITED
         n_before = max(layer.layer_cache_in(cache).n_before_next for layer in self._layers)
-        return tokens_at_once(n_before, self._pair_bytes, self._limit)
+        return tokens_at_once(n_before, self._pair_bytes, self._score_limit)

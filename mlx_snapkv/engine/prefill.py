@@ -21,7 +21,7 @@ from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
 from .request import Request, make_request
 from .restore import CacheCopy
-from .token_ids import require_known, token_ids
+from .token_ids import require_known_tokens, token_ids
 
 # Import the module by name, because `mlx_lm.generate` is also a function.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -63,7 +63,7 @@ def prefill(
     """
     config, kv_options = _prefill_config(options | {"policy": policy, "sparse": sparse})
     tokens = token_ids(tokens)
-    require_known(tokens, model)
+    require_known_tokens(tokens, model)
     require_step_size(prefill_step_size)
     warn_beyond_trained_length(model, tokens.size)
     plan = plan_request(model, config, tokens.size, prompt_cache)
@@ -79,7 +79,7 @@ def prefill(
         caches_after = caches_to_save(model, caches) if prompt_cache is None else caches
         report = CompressionReport.of_full_cache(plan)
     else:
-        request = make_request(model, plan, caches, owned=prompt_cache is None)
+        request = make_request(model, plan, caches, uses_store=prompt_cache is None)
         with request.recording():
             caches_after = _read_request(request, tokens, loop_options)
             report = request.report

@@ -33,18 +33,18 @@ def prefill_caches(
         return _evicting_caches(plan, layers, prompt_cache)
     caches = list(prompt_cache)
     for layer in layers:
-        stored = layer.cache_in(prompt_cache)
-        stored.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
-        stored.layer = layer
+        stored_cache = layer.cache_in(prompt_cache)
+        stored_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
+        stored_cache.layer = layer
         reading = plan.sparse_reading
         if reading is not None and pace is not None and not layer.borrowers:
-            view = FullView([stored.store], layer)
+            view = FullView([stored_cache.store], layer)
             # Computing page means reads all keys. If the keys are in files, store the means for later turns.
-            means = stored.page_means if stored.in_files else PageMeans()
+            means = stored_cache.page_means if stored_cache.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last_reach, reading.last_from, pace.chooses
             )
-            layer.put(caches, SparsePrefillKVCache(stored, ranking))
+            layer.put(caches, SparsePrefillKVCache(stored_cache, ranking))
     return caches
 
 
@@ -58,12 +58,15 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     """Create the prefill caches for a request that uses a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier_caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
-    are_full = not any(cache.is_compressed or cache.quantization for cache in earlier_caches)
+    earlier_are_full = not any(
+        cache.is_compressed or cache.quantization for cache in earlier_caches
+    )
     n_new = plan.n_prompt + plan.n_decoded_before_compression - plan.n_earlier
+    # If prefill neither evicts nor accumulates attention, it is enough to record the voters' queries.
     only_records = not plan.config.evicts_in_blocks and not plan.accumulates_attention
     for layer in layers:
         cache: LayerCache
-        if only_records and are_full:
+        if only_records and earlier_are_full:
             cache = RecordingKVCache(plan.first_voter, plan.end_of_voters, n_new, layer)
             cache.statistics_from = plan.statistics_from
             if plan.n_earlier:
@@ -86,14 +89,15 @@ def _block_cache(
     evicts_once = not plan.config.evicts_in_blocks
     earlier_entries = layer.layer_cache_in(prompt_cache).held() if plan.n_earlier else None
     n_expected = n_new
-    are_quantised = False
+    earlier_are_quantised = False
     if earlier_entries is not None:
         n_expected += len(earlier_entries)
-        are_quantised = earlier_entries.quantization is not None
+        earlier_are_quantised = earlier_entries.quantization is not None
         if evicts_once:
+            # Keep all entries while the prompt is read.
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
     # If entries are evicted only once, they are quantised at that point, unless they already are.
-    is_quantised_later = evicts_once and not are_quantised
+    is_quantised_later = evicts_once and not earlier_are_quantised
     block_cache = BlockKVCache(
         policy,
         quota,

@@ -15,7 +15,7 @@ RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is t
 
 # Kinds of chunks (values of `chooses`) that this process has already read. The first chunk of each kind includes
 # compilation, so it is not measured.
-compiled: set[bool] = set()
+compiled_kinds: set[bool] = set()
 
 
 class _Chunk(NamedTuple):
@@ -41,7 +41,7 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
-        recorded: the speed record. Later turns of a conversation rely on it until they have measured a chunk.
+        recorded_speed: the speed record. Later turns of a conversation rely on it until they have measured a chunk.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -51,7 +51,7 @@ class ReadingPace:
     def __init__(
         self,
         plan: Plan,
-        recorded: Speed,
+        recorded_speed: Speed,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Start with the first chunk of a prompt."""
@@ -68,7 +68,9 @@ class ReadingPace:
         self._is_sparse_faster = False
         if plan.n_earlier > 0:
             self._is_sparse_faster = bool(
-                recorded.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
+                recorded_speed.is_sparse_faster(
+                    READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO
+                )
             )
         self._next_trial_from = 0  # earliest position for the next trial
 
@@ -100,9 +102,9 @@ class ReadingPace:
         chunk, self._chunk = self._chunk, None
         if chunk is None or not self._adapts or chunk.n_tokens < CHUNK_SIZE:
             return
-        if chunk.chooses not in compiled:
-            compiled.add(chunk.chooses)
-            return
+        if chunk.chooses not in compiled_kinds:
+            compiled_kinds.add(chunk.chooses)
+            return  # the time includes compilation
         token_seconds = (self._clock() - chunk.start_time) / chunk.n_tokens
         kind = READ_SPARSE if chunk.chooses else READ_FULL
         mean_length = chunk.start + chunk.n_tokens / 2

@@ -114,9 +114,9 @@ class CompressionReport:
             return None
         speed_ratio = self.full_token_seconds / self.token_seconds
         if not self.read_all:
-            is_slower = speed_ratio < MIN_SPEED_RATIO
-            warning = f"{speed_ratio:.2f} times as fast as the full cache at this length"
-            return warning if is_slower else None
+            if speed_ratio >= MIN_SPEED_RATIO:
+                return None
+            return f"{speed_ratio:.2f} times as fast as the full cache at this length"
         _, last_token = self.read_all[-1]
         if last_token is not None:  # the answer ended with sparse attention
             return None
@@ -128,19 +128,19 @@ class CompressionReport:
     @property
     def entries_text(self) -> str:
         """Describe how many entries were kept, or how many each token reads."""
-        by_chunk = ""
+        chunk_text = ""
         if self.read_per_chunk is not None:
-            by_chunk = f", at most {self.read_per_chunk} by a chunk"
+            chunk_text = f", at most {self.read_per_chunk} by a chunk"
         if self.read_per_token is not None:
-            means = ""
+            means_text = ""
             if self.means:
-                means = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
-            by_token = f"{self.read_per_token} entries{means} read by every token"
-            return f"{by_token}{self._tokens_that_read_all}{by_chunk}"
+                means_text = f" and {self.means} mean{'s' if self.means > 1 else ''} of the rest"
+            token_text = f"{self.read_per_token} entries{means_text} read by every token"
+            return f"{token_text}{self._tokens_that_read_all}{chunk_text}"
         if self.read_all:
-            return f"all entries read by every token{by_chunk}"
-        counts = [n for n in self.entries_kept if n is not None] or [0]
-        fewest, most = min(counts), max(counts)
+            return f"all entries read by every token{chunk_text}"
+        entries_by_layer = [n for n in self.entries_kept if n is not None] or [0]
+        fewest, most = min(entries_by_layer), max(entries_by_layer)
         if fewest == most:
             return f"{most} entries kept"
         return f"{fewest} to {most} entries kept by layer"
@@ -161,19 +161,20 @@ class CompressionReport:
 
         Also say if the buffers are larger than the kept entries need.
         """
-        room = ""
+        room_text = ""
         if self._has_room_for_more:
-            room = f", with room for {f'a block of {self.block}' if self.block else 'more'}"
+            what_fits = f"a block of {self.block}" if self.block else "more"
+            room_text = f", with room for {what_fits}"
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
-        dtype_and_room = f"({self.kv_dtype}{room})"
+        dtype_and_room = f"({self.kv_dtype}{room_text})"
         if not self.kv_bytes_staying and not self.file_bytes:
             return f"KV memory {before} → {after} {dtype_and_room}"
-        where = format_bytes(self.kv_bytes_staying)
+        stored_size = format_bytes(self.kv_bytes_staying)
         if self.file_bytes:
-            where = f"{format_bytes(self.file_bytes)} of files"
+            stored_size = f"{format_bytes(self.file_bytes)} of files"
         return (
             f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {dtype_and_room}, "
-            f"all {self.prompt_tokens} entries stay in {where}"
+            f"all {self.prompt_tokens} entries stay in {stored_size}"
         )
 
     @property
@@ -181,9 +182,10 @@ class CompressionReport:
         """Return whether the buffers are larger than the kept entries need."""
         if self.read_per_token:
             return False
-        counts = [n for n in self.entries_kept if n is not None]
-        kept_share = sum(counts) / max(1, len(counts) * self.prompt_tokens)
-        return self.kv_bytes_read > 1.05 * kept_share * self.kv_bytes_before
+        entries_by_layer = [n for n in self.entries_kept if n is not None]
+        kept_share = sum(entries_by_layer) / max(1, len(entries_by_layer) * self.prompt_tokens)
+        needed_bytes = kept_share * self.kv_bytes_before
+        return self.kv_bytes_read > 1.05 * needed_bytes  # less than 5% more is not worth a mention
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a JSON-serialisable dict."""

@@ -9,8 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..models import attention_classes
-from ..models.patch import recording
+from ..models import attention_classes, patch
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, record_measurements, speed_of
 from ..sparse.prompt_caches import copy_to_store
@@ -93,7 +92,7 @@ class Request:
             require_unchanged(self.plan, self.layers, self.prompt_cache)
             self._started = time.perf_counter()
         needs_queries = self.plan.observes_answer if self.is_compressed else self.plan.observes
-        with recording(self._attention_classes if needs_queries else []):
+        with patch.recording(self._attention_classes if needs_queries else []):
             yield
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
@@ -136,12 +135,14 @@ class Request:
             return 0
         return speed_of(self._model, self.plan.sparse).tokens_to_repay_setup(self.plan.n_prompt)
 
-    def record_speed(self, answer: Sequence[Measurement] = ()) -> None:
+    def record_speed(self, answer_measurements: Sequence[Measurement] = ()) -> None:
         """Add the measured chunk and answer times to this machine's speed record."""
         assert self._sparse_mode is not None and self.plan.sparse is not None
         pace = self._sparse_mode.pace
-        chunks = [] if pace is None else pace.measurements
-        record_measurements(self._model, self.plan.sparse, [*chunks, *answer])
+        chunk_measurements = [] if pace is None else pace.measurements
+        record_measurements(
+            self._model, self.plan.sparse, [*chunk_measurements, *answer_measurements]
+        )
 
     def finish(self) -> CompressionReport:
         """Finish a request whose answer never used sparse attention.
@@ -158,7 +159,7 @@ def make_request(
     plan: Plan,
     prompt_cache: list | None = None,
     *,
-    owned: bool = False,
+    uses_store: bool = False,
     on_kept: KeptCallback | None = None,
 ) -> Request:
     """Create the request for a plan.
@@ -167,12 +168,12 @@ def make_request(
         model: an mlx-lm model.
         plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
         prompt_cache: the prompt cache that the plan was made for. By default, a new one is created.
-        owned: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
+        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
         on_kept: called for each layer with the kept entries.
 
     Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if plan.sparse is not None and not owned:
+    if plan.sparse is not None and not uses_store:
         caches = copy_to_store(model, caches, plan.sparse)
     return Request(model, plan, caches, on_kept)

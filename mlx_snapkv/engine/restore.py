@@ -17,7 +17,7 @@ class CacheCopy:
         caches = layer_caches(prompt_cache)
         self._restorers = [cache.restorer() for cache in caches]
         # (cache, number of tokens, bytes of its entries) for each copied cache
-        self._copied = [
+        self._copied_caches = [
             (cache, cache.offset, cache.kv_nbytes) for cache in caches if not cache.grows
         ]
 
@@ -36,7 +36,7 @@ class CacheCopy:
         ]
         changed_bytes = sum(
             bytes_before
-            for cache, offset_before, bytes_before in self._copied
+            for cache, offset_before, bytes_before in self._copied_caches
             if id(cache) in current_ids and cache.offset > offset_before
         )
         return kv_bytes(replaced_caches) + changed_bytes

@@ -74,8 +74,8 @@ def serve(
     )
     if plan.is_left_to_mlx_lm:
         callback(CompressionReport.of_full_cache(plan))
-        return _left_to_mlx_lm(start, model, options)
-    request = make_request(model, plan, prompt_cache, owned=config.turns, on_kept=on_kept)
+        return _run_in_mlx_lm(start, model, options)
+    request = make_request(model, plan, prompt_cache, uses_store=config.turns, on_kept=on_kept)
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
@@ -104,7 +104,7 @@ def require_servable(model, config: CompressionConfig) -> None:
         require_quantizable(model, layers, config.quantization)
 
 
-def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
+def _run_in_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's iterator for a request that is not compressed.
 
     The prompt cache may still evict, if an earlier request compressed it. In that case, calls are split at evictions,
@@ -118,12 +118,12 @@ def _left_to_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
             "input_embeddings can't continue from a prompt cache that evicts entries: give token ids, or compress "
             "the prompt with snapkv"
         )
-    context: contextlib.AbstractContextManager = contextlib.nullcontext()
+    trimming: contextlib.AbstractContextManager = contextlib.nullcontext()
     if options.get("draft_model") is not None:
-        context = trimming_drafts(prompt_cache)
+        trimming = trimming_drafts(prompt_cache)
 
     def items() -> Iterator[Any]:
-        with observing_queries(model, prompt_cache), context:
+        with observing_queries(model, prompt_cache), trimming:
             yield from start(split_at_evictions(model, prompt_cache), **options)
 
     return items()
@@ -151,7 +151,7 @@ def _adaptive_answer(
     report.read_all = [[1, None]]
     timed_items = _TimedItems(items)
     pause_seconds = 0.0
-    setup: list[Measurement] = []
+    setup_measurements: list[Measurement] = []
     try:
         with request.recording():
             for n_tokens, item in enumerate(timed_items, 1):
@@ -159,15 +159,17 @@ def _adaptive_answer(
                 if pace.switches_after(timed_items.latest_seconds):
                     switch_seconds = _switch_attention(request, pace.reads_all, n_tokens, on_report)
                     pause_seconds += switch_seconds
-                    if builds_index and not setup:
-                        setup.append(Measurement(SETUP, request.plan.n_prompt, switch_seconds))
+                    if builds_index and not setup_measurements:
+                        setup_measurements.append(
+                            Measurement(SETUP, request.plan.n_prompt, switch_seconds)
+                        )
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
                 yield _without_pause(item, pause_seconds)
     except GeneratorExit:
-        _end_adaptive(request, [*pace.measurements, *setup], on_report)
+        _end_adaptive_answer(request, [*pace.measurements, *setup_measurements], on_report)
         raise
-    _end_adaptive(request, [*pace.measurements, *setup], on_report)
+    _end_adaptive_answer(request, [*pace.measurements, *setup_measurements], on_report)
 
 
 def _switch_attention(
@@ -190,13 +192,14 @@ def _switch_attention(
     else:
         is_first_switch = not request.is_compressed
         request.compress()
-        report.read_all[-1][1] = last_token
+        latest_run = report.read_all[-1]  # [first, last] token that reads all entries
+        latest_run[1] = last_token
         if is_first_switch:
             on_report(report)
     return time.perf_counter() - started
 
 
-def _end_adaptive(
+def _end_adaptive_answer(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
     """Add measurements to the speed record. If the answer never switched to sparse attention, report on it now."""

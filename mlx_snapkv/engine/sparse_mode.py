@@ -100,8 +100,9 @@ class SparseMode:
     def compress(self, caches: list, report: CompressionReport) -> None:
         """Replace `caches` with caches that let tokens choose among all entries. Nothing is evicted."""
         self._require_no_nan()
-        if report.read_per_token is None:
-            self._note_chunks(caches, report)
+        is_first_compression = report.read_per_token is None
+        if is_first_compression:
+            self._note_read_per_chunk(caches, report)
         caches[:] = copies_sharing_entries(caches, self.layers)
         offload(self.layers, self._prompt_cache)
         report.entries_kept = [None] * len(caches)
@@ -109,8 +110,8 @@ class SparseMode:
         for layer in self.layers:
             # Borrowing layers receive this layer's entries as arrays, so here every token has to read all of them.
             if layer.borrowers:
-                stored = layer.cache_in(self._prompt_cache)
-                layer.put(caches, full_cache(stored.stored_entries().with_quantization(None)))
+                stored_cache = layer.cache_in(self._prompt_cache)
+                layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
         for layer in self._choosing_layers:
             cache = SparseKVCache(self._make_ranking(layer))
             layer.put(caches, cache)
@@ -118,10 +119,10 @@ class SparseMode:
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
         first_layer = self._choosing_layers[0]
-        stored = first_layer.cache_in(self._prompt_cache)
-        if stored.n_queries:
+        stored_cache = first_layer.cache_in(self._prompt_cache)
+        if stored_cache.n_queries:
             ranking = first_layer.cache_in(caches).ranking
-            report.plain_path = why_plain_path(ranking, stored.queries[:, :, :1])
+            report.plain_path = why_plain_path(ranking, stored_cache.queries[:, :, :1])
 
     def use_full_attention(self, caches: list) -> None:
         """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
@@ -132,15 +133,15 @@ class SparseMode:
         mx.eval([cache.state for cache in caches])
         for layer in self.layers:
             answer_cache = layer.cache_in(caches)
-            stored = layer.cache_in(self._prompt_cache)
+            stored_cache = layer.cache_in(self._prompt_cache)
             if layer.borrowers:  # read in full, so the cache has all entries
                 all_entries = answer_cache.keys, answer_cache.values
-                stored.append_sparsely_computed(
-                    *slice_rows(all_entries, stored.offset, answer_cache.offset)
+                stored_cache.append_sparsely_computed(
+                    *slice_rows(all_entries, stored_cache.offset, answer_cache.offset)
                 )
             else:
-                stored.append_sparsely_computed(*answer_cache.answer)
-            layer.put(caches, stored)
+                stored_cache.append_sparsely_computed(*answer_cache.answer)
+            layer.put(caches, stored_cache)
         self._prompt_cache[:] = caches
 
     def finish(self, prefill_caches: list, report: CompressionReport) -> None:
@@ -152,12 +153,12 @@ class SparseMode:
         """
         stored_caches = self._prompt_cache
         offload(self.layers, stored_caches)
-        self._note_chunks(prefill_caches, report)
+        self._note_read_per_chunk(prefill_caches, report)
         report.entries_kept = [None] * len(stored_caches)
         for layer in self.layers:
-            stored = layer.cache_in(stored_caches)
-            report.entries_kept[layer.index] = stored.n_entries
-            report.kv_bytes_before += stored.full_nbytes
+            stored_cache = layer.cache_in(stored_caches)
+            report.entries_kept[layer.index] = stored_cache.n_entries
+            report.kv_bytes_before += stored_cache.full_nbytes
         report.kv_dtype = kv_dtype(self.layers[0].cache_in(stored_caches))
         report.kv_bytes_after = kv_bytes(stored_caches)
         report.file_bytes = file_bytes(stored_caches)
@@ -167,8 +168,8 @@ class SparseMode:
         last_cache = self.layers[-1].cache_in(self._prompt_cache)
         if not last_cache.n_queries:
             return
-        view = last_cache.nonempty_stores()[-1]
-        newest_key = view.read(KEYS, view.n_entries - 1, view.n_entries)
+        newest_store = last_cache.nonempty_stores()[-1]
+        newest_key = newest_store.read(KEYS, newest_store.n_entries - 1, newest_store.n_entries)
         has_nan = mx.isnan(last_cache.queries).any() | mx.isnan(newest_key).any()
         if has_nan.item():
             raise nan_scores_error()
@@ -194,18 +195,18 @@ class SparseMode:
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and cache.n_queries:
-            ranking.weigh_residual(self._voters(layer, view), cache.clusters)
+            ranking.weigh_residual(self._make_voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.complete_blocks()
             mx.eval(ranking.residual)  # one layer at a time, to limit memory
         return ranking
 
-    def _voters(self, layer: AttentionLayer, view: FullView) -> Queries:
+    def _make_voters(self, layer: AttentionLayer, view: FullView) -> Queries:
         """Return the prompt's last queries as voters on all of a layer's entries."""
         cache = layer.cache_in(self._prompt_cache)
         return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
-    def _note_chunks(self, prefill_caches: list, report: CompressionReport) -> None:
+    def _note_read_per_chunk(self, prefill_caches: list, report: CompressionReport) -> None:
         """Record how many earlier entries a chunk read, if chunks chose entries."""
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing_layers[0].cache_in(prefill_caches).n_read

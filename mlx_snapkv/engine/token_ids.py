@@ -29,10 +29,10 @@ def token_ids(prompt: mx.array | Sequence[int], may_be_empty: bool = False) -> m
     return tokens
 
 
-def require_known(tokens: mx.array, model: Any) -> None:
+def require_known_tokens(tokens: mx.array, model: Any) -> None:
     """Check that all token ids are in the model's vocabulary. Raises: SnapKVError."""
-    ends = [int(tokens.max()), int(tokens.min())] if tokens.size else []
-    require_in_vocabulary("the prompt", ends, vocabulary_size(model))
+    extreme_tokens = [int(tokens.max()), int(tokens.min())] if tokens.size else []
+    require_in_vocabulary("the prompt", extreme_tokens, vocabulary_size(model))
 
 
 def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None:
@@ -50,11 +50,11 @@ def common_prefix(prompts: Sequence[Sequence[Any]]) -> int:
     first, *others = prompts
     n_common = len(first)
     for other in others:
-        n_common = min(n_common, _n_equal(first, other))
+        n_common = min(n_common, _common_prefix_of_two(first, other))
     return n_common
 
 
-def _n_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _common_prefix_of_two(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix of two prompts."""
     for i, (token, other_token) in enumerate(zip(first, second)):
         if token != other_token:

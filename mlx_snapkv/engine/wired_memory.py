@@ -12,8 +12,8 @@ from ..planning.machine import this_machine
 from ..prerequisites import complaint_here
 from .prefill import mlx_generate
 
-_WIRED = contextlib.ExitStack()
-atexit.register(_WIRED.close)
+_WIRED_LIMIT = contextlib.ExitStack()
+atexit.register(_WIRED_LIMIT.close)
 
 
 def hold_memory(model: Any) -> None:
@@ -29,7 +29,7 @@ def hold_memory(model: Any) -> None:
     mx.set_cache_limit(machine.buffer_limit)
     # Once this limit is reached, MLX frees unused buffers before it allocates new ones.
     mx.set_memory_limit(machine.usable)
-    _WIRED.close()
+    _WIRED_LIMIT.close()
     # MLX may print a warning, but stdout is reserved for answers.
     with contextlib.redirect_stdout(sys.stderr):
-        _WIRED.enter_context(mlx_generate.wired_limit(model))
+        _WIRED_LIMIT.enter_context(mlx_generate.wired_limit(model))

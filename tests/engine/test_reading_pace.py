@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*trained length")
 @pytest.fixture(autouse=True)
 def warm(monkeypatch):
     """Pretend that this process has already read both ways."""
-    monkeypatch.setattr(reading_pace, "compiled", {True, False})
+    monkeypatch.setattr(reading_pace, "compiled_kinds", {True, False})
 
 
 def planned(n_prompt, when="faster", n_held=0):
@@ -97,7 +97,7 @@ def test_the_winner_may_change_with_the_length():
 
 def test_the_first_chunks_of_a_process_do_not_count_because_they_compile(monkeypatch):
     """Neither the first chunk that reads everything nor the first that chooses is counted."""
-    monkeypatch.setattr(reading_pace, "compiled", set())
+    monkeypatch.setattr(reading_pace, "compiled_kinds", set())
     slow = []
 
     def seconds(start, chooses):

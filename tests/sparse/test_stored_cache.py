@@ -67,7 +67,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.offload()
     mx.clear_cache()
     config = CompressionConfig(SPARSE)
-    turn = make_request(model, plan_request(model, config, 41, caches), caches, owned=True)
+    turn = make_request(model, plan_request(model, config, 41, caches), caches, uses_store=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():
