@@ -10,7 +10,7 @@ from ..models.distributed import from_first_rank
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
-from ..planning.kv_limit import advice, machine_kv_limit, request_fits
+from ..planning.kv_limit import advice_to_fit, machine_kv_limit, request_fits
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
@@ -55,7 +55,7 @@ class Memory:
         limit_text = f"this machine has {format_bytes(self.limit)}"
         if self._is_limit_of_user:
             limit_text = f"max_kv_bytes is {format_bytes(self.limit)}: raise it"
-        what_fits = advice(self._footprint, n_prompt, max_tokens, self.limit)
+        what_fits = advice_to_fit(self._footprint, n_prompt, max_tokens, self.limit)
         raise NeverFits(
             f"its {n_prompt} prompt tokens and {max_tokens} of the answer need "
             f"{format_bytes(need.peak_entry_bytes)} of KV memory, and {limit_text}; {what_fits}"
@@ -92,16 +92,18 @@ class Memory:
             active: the requests in the batch. Each has a `need` and, once its prompt is compressed, a `report`.
             cache_bytes: current size of the batch's caches.
         """
-        others = [request for request in active if request.need is not None]
+        other_requests = [request for request in active if request.need is not None]
         extra_bytes = need.extra_in_prefill
-        for request in others:
+        for request in other_requests:
             if request.report is None:  # its prompt is being read
                 extra_bytes += request.need.extra_in_prefill
             else:
                 extra_bytes += request.need.extra_in_answer
-        cache_bytes_at_end = self._cache_bytes_at_end([*(request.need for request in others), need])
+        cache_bytes_at_end = self._cache_bytes_at_end(
+            [*(request.need for request in other_requests), need]
+        )
         peak_bytes = max(cache_bytes + need.peak_entry_bytes, cache_bytes_at_end + extra_bytes)
-        has_to_wait = bool(others) and peak_bytes > self.limit
+        has_to_wait = bool(other_requests) and peak_bytes > self.limit
         return None if has_to_wait else peak_bytes
 
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:
@@ -113,8 +115,8 @@ class Memory:
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0
-        for keeps_shape, factor in ((True, 2), (False, 4)):
-            max_factor = factor if has_policy else math.inf
+        for keeps_shape, padding_factor in ((True, 2), (False, 4)):
+            max_factor = padding_factor if has_policy else math.inf
             sizes = [need.cache_bytes_at_end for need in needs if need.keeps_shape == keeps_shape]
             longest = max(sizes, default=0)
             total_bytes += sum(int(min(max_factor * size, longest)) for size in sizes)

@@ -81,7 +81,8 @@ class AutoRequest:
         if self.required_sparse is not None:
             return (CompressionConfig(self.required_sparse),)
         configs = CANDIDATES[self.task]
-        if configs[0] == KEEP_ALL and self.sparse_time_ratio(n_prompt) < MAX_TIME_RATIO:
+        prefers_all_entries = configs[0] == KEEP_ALL
+        if prefers_all_entries and self.sparse_time_ratio(n_prompt) < MAX_TIME_RATIO:
             configs = (SPARSE, *configs)
         if self.may_be_sparse:
             return configs
@@ -213,9 +214,9 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
         configs = (KEEP_ALL, *configs)
     candidates: list[_Candidate] = []
     refusal = None
-    for candidate in configs:
+    for listed_config in configs:
         try:
-            config = request.with_min_ctx(candidate)
+            config = request.with_min_ctx(listed_config)
             config.require_supported(planner.model)
             plan, kv_bytes = planner.memory_and_peak(n_prompt, config, request.kv_bits)
         except SnapKVError as error:
@@ -333,7 +334,7 @@ def worth_comparing(n_prompt: int) -> list[str]:
     """
     top_k = 4096
     # SnapKV keeps 4/3 of top_k, and that should be at most a quarter of the prompt.
-    while top_k > 16 and 16 * top_k > 3 * n_prompt:
+    while top_k > 16 and 4 / 3 * top_k > n_prompt / 4:
         top_k //= 2
     evicting_once = f"snapkv:top_k={top_k}"
     evicting_within = f"keydiff:budget={2 * top_k} then snapkv:top_k={top_k // 2}"

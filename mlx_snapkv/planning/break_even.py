@@ -45,9 +45,9 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
 def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed) -> BreakEven:
     """Return the break-even length for a pair of kinds, from the speed record or else from the estimate."""
-    for basis, source in ((MEASURED, speed), (ESTIMATED, estimate)):
-        if {sparse_kind, full_kind} <= source.lines.keys():
-            length = source.sparse_faster_from(sparse_kind, full_kind, LENGTHS)
+    for basis, source_speed in ((MEASURED, speed), (ESTIMATED, estimate)):
+        if {sparse_kind, full_kind} <= source_speed.lines.keys():
+            length = source_speed.sparse_faster_from(sparse_kind, full_kind, LENGTHS)
             return BreakEven(basis, length)
     return BreakEven(UNKNOWN)
 

@@ -43,9 +43,10 @@ class EntrySizes:
             self.layers = attention_layers(model, self.caches)
         except UnsupportedModelError as error:
             self.refusal = error
-        compressible = [layer.cache_in(self.caches) for layer in self.layers]
-        self._entries = [cache.keys_and_values() for cache in compressible]
-        compressible_ids = {id(cache) for cache in compressible}
+        compressible_caches = [layer.cache_in(self.caches) for layer in self.layers]
+        # One token's keys and values, for each of `layers`.
+        self._entries = [cache.keys_and_values() for cache in compressible_caches]
+        compressible_ids = {id(cache) for cache in compressible_caches}
         # KV bytes per token for each full cache that can't be compressed.
         self._incompressible: list[int] = []
         self.sliding_windows: list[tuple[int, int]] = []
@@ -107,8 +108,8 @@ class EntrySizes:
 
     def page_mean_bytes(self) -> float:
         """Return the bytes per token of the mean keys that chunks use to choose pages."""
-        means = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
-        return count_bytes(list(means)) / PAGE_SIZE
+        mean_keys = (pack(keys, means_quantization(keys.shape[-1])) for keys, _ in self._entries)
+        return count_bytes(list(mean_keys)) / PAGE_SIZE  # one mean per page
 
     def cluster_bytes(self) -> float:
         """Return the bytes per token of the clusters: each token's cluster id, and its share of the means."""
@@ -125,13 +126,16 @@ class EntrySizes:
         unquantised_bytes = sum(self.bytes_by_layer()) + self.incompressible_bytes
         if quantization is None:
             return unquantised_bytes
-        quantisable = [  # each cache contains one token
+        # (keys, values) of one token, for each cache that mlx-lm would quantise
+        quantisable_entries = [
             cache.keys_and_values()
             for cache in self.caches
             if isinstance(cache, KVCache) and not cache.empty()
         ]
-        quantised = [pack(array, quantization) for pair in quantisable for array in pair]
-        return unquantised_bytes - count_bytes(quantisable) + count_bytes(quantised)
+        quantised_arrays = [
+            pack(array, quantization) for entries in quantisable_entries for array in entries
+        ]
+        return unquantised_bytes - count_bytes(quantisable_entries) + count_bytes(quantised_arrays)
 
     def window_and_state_bytes(self, n_tokens: int, chunk_size: int) -> int:
         """Return the size of linear states and sliding windows after reading `n_tokens` tokens in chunks.

@@ -145,6 +145,7 @@ class Footprint:
         n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
+        # An answer token may copy one layer's entries: those of a full cache if there is one, or else the kept ones.
         n_copied = n_prompt if sizes.incompressible_bytes else self.n_kept(plan)
         return Need(
             extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
@@ -175,13 +176,13 @@ class Footprint:
             shape.chunk_bytes(chunk_size, n_prompt, margin=MARGIN) for shape in sizes.shapes
         )
         # Full caches are copied when they grow.
-        copied_bytes = int(MARGIN * sizes.widest_layer_bytes * n_prompt)
+        growth_bytes = int(MARGIN * sizes.widest_layer_bytes * n_prompt)
         return Need(
             extra_in_prefill=extra_in_prefill,
             kept_bytes=n_prompt * token_bytes,
             cache_bytes_at_end=cache_bytes,
-            chunk_bytes=layer_bytes + copied_bytes,
-            step_bytes=copied_bytes,
+            chunk_bytes=layer_bytes + growth_bytes,
+            step_bytes=growth_bytes,
         )
 
     def _chunk_bytes(self, plan: Plan) -> int:
@@ -193,18 +194,18 @@ class Footprint:
         page_mean_bytes = 0
         if reading is not None:
             page_mean_bytes = int(sizes.page_mean_bytes() * self.n_indexed_in_memory(n_prompt))
-        if reading is None or plan.adapts:
+        if reading is None or plan.adapts:  # a chunk may read all entries
             n_visible = self.n_prefill_rows(plan)
         else:
             n_chosen = min(n_prompt, max(reading.reach.max_read, reading.last_reach.max_read))
             n_visible = n_chosen + chunk_size
         copied_bytes = sizes.widest_layer_bytes * n_visible
         # Layers that can't be compressed attend to the whole prompt.
-        most_visible = n_prompt if sizes.incompressible_bytes else n_visible
+        max_visible = n_prompt if sizes.incompressible_bytes else n_visible
         # Blocks are never split, so their scores have no limit.
         max_score_bytes = None if plan.config.evicts_in_blocks else scores_limit()
         layer_bytes = max(
-            shape.chunk_bytes(chunk_size, most_visible, max_score_bytes, margin=MARGIN)
+            shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
         )
         # Attention is accumulated from logits, which are computed in blocks of this size.
@@ -283,9 +284,9 @@ class Footprint:
     def n_prefill_rows(self, plan: Plan) -> int:
         """Return the maximum number of entries per compressed layer during prefill."""
         n_answer = plan.n_decoded_before_compression
-        n_block = 1 if plan.compress is None else plan.compress.policy.block
+        n_between_evictions = 1 if plan.compress is None else plan.compress.policy.block
         n_without_eviction = plan.n_prompt + n_answer
-        n_with_eviction = plan.prefill_quota.entries + max(n_block, n_answer)
+        n_with_eviction = plan.prefill_quota.entries + max(n_between_evictions, n_answer)
         return min(n_without_eviction, n_with_eviction)
 
 

@@ -45,7 +45,7 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
         return False
 
 
-def advice(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
+def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
     """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt.
 
     Args:

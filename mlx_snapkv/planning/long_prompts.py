@@ -108,19 +108,21 @@ class LongPrompts:
         try:
             if self._planner is None:
                 self._planner = Planner(self._model, **self._planner_options)
-            plan, kv_bytes = self._planner.memory_and_peak(n_tokens, self._config, self._kv_bits)
+            memory_plan, entry_bytes = self._planner.memory_and_peak(
+                n_tokens, self._config, self._kv_bits
+            )
         except SnapKVError:
             return
         if max_kv_bytes is not None:
-            if kv_bytes > max_kv_bytes:
+            if entry_bytes > max_kv_bytes:
                 raise SnapKVError(
-                    f"{n_tokens} tokens and their answer need {format_bytes(kv_bytes)} of KV memory, and {{}} is "
+                    f"{n_tokens} tokens and their answer need {format_bytes(entry_bytes)} of KV memory, and {{}} is "
                     f"{format_bytes(max_kv_bytes)}: raise it",
                     Option("max_kv_bytes"),
                 )
-        elif plan.peak > self._usable:
+        elif memory_plan.peak > self._usable:
             raise SnapKVError(
-                f"{n_tokens} tokens will take about {format_bytes(plan.peak)}, but this machine has "
+                f"{n_tokens} tokens will take about {format_bytes(memory_plan.peak)}, but this machine has "
                 f"{format_bytes(self._usable)} for models; {self._what_fits(n_tokens)}, and {{}} reads them anyway",
                 Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
@@ -166,18 +168,21 @@ def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
 def _describe_sparse(footprint: Footprint, plan: Plan) -> str:
     """Describe how many entries prompt chunks and answer tokens will read."""
     n_prompt = plan.n_prompt
-    n_read = f"{footprint.n_kept(plan):,}"
-    all_stay = f"all of them stay in {_stored_size(footprint.sizes, plan.config.store, n_prompt)}"
-    since = ""
+    read_count = f"{footprint.n_kept(plan):,}"
+    stored_text = (
+        f"all of them stay in {_stored_size(footprint.sizes, plan.config.store, n_prompt)}"
+    )
+    from_token = ""
     if plan.adapts:
-        since = f" from the {plan.n_decoded_before_compression + 1}th on, while that is faster"
+        from_token = f" from the {plan.n_decoded_before_compression + 1}th on, while that is faster"
     reading = plan.sparse_reading
     if reading is None or reading.reach.max_read >= n_prompt:
-        token = f"a token of the answer will read at most {n_read} of {n_prompt:,} entries{since}"
-        return f"the prompt will be read in full, {token}; {all_stay}"
-    chunk = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"
-    last_tokens = f"the prompt's last {LAST_TOKENS} tokens read more"
-    return f"{chunk}, and a token of the answer at most {n_read}{since}; {all_stay}; {last_tokens}"
+        token_text = f"a token of the answer will read at most {read_count} of {n_prompt:,} entries{from_token}"
+        return f"the prompt will be read in full, {token_text}; {stored_text}"
+    chunk_text = f"a chunk will read at most {reading.reach.max_read:,} of {n_prompt:,} entries"
+    last_tokens_text = f"the prompt's last {LAST_TOKENS} tokens read more"
+    token_text = f"a token of the answer at most {read_count}{from_token}"
+    return f"{chunk_text}, and {token_text}; {stored_text}; {last_tokens_text}"
 
 
 def _describe_compressed(footprint: Footprint, plan: Plan) -> str:
@@ -192,11 +197,11 @@ def _describe_compressed(footprint: Footprint, plan: Plan) -> str:
     sizes = footprint.sizes
     bytes_before = n_prompt * sizes.full_cache_bytes(None)
     bytes_after = footprint.row_bytes * (n_kept + n_block) + n_prompt * sizes.incompressible_bytes
-    since = ""
+    from_token = ""
     if not (plan.config.evicts_in_blocks or plan.config.is_text):  # a text has no answer
-        since = f" from the answer's token {plan.n_decoded_before_compression + 1} on"
+        from_token = f" from the answer's token {plan.n_decoded_before_compression + 1} on"
     room_for_block = f", room for a block of {n_block:,} included" if n_block else ""
     return (
-        f"{n_kept:,} of {n_prompt:,} entries will be kept{since}: "
+        f"{n_kept:,} of {n_prompt:,} entries will be kept{from_token}: "
         f"KV memory {format_bytes(bytes_before)} → {format_bytes(bytes_after)}{room_for_block}"
     )

@@ -90,8 +90,9 @@ class Planner:
             max_tokens=self._max_tokens,
             layers=self._sizes.layers,
         )
-        # mlx-lm uses a full cache.
-        used_config = replace(plan.config, setting=None) if plan.is_left_to_mlx_lm else plan.config
+        used_config = plan.config
+        if plan.is_left_to_mlx_lm:
+            used_config = replace(plan.config, setting=None)  # mlx-lm uses a full cache
         need = self._footprint_of(used_config).need(plan, self._max_tokens)
         setting = config.setting
         memory_plan = MemoryPlan(
@@ -107,9 +108,11 @@ class Planner:
         return memory_plan, need.peak_entry_bytes
 
     def _make_footprint(self, config: CompressionConfig) -> Footprint:
+        """Create the estimator for requests with a config."""
         return Footprint(self._sizes, config, self._step_size, quantises_full=True)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
+        """Return the quantisation with `kv_bits` bits. Raises: SnapKVError: the model does not support it."""
         if kv_bits is None:
             return None
         quantization = Quantization(kv_bits, self._group_size)

@@ -74,8 +74,8 @@ def prefix_cache_size(
         max_context: maximum prompt length in tokens set by the user. None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)
-    longest = trained_length(model) or max_context or DEFAULT_CONTEXT
-    context = min(longest, max_context or longest)
+    model_context = trained_length(model) or max_context or DEFAULT_CONTEXT
+    context = min(model_context, max_context or model_context)
     try:
         prompt_bytes = Footprint(EntrySizes(model), config).prefix_bytes(context)
     except SnapKVError:  # the setting does not support prompts of this length
@@ -92,9 +92,9 @@ def _default_limit(
     """Return the default size in bytes, given the size of the longest prompt."""
     if config.sparse is not None and in_files(config.store):
         usual_limit = IN_FILES
-        free = shutil.disk_usage(config.sparse.store_dir or tempfile.gettempdir()).free
+        free_bytes = shutil.disk_usage(config.sparse.store_dir or tempfile.gettempdir()).free
     else:
         usual_limit = IN_MEMORY
-        free = machine.usable - weight_bytes(model)
-    max_limit = max(MIN_PREFIX_BYTES, free // 2)
+        free_bytes = machine.usable - weight_bytes(model)
+    max_limit = max(MIN_PREFIX_BYTES, free_bytes // 2)
     return min(max(usual_limit, prompt_bytes), max_limit)

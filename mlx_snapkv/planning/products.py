@@ -8,7 +8,7 @@ from ..caches.layers import AttentionLayer
 from ..models.counts import experts_per_token, hidden_size
 
 
-def entries_for(share: float, model: Any, layers: list[AttentionLayer]) -> int:
+def entries_costing(share: float, model: Any, layers: list[AttentionLayer]) -> int:
     """Return the number of entries per layer at which attention costs `share` of a token's products with the weights.
 
     The number is large if attention is a small part of the work, as in large models, mixtures of experts and hybrids.

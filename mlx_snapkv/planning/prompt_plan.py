@@ -199,7 +199,9 @@ def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
     has_boundary = 0 < n_before_voters < n_new
     if is_one_chunk or not has_boundary:
         return max_size
-    if max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE:
+    is_large_multiple = max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE
+    if is_large_multiple:
+        # Choose the size that leaves the fewest other tokens in the last chunk.
         sizes = range(max_size, max_size // 2 - 1, -MULTIPLE)
         return min(sizes, key=lambda size: n_before_voters % size)
     n_chunks = math.ceil(n_before_voters / max_size)

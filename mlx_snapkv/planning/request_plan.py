@@ -32,7 +32,7 @@ from ..sparse.options import (
 )
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
-from .products import entries_for
+from .products import entries_costing
 from .prompt_plan import (
     PREFILL_STEP_SIZE,
     PromptPlan,
@@ -299,7 +299,7 @@ def _plan_sparse(
     )
     if not sparse.reads_sparsely:
         return plan
-    n_cheap = 0 if sparse.read_top_k is not None else entries_for(CHEAP_SHARE, model, layers)
+    n_cheap = 0 if sparse.read_top_k is not None else entries_costing(CHEAP_SHARE, model, layers)
     return replace(plan, sparse_reading=_plan_reading(plan, sparse, n_cheap))
 
 

@@ -67,21 +67,21 @@ def layer_shapes(model: Any, caches: list) -> set[LayerShape]:
     The last layer is left out, because its attention is not computed during prefill.
     """
     layers = list(model.layers)
-    windows = [_max_visible(cache) for cache in caches]
-    key_sizes = [_key_size(cache) for cache in caches]
+    windows_by_layer = [_max_visible(cache) for cache in caches]
+    key_sizes_by_layer = [_key_size(cache) for cache in caches]
     if len(caches) != len(layers):
         # Some layers have several caches, or none of their own. Treat every layer like the largest.
-        windows = [max(windows)] * len(layers)
-        key_sizes = [max(key_sizes)] * len(layers)
+        windows_by_layer = [max(windows_by_layer)] * len(layers)
+        key_sizes_by_layer = [max(key_sizes_by_layer)] * len(layers)
     float32_bytes = 4
     bytes_per_number = min(
         (cache.keys.dtype.size for cache in _caches_with_keys(caches)), default=float32_bytes
     )
     family_by_module_id = _family_by_module_id(model)
     shapes = {LayerShape(0)}  # never empty, even with a single layer
-    for layer, window, key_size in zip(layers[:-1], windows, key_sizes):
+    for layer, window, key_size in zip(layers[:-1], windows_by_layer, key_sizes_by_layer):
         modules = layer.modules()
-        shape = LayerShape(bytes_per_number * _n_projected(modules))
+        shape = LayerShape(bytes_per_number * _n_projected_numbers(modules))
         attentions_of_layer = [module for module in modules if id(module) in family_by_module_id]
         if window and attentions_of_layer:
             attention = max(attentions_of_layer, key=n_query_heads)
@@ -168,17 +168,21 @@ def score_bytes(
     Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
     separately, unless its family joins both parts.
     """
+    is_mla = hasattr(attention, "embed_q")
+    has_positional_scores = is_mla and (family is None or family.query_factor is None)
+    has_sinks = not is_mla and family is not None and family.sinks_of(attention) is not None
+    # How many arrays of scores are in memory at the same time.
     n_arrays = 1
-    if hasattr(attention, "embed_q"):
-        n_arrays = 2 if family is None or family.query_factor is None else 1
-    elif family is not None and family.sinks_of(attention) is not None:
-        n_arrays = 3  # a column for the sinks is appended and later removed
     if is_fused(head_size):
-        n_arrays = 1 if n_arrays == 2 else 0  # only the separate positional scores are stored
+        n_arrays = 1 if has_positional_scores else 0  # a fused kernel stores no other scores
+    elif has_positional_scores:
+        n_arrays = 2
+    elif has_sinks:
+        n_arrays = 3  # a column for the sinks is appended and later removed
     return bytes_per_number * n_query_heads(attention) * n_arrays
 
 
-def _n_projected(modules: list[Any]) -> int:
+def _n_projected_numbers(modules: list[Any]) -> int:
     """Return how many numbers a layer's projections compute per token."""
     n_experts = max(1, *map(experts_per_token, modules))
     n_numbers = 0
@@ -216,11 +220,11 @@ def repository_without_weights(name: str) -> nn.Module:
         (Path(folder) / "config.json").write_bytes(config.read_bytes())
         for file, header in headers.items():
             tensors = {name: vars(tensor) for name, tensor in header.tensors.items()}
-            _write_empty(Path(folder) / Path(file).name, tensors)
+            _write_header_only(Path(folder) / Path(file).name, tensors)
         return without_weights(folder)
 
 
-def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
+def _write_header_only(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
     """Write a safetensors file with a header for `tensors`, and a hole instead of the data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)

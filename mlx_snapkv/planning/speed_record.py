@@ -70,10 +70,10 @@ class Line(NamedTuple):
     sum_y: float = 0.0
     sum_xy: float = 0.0
 
-    def with_measurements(self, length: float, seconds: float) -> Line:
+    def with_measurement(self, length: float, seconds: float) -> Line:
         """Return the line with one more measurement."""
-        added = 1.0, length, length * length, seconds, length * seconds
-        sums = [(1 - FORGETTING_RATE) * old + new for old, new in zip(self, added)]
+        new_terms = 1.0, length, length * length, seconds, length * seconds
+        sums = [(1 - FORGETTING_RATE) * old_sum + term for old_sum, term in zip(self, new_terms)]
         return Line(*sums)
 
     def lower_bound(self, length: float) -> float:
@@ -206,7 +206,7 @@ class Speed:
         lines = dict(self.lines)
         for kind, length, seconds in measurements:
             if 0 < seconds < math.inf:
-                lines[kind] = lines.get(kind, Line()).with_measurements(length, seconds)
+                lines[kind] = lines.get(kind, Line()).with_measurement(length, seconds)
         return Speed(lines)
 
 
@@ -215,7 +215,7 @@ def speed_of(model: Any, sparse: Sparse) -> Speed:
     speeds = _load_record()
     if not speeds:
         return Speed()
-    key = _key(model, sparse)
+    key = _record_key(model, sparse)
     return Speed() if key is None else speeds.get(key, Speed())
 
 
@@ -224,7 +224,7 @@ def record_measurements(model: Any, sparse: Sparse, measurements: list[Measureme
     path = record_path()
     if path is None or not measurements:
         return
-    key = _key(model, sparse)
+    key = _record_key(model, sparse)
     if key is None:
         return
     speeds = _load_record()
@@ -239,9 +239,9 @@ def record_measurements(model: Any, sparse: Sparse, measurements: list[Measureme
 
 def record_path() -> Path | None:
     """Return the path of the record, by default in the user's cache folder. Return None if no record is kept."""
-    path_of_user = os.environ.get(PATH_VARIABLE)
-    if path_of_user is not None:
-        return Path(path_of_user) if path_of_user else None
+    users_path = os.environ.get(PATH_VARIABLE)
+    if users_path is not None:
+        return Path(users_path) if users_path else None
     default_folder = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(default_folder)
     return Path(cache_folder) / "mlx-snapkv" / "speed.json"
@@ -272,22 +272,22 @@ def _parse_line(sums: Any) -> Line:
     return line
 
 
-def _key(model: Any, sparse: Sparse) -> str | None:
+def _record_key(model: Any, sparse: Sparse) -> str | None:
     """Return the key for measurements: the machine, the versions, the model's shape and the method.
 
     Return None if the model's shape can't be determined.
     """
     try:
-        shape = _shape(model)
+        shape_texts = _describe_shape(model)
     except (SnapKVError, AttributeError, ValueError):
         return None
     machine = [processor(), str(mx.default_device()), str(this_machine().memory)]
     versions = [f"mlx {version('mlx')}", f"mlx-snapkv {__version__}"]
     method = str(replace(sparse, when="faster"))
-    return "; ".join([*machine, *versions, *shape, method])
+    return "; ".join([*machine, *versions, *shape_texts, method])
 
 
-def _shape(model: Any) -> list[str]:
+def _describe_shape(model: Any) -> list[str]:
     """Describe the shape of a model. Raises: SnapKVError: the model does not support sparse attention."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
@@ -297,11 +297,11 @@ def _shape(model: Any) -> list[str]:
     return [
         f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
         f"{n_kv_heads} heads x {group_size} x {head_dim}, {keys.dtype}",
-        f"hidden {hidden_size(model)}, {_bits(model)} bits",
+        f"hidden {hidden_size(model)}, {_bits_per_weight(model)} bits",
     ]
 
 
-def _bits(model: Any) -> int:
+def _bits_per_weight(model: Any) -> int:
     """Return the bits per weight: the minimum over quantised modules or, without any, the largest weight's."""
     modules = model.modules()
     quantised = [module for module in modules if "scales" in module and hasattr(module, "bits")]

@@ -9,7 +9,7 @@ from tiny_models import make_llama
 from mlx_snapkv import Sparse
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.planning.config import CompressionConfig
-from mlx_snapkv.planning.products import entries_for
+from mlx_snapkv.planning.products import entries_costing
 from mlx_snapkv.planning.request_plan import plan_request
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 64, 4, 2, 32
@@ -24,7 +24,7 @@ SHAPE = {
 
 
 def found(model, share):
-    return entries_for(share, model, attention_layers(model, make_prompt_cache(model)))
+    return entries_costing(share, model, attention_layers(model, make_prompt_cache(model)))
 
 
 def test_projections_and_mlp_are_counted():

@@ -37,7 +37,7 @@ ONE = [Measurement(DECODE_FULL, 1000, 0.5)]
 def line(*points):
     found = Line()
     for length, seconds in points:
-        found = found.with_measurements(length, seconds)
+        found = found.with_measurement(length, seconds)
     return found
 
 
