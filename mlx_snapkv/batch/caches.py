@@ -223,10 +223,10 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     ) -> mx.array | None:
         """Return a bool mask `(B, 1, 1, rows)` for the next step, or None if all requests have the same length."""
         super().make_mask(N, return_array, window_size)
-        counts = [cache.n_after_next for cache in self.request_caches]
-        if len(set(counts)) == 1:
+        lengths = [cache.n_after_next for cache in self.request_caches]
+        if len(set(lengths)) == 1:
             return None
-        is_entry = mx.arange(max(counts)) < mx.array(counts)[:, None]  # (B, rows)
+        is_entry = mx.arange(max(lengths)) < mx.array(lengths)[:, None]  # (B, rows)
         return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
@@ -311,15 +311,17 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     def _write_back(self, i: int, request_cache: EvictingCache) -> None:
         """Copy a request's entries from its cache to its slot of the shared arrays."""
-        n = request_cache.n_entries
-        self._enlarge(n)
-        entries = slice_rows((request_cache.keys, request_cache.values), 0, n)
+        n_entries = request_cache.n_entries
+        self._enlarge(n_entries)
+        entries = slice_rows((request_cache.keys, request_cache.values), 0, n_entries)
         for buffer, array in zip(flat_arrays(self._stored), flat_arrays(entries)):
-            buffer[i : i + 1, :, :n] = array
+            buffer[i : i + 1, :, :n_entries] = array
 
-    def _copy_entries(self, i: int, n: int) -> Stored:
-        """Copy a request's first `n` entries, keeping a batch axis of 1."""
-        return map_arrays(lambda buffer: mx.contiguous(buffer[i : i + 1, :, :n]), self._stored)
+    def _copy_entries(self, i: int, n_entries: int) -> Stored:
+        """Copy a request's first `n_entries` entries, keeping a batch axis of 1."""
+        return map_arrays(
+            lambda buffer: mx.contiguous(buffer[i : i + 1, :, :n_entries]), self._stored
+        )
 
     def _n_rows_needed(self) -> int:
         """Return how many rows the longest request needs now or for its next token."""

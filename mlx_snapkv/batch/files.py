@@ -81,8 +81,8 @@ class RequestsFile:
     def __iter__(self) -> Iterator[Line]:
         """Yield every non-blank line. Lines that repeat a `custom_id` are marked as invalid."""
         first_lines: dict[str, int] = {}  # `custom_id` -> number of its first line
-        for number, raw in self._raw_lines():
-            line = _parse_line(number, raw)
+        for number, raw_line in self._raw_lines():
+            line = _parse_line(number, raw_line)
             if line.custom_id is not None:
                 first_number = first_lines.setdefault(line.custom_id, number)
                 if first_number != number:
@@ -93,16 +93,16 @@ class RequestsFile:
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the number and bytes of every non-blank line, without a byte order mark."""
         self._stream.seek(self._start)
-        for number, raw in enumerate(self._stream, start=1):
-            text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        for number, raw_line in enumerate(self._stream, start=1):
+            text = raw_line.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw_line
             if text.strip():
                 yield number, text
 
 
-def _parse_line(number: int, raw: bytes) -> Line:
+def _parse_line(number: int, raw_line: bytes) -> Line:
     """Parse a line. If it is invalid, `problem` says why."""
     try:
-        record = json.loads(raw.decode())
+        record = json.loads(raw_line.decode())
     except (ValueError, RecursionError) as error:
         problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is not JSON"
         return Line(number, custom_id=None, problem=problem, code=NO_OBJECT)
@@ -159,13 +159,13 @@ class AnswersFile:
         for number, line in self._lines.read():
             self._add_line(number, line)
 
-    def _add_line(self, number: int, raw: bytes) -> None:
+    def _add_line(self, number: int, raw_line: bytes) -> None:
         """Register an answer or error from the file.
 
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
         try:
-            outcome = _parse_outcome(raw)
+            outcome = _parse_outcome(raw_line)
             self._keys.add(outcome.key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
@@ -214,8 +214,12 @@ class AnswersFile:
 
     def error(self, line: Line, code: str, sentence: str) -> None:
         """Write an error in place of a request's answer. Raises: OSError."""
-        why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
-        self._append(line, response=None, error=why)
+        error_fields = {
+            "code": code,
+            "message": f"line {line.number}: {sentence}",
+            "line": line.number,
+        }
+        self._append(line, response=None, error=error_fields)
         self.n_errors += 1
 
     def _append(self, line: Line, **outcome: Any) -> None:
@@ -239,14 +243,14 @@ class _Outcome(NamedTuple):
     is_error: bool
 
 
-def _parse_outcome(raw: bytes) -> _Outcome:
+def _parse_outcome(raw_line: bytes) -> _Outcome:
     """Parse a line of an answer file.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
-    if not raw.startswith(START):
+    if not raw_line.startswith(START):
         raise ValueError
-    record = json.loads(raw)
+    record = json.loads(raw_line)
     custom_id = record["custom_id"]
     error = record["error"]
     if error is not None:

@@ -204,11 +204,11 @@ class CompressedBatchGenerator(BatchGenerator):
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         """Remove requests, like mlx-lm's `remove`, and return their memory to the operating system."""
-        removed = super().remove(uids, *args, **kwargs)
+        result = super().remove(uids, *args, **kwargs)
         for uid in uids:
             self._plans.pop(uid, None)
         mx.clear_cache()
-        return removed
+        return result
 
     def read_so_far(self, uid: int) -> tuple[list, list[int]] | None:
         """Return copies of a request's caches during prefill, and the tokens read so far.

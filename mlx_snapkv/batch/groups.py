@@ -12,9 +12,8 @@ from mlx_lm.generate import GenerationBatch
 
 from ..caches.layers import layer_caches
 from ..errors import SnapKVError
-from ..models import attention_classes
+from ..models import attention_classes, patch
 from ..models.distributed import n_ranks
-from ..models.patch import recording
 from .caches import batch_caches, batch_of_one, kind_of
 from .job import Job
 
@@ -89,7 +88,7 @@ class Group(GenerationBatch):
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the attention classes within the `with` block if any request records queries."""
         captures_queries = any(cache.observes for cache in batch_caches(self.prompt_cache))
-        return recording(self._attention_classes if captures_queries else [])
+        return patch.recording(self._attention_classes if captures_queries else [])
 
     def next(self) -> list[Any]:
         """Decode one token per request, and return the responses.
@@ -105,9 +104,9 @@ class Group(GenerationBatch):
         except request_errors() as error:
             self.filter([])
             return [failure(uid, error) for uid in uids]
-        return self._without_failed(responses, self._errors(responses))
+        return self._without_failed(responses, self._errors_by_uid(responses))
 
-    def _errors(self, responses: list[Any]) -> dict[int, Exception]:
+    def _errors_by_uid(self, responses: list[Any]) -> dict[int, Exception]:
         """Return a step's errors by uid: NaN logits, or a failed sampler or logits processor."""
         errors: dict[int, Exception] = {}
         for response in responses:
@@ -140,11 +139,11 @@ class Group(GenerationBatch):
 
 def failure(uid: int, error: Exception) -> Any:
     """Create the last response for a failed request."""
-    nothing: Any = None
+    no_logprobs: Any = None
     return Group.Response(
         uid=uid,
         token=-1,
-        logprobs=nothing,
+        logprobs=no_logprobs,
         finish_reason="error",
         prompt_cache=None,
         all_tokens=None,

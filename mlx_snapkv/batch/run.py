@@ -277,8 +277,8 @@ class Run:
 
     def _fail(self, line: Line, code: str, error: Exception) -> None:
         """Write an error in place of a line's answer."""
-        why = str(error) if isinstance(error, SnapKVError) else brief(error)
-        self.answers.error(line, code, why)
+        message = str(error) if isinstance(error, SnapKVError) else brief(error)
+        self.answers.error(line, code, message)
         self.progress.lines += 1
 
 

@@ -55,8 +55,9 @@ class Call:
             captured = self._with_positional_part(captured, absorbed)
         self.recorder.record(captured)
         other_lenders = [lender for lender in _thread.lenders if lender is not self.recorder]
-        is_lender = self.recorder.waits_for_readers
-        _thread.lenders = [*other_lenders, self.recorder] if is_lender else other_lenders
+        _thread.lenders = other_lenders
+        if self.recorder.waits_for_readers:
+            _thread.lenders.append(self.recorder)
 
     def _positional_queries(self) -> mx.array:
         """Return the positional part of an MLA module's queries, from the result of its RoPE or `split`."""
@@ -87,8 +88,8 @@ class Call:
             return captured._replace(queries=queries)
 
         def to_key_space(queries: mx.array) -> mx.array:
-            q_nope, q_pe = queries[..., :nope_size], queries[..., nope_size:]
-            return mx.concatenate([self.attention.embed_q(q_nope), q_pe], axis=-1)
+            nope_part, positional_part = queries[..., :nope_size], queries[..., nope_size:]
+            return mx.concatenate([self.attention.embed_q(nope_part), positional_part], axis=-1)
 
         return captured._replace(queries=queries, to_key_space=to_key_space)
 

@@ -70,9 +70,9 @@ def _call_and_record(call):
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        own_recorder = _recorder_among((*args, *kwargs.values()))
+        passed_recorder = _recorder_among((*args, *kwargs.values()))
         # A borrowing layer may receive the entries as arrays, without a cache.
-        recorder = capture.lender_to(self) if own_recorder is None else own_recorder
+        recorder = capture.lender_to(self) if passed_recorder is None else passed_recorder
         if recorder is None:
             return call(self, *args, **kwargs)
         family = family_of(type(self))  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def _call_and_record(call):
             attention=self,
             family=family,
             arguments=args,
-            borrowed=own_recorder is None or family.is_borrower(self),
+            borrowed=passed_recorder is None or family.is_borrower(self),
         )
         with capture.capturing(captured_call):
             return call(self, *args, **kwargs)

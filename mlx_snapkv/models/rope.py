@@ -62,10 +62,10 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     from_first, from_second = mean_rotated.reshape(2, head_dim, 1)
     # Each row has at most two nonzero columns: the dimension itself and its partner.
     is_first = first_of_pairs[:, None] > 0
-    own_column = mx.where(is_first, from_first, from_second)
+    diagonal = mx.where(is_first, from_first, from_second)
     partner_column = mx.where(is_first, from_second, from_first)
     is_partner = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
-    return own_column * mx.eye(head_dim) + partner_column * is_partner
+    return diagonal * mx.eye(head_dim) + partner_column * is_partner
 
 
 def _stored_probe(rope: Rope, head_dim: int) -> Probe:

@@ -76,16 +76,17 @@ def unread_parameters(config: Any) -> UnreadParameters:
     except (KeyError, ValueError):  # mlx-lm reports these when it loads the model
         return UnreadParameters()
     family = args_class.__module__.removeprefix("mlx_lm.models.")
-    has_text_config = "text_config" in _field_names(args_class)
-    is_nested = has_text_config and "text_config" in config
+    # Multimodal models keep their language model's configuration in `text_config`.
+    reads_text_config = "text_config" in _field_names(args_class)
+    is_nested = reads_text_config and "text_config" in config
     text_config = config["text_config"] if is_nested else config
-    text_class = args_class
-    if has_text_config:
-        text_class = _text_class(family, model_class, text_config)
+    text_args_class = args_class
+    if reads_text_config:
+        text_args_class = _text_args_class(family, model_class, text_config)
     has_rope_parameters = isinstance(text_config, Mapping) and text_config.get(ROPE_PARAMETERS)
-    if text_class is None or not has_rope_parameters:
+    if text_args_class is None or not has_rope_parameters:
         return UnreadParameters()
-    fields = _field_names(text_class)
+    fields = _field_names(text_args_class)
     if not _needs_other_names(family, fields):
         return UnreadParameters()
     changes = _renamed_rope_parameters(family, text_config, fields)
@@ -100,12 +101,12 @@ def _field_names(args_class: Any) -> Collection[str]:
     return inspect.signature(args_class).parameters
 
 
-def _text_class(family: str, model_class: type, text_config: Any) -> Any:
+def _text_args_class(family: str, model_class: type, text_config: Any) -> Any:
     """Return the class that a family builds from its `text_config`, or None if it is unknown."""
     for cls in model_class.__mro__:
         for name, value in vars(sys.modules[cls.__module__]).items():
             is_args_class = isinstance(value, type) and issubclass(value, BaseModelArgs)
-            if is_args_class and name.startswith("Text"):
+            if is_args_class and name.startswith("Text"):  # such as TextConfig
                 return value
     modules = [attention_family.module for attention_family in SUPPORTED.get(family, ())]
     if not modules:
@@ -138,11 +139,13 @@ def _renamed_rope_parameters(
         value = parameters.get(name)
         if value is None:
             continue
-        field_name = next((x for x in possible_fields if x in fields), None)
-        if field_name is None:
+        known_fields = [field_name for field_name in possible_fields if field_name in fields]
+        if not known_fields:
             if _is_needed(name, value, family, fields):
                 raise _refusal_error(family, f"no {name}")
-        elif config.get(field_name) is None:
+            continue
+        field_name = known_fields[0]
+        if config.get(field_name) is None:
             # `rotary_dim` is a number of dimensions, while transformers stores a fraction.
             is_dimension = field_name == "rotary_dim"
             changes[field_name] = int(_head_dim(config) * value) if is_dimension else value
@@ -177,15 +180,15 @@ def _rope_scaling(
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type == "default":
         # The field may have no default, in which case mlx-lm requires a value.
-        is_left_out = "rope_scaling" in fields and "rope_scaling" not in config
-        return {"rope_scaling": None} if is_left_out else {}
+        needs_a_value = "rope_scaling" in fields and "rope_scaling" not in config
+        return {"rope_scaling": None} if needs_a_value else {}
     if "rope_scaling" not in fields:
         raise _refusal_error(family, f"no rope_scaling, and its rope_type is {rope_type}")
     scaling = {name: value for name, value in parameters.items() if name not in CONFIG_NAMES}
     # Some families read the original length from a separate field, others from rope_scaling.
     original_length = parameters.get(ORIGINAL_LENGTH)
-    is_in_own_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
-    if original_length is not None and not is_in_own_field:
+    has_own_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
+    if original_length is not None and not has_own_field:
         scaling[ORIGINAL_LENGTH] = original_length
     return {"rope_scaling": {**scaling, "type": rope_type, "rope_type": rope_type}}
 
@@ -214,14 +217,17 @@ def _without_layer_types(
     has_local_base = any(field_name in fields for field_name in CONFIG_NAMES[LOCAL_BASE])
     may_differ = has_local_base or family in UNSCALED_SLIDING
     if may_differ and set(by_layer_type) == {FULL_ATTENTION, SLIDING_ATTENTION}:
-        full = by_layer_type[FULL_ATTENTION]
-        sliding = by_layer_type[SLIDING_ATTENTION]
-        must_be_equal = [PARTIAL_FACTOR] if has_local_base else [PARTIAL_FACTOR, "rope_theta"]
-        are_equal = all(full.get(name) == sliding.get(name) for name in must_be_equal)
-        is_scaled = sliding.get("rope_type", "default") != "default"
-        if are_equal and not is_scaled:
-            local_base = {LOCAL_BASE: sliding.get("rope_theta")} if has_local_base else {}
-            return full | local_base
+        full_parameters = by_layer_type[FULL_ATTENTION]
+        sliding_parameters = by_layer_type[SLIDING_ATTENTION]
+        names_to_match = [PARTIAL_FACTOR] if has_local_base else [PARTIAL_FACTOR, "rope_theta"]
+        values_match = all(
+            full_parameters.get(name) == sliding_parameters.get(name) for name in names_to_match
+        )
+        sliding_is_scaled = sliding_parameters.get("rope_type", "default") != "default"
+        if values_match and not sliding_is_scaled:
+            if has_local_base:
+                full_parameters[LOCAL_BASE] = sliding_parameters.get("rope_theta")
+            return full_parameters
     else:
         first, *others = by_layer_type.values()
         if all(other == first for other in others):

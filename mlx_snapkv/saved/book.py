@@ -135,30 +135,30 @@ def _last_written(path: Path) -> float:
     return max(file_or_folder.stat().st_mtime for file_or_folder in paths)
 
 
-def open_book(path: Path, text: str, prompt_cache: list) -> None:
+def open_book(path: Path, metadata_json: str, prompt_cache: list) -> None:
     """Connect a book's caches to its entry files.
 
     Args:
         path: the book's file.
-        text: JSON metadata stored under `BOOK_KEY`.
+        metadata_json: JSON metadata stored under `BOOK_KEY`.
         prompt_cache: the caches from the book's file, which are updated in place.
 
     Raises: SnapKVError: the folder is missing, or a cache has the wrong number of tokens.
     """
-    book = json.loads(text)
-    n_entries = book["entries"]
-    checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
-    folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
+    metadata = json.loads(metadata_json)
+    n_entries = metadata["entries"]
+    remaining_checksums = np.frombuffer(base64.b64decode(metadata["checksums"]), np.uint32)
+    folder = Path(os.path.realpath(path)).with_name(Path(metadata["folder"]).name)
     if not folder.is_dir():
         raise SnapKVError(
             f"the folder with its entries, {folder}, is missing: keep it beside the file"
         )
     caches = caches_in_files(prompt_cache)
-    for number, (cache, n_codes) in enumerate(zip(caches, book["codes"], strict=True)):
+    for layer_number, (cache, n_codes) in enumerate(zip(caches, metadata["codes"], strict=True)):
         saved_files = []
-        for file in _files_of_layer(folder, number, cache, n_entries, n_codes):
+        for file in _files_of_layer(folder, layer_number, cache, n_entries, n_codes):
             # The checksums of all files are concatenated in the order that `_write_files` wrote them.
-            file_checksums, checksums = np.split(checksums, [file.n_pieces])
+            file_checksums, remaining_checksums = np.split(remaining_checksums, [file.n_pieces])
             saved_files.append(
                 SavedFile(file.path, file.layout, file.n_rows, file_checksums, file.rows_per_piece)
             )
@@ -174,7 +174,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
 
 
 @dataclass(frozen=True)
-class _File:
+class _EntryFile:
     """One layer's file of keys, values or codes, with `n_rows` rows in the given layout."""
 
     path: Path
@@ -218,8 +218,8 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
     n_entries = caches[0].offset
     n_codes = [_n_codes_to_write(cache) for cache in caches]
     files_by_layer = [
-        _files_of_layer(folder, number, cache, n_entries, n_codes[number])
-        for number, cache in enumerate(caches)
+        _files_of_layer(folder, layer_number, cache, n_entries, n_codes[layer_number])
+        for layer_number, cache in enumerate(caches)
     ]
     total_bytes = sum(
         file.n_rows * file.layout.token_bytes for files in files_by_layer for file in files
@@ -247,24 +247,24 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 
 def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
     """Yield a function `(start, stop) -> rows` for each file of a layer: keys, values and, if indexed, codes."""
-    for which in (KEYS, VALUES):
-        yield partial(cache.store.stored, which)
+    for kind in (KEYS, VALUES):
+        yield partial(cache.store.stored, kind)
     if cache.index is not None:
         yield cache.index.codes.between
 
 
 def _files_of_layer(
-    folder: Path, number: int, cache: StoredKVCache, n: int, n_codes: int
-) -> list[_File]:
-    """Return a layer's files, for `n` keys, `n` values and `n_codes` codes. Without codes, there is no codes file."""
-    keys, values = map(Layout.of, cache.sample_entries)
+    folder: Path, layer_number: int, cache: StoredKVCache, n_entries: int, n_codes: int
+) -> list[_EntryFile]:
+    """Return a layer's files, for `n_entries` keys and values and `n_codes` codes. There is no file without codes."""
+    key_layout, value_layout = map(Layout.of, cache.sample_entries)
     files = [
-        _File(folder / f"{number:03d}.keys", keys, n),
-        _File(folder / f"{number:03d}.values", values, n),
+        _EntryFile(folder / f"{layer_number:03d}.keys", key_layout, n_entries),
+        _EntryFile(folder / f"{layer_number:03d}.values", value_layout, n_entries),
     ]
     if n_codes:
-        layout = Layout.of(empty_codes(cache.sample_entries[0]))
-        files.append(_File(folder / f"{number:03d}.codes", layout, n_codes))
+        code_layout = Layout.of(empty_codes(cache.sample_entries[0]))
+        files.append(_EntryFile(folder / f"{layer_number:03d}.codes", code_layout, n_codes))
     return files
 
 
@@ -276,5 +276,7 @@ def _n_codes_to_write(cache: StoredKVCache) -> int:
     if cache.index is None:
         return 0
     codes = cache.index.codes
-    fits = Layout.of(codes.between(0, 0)) == Layout.of(empty_codes(cache.sample_entries[0]))
-    return len(codes) if fits else 0
+    has_file_layout = Layout.of(codes.between(0, 0)) == Layout.of(
+        empty_codes(cache.sample_entries[0])
+    )
+    return len(codes) if has_file_layout else 0

@@ -202,7 +202,8 @@ def require_writable(path: str | Path) -> Path:
     """
     path = _safetensors_path(path)
     metadata: dict[str, str] = {}
-    if require_place(path):
+    file_exists = require_place(path)
+    if file_exists:
         with contextlib.suppress(SnapKVError):
             metadata = sealed.read_metadata(path)
         if _FORMAT_KEY not in metadata:

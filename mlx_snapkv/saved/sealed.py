@@ -28,14 +28,17 @@ def read_metadata(path: Path) -> dict[str, str]:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(file)
     try:
-        arrays = json.loads(header[8:])
-        texts = arrays.pop("__metadata__")
+        arrays = json.loads(header[8:])  # after the header's length
+        all_metadata = arrays.pop("__metadata__")
         expected_size = len(header) + max(array["data_offsets"][1] for array in arrays.values())
         # mlx-lm stores the caller's metadata under "0." and the cache class names under "1.".
-        if "1.0" not in texts or not all(isinstance(value, str) for value in texts.values()):
+        are_texts = all(isinstance(value, str) for value in all_metadata.values())
+        if "1.0" not in all_metadata or not are_texts:
             raise ValueError("it names no caches")
         metadata = {
-            key.removeprefix("0."): text for key, text in texts.items() if key.startswith("0.")
+            key.removeprefix("0."): text
+            for key, text in all_metadata.items()
+            if key.startswith("0.")
         }
     except Exception as error:  # foreign or damaged files may contain anything
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
