@@ -242,7 +242,7 @@ class _Comparison:
         name = methods[0].name
         cache, report = self._reading.compress(None)
         answer = self._decode(name, cache, report, first_tokens=self._reading.answer(1))
-        self.full = self._figures(name, answer, self._read_seconds)
+        self.full = self._figures_of(name, answer, self._read_seconds)
         self._reference = Reference(self._reading, self.full.tokens)
 
     def answer_and_compare(self, method: Method) -> Compared:
@@ -281,35 +281,36 @@ class _Comparison:
     def _answer_from_shared_reading(self, method: Method) -> _Attempt:
         """Answer with a policy that compresses the shared reading."""
         cache, report = self._reading.compress(method.policy, answering=True)
-        compressed = copy.deepcopy(cache)  # for the predictions, because decoding changes the cache
+        compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
         # The answer tokens that the cache has read, and the next one.
         n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
         first_tokens = self.full.tokens[:n_known]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
-        kept = self._kept_share(compressed)
-        return _Attempt(answer=answer, kept=kept, logprobs=self._reference.predictions(compressed))
+        kept_share = self._kept_share(compressed_cache)
+        logprobs = self._reference.predictions(compressed_cache)
+        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
 
     def _answer_from_own_reading(self, method: Method) -> _Attempt:
         """Answer with a method that needs its own pass over the prompt."""
         cache = make_prompt_cache(self._model)
-        compressed: list | None = None
+        compressed_cache: list | None = None
 
         def copy_cache(report: CompressionReport) -> None:
-            nonlocal compressed
+            nonlocal compressed_cache
             if method.evicts:
-                compressed = copy.deepcopy(cache)
+                compressed_cache = copy.deepcopy(cache)
 
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
-        kept = None if compressed is None else self._kept_share(compressed)
+        kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         # Sparse attention keeps all entries in the cache, and each token of a request chooses among them.
         evicts = isinstance(method.policy, Compress)
-        if compressed is not None and evicts and not lookahead_of(method.policy):
-            logprobs = self._reference.predictions(compressed)
+        if compressed_cache is not None and evicts and not lookahead_of(method.policy):
+            logprobs = self._reference.predictions(compressed_cache)
         else:
             options.pop("prompt_progress_callback", None)
             logprobs = self._reference.generate(**options)  # type: ignore[arg-type]
-        return _Attempt(answer=answer, kept=kept, logprobs=logprobs)
+        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
 
     def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
         """Return a method's figures, compared with the full cache's answer."""
@@ -324,7 +325,7 @@ class _Comparison:
         if kl is None:
             uncompressed = _why_uncompressed(policy, len(full_tokens), n_before)
         return replace(
-            self._figures(method.name, attempt.answer, read_seconds),
+            self._figures_of(method.name, attempt.answer, read_seconds),
             kl=None if kl is None else float(kl),
             n_before=n_before,
             uncompressed=uncompressed,
@@ -332,13 +333,13 @@ class _Comparison:
             differs=_difference(self._tokenizer, full_tokens, attempt.answer.tokens),
         )
 
-    def _figures(self, name: str, answer: Answer, read_seconds: float) -> Compared:
+    def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return the figures that need no comparison."""
-        times = answer.times[answer.n_times_before :]
+        times_after_compression = answer.times[answer.n_times_before :]
         tokens_per_second = None
-        if len(times) > 2:
-            decode_seconds = times[-1] - times[0]
-            tokens_per_second = (len(times) - 1) / decode_seconds
+        if len(times_after_compression) > 2:
+            decode_seconds = times_after_compression[-1] - times_after_compression[0]
+            tokens_per_second = (len(times_after_compression) - 1) / decode_seconds
         return Compared(
             name=name,
             text=answer.text,

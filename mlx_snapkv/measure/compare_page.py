@@ -34,10 +34,10 @@ def page(
     """
     text, spans = token_spans(tokenizer, list(tokens))
     full_answer, *other_answers = answers
-    sections = [_table(table)]
+    sections = [_table_html(table)]
     for answer in other_answers:
-        kept_html = _kept_entries(text, spans, answer.kept)
-        sections.append(_side_by_side(full_answer, answer, kept_html))
+        prompt_html = _kept_entries_html(text, spans, answer.kept)
+        sections.append(_side_by_side_html(full_answer, answer, prompt_html))
     values = {
         "title": f"{escape(model)}: answers compared",
         "parts": "".join(sections),
@@ -46,7 +46,7 @@ def page(
     return html.replace("$policy", content_policy(html), 1)
 
 
-def _table(table: Table) -> str:
+def _table_html(table: Table) -> str:
     """Render a table as HTML, preceded by its remark."""
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
@@ -54,15 +54,15 @@ def _table(table: Table) -> str:
     return f"<p>{escape(table.remark)}</p><table><tr>{head}</tr>{body}</table>"
 
 
-def _side_by_side(full: Compared, answer: Compared, kept_html: str) -> str:
-    """Render two answers side by side, with the prompt's HTML (`kept_html`) below them."""
+def _side_by_side_html(full: Compared, answer: Compared, prompt_html: str) -> str:
+    """Render two answers side by side, with the prompt's HTML (`prompt_html`) below them."""
     full_html, answer_html = _with_marked_words(full.text, answer.text)
-    columns = _column(full.name, full_html) + _column(answer.name, answer_html)
+    columns = _column_html(full.name, full_html) + _column_html(answer.name, answer_html)
     heading = f"<h2>{escape(answer.name)}</h2><p>{escape(answer.reason or '')}</p>"
-    return f'{heading}<div class="beside">{columns}</div>{kept_html}'
+    return f'{heading}<div class="beside">{columns}</div>{prompt_html}'
 
 
-def _column(name: str, text_html: str) -> str:
+def _column_html(name: str, text_html: str) -> str:
     """Render an answer below its method's name."""
     return f'<div><h3>{escape(name)}</h3><div class="answer">{text_html}</div></div>'
 
@@ -87,7 +87,7 @@ def _with_marked_words(full_text: str, text: str) -> tuple[str, str]:
     return full_html, html
 
 
-def _kept_entries(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
+def _kept_entries_html(text: str, spans: Sequence[tuple[int, int]], kept: np.ndarray | None) -> str:
     """Render the prompt as HTML, tinting each token by the share of heads that keep it.
 
     Return an empty string if `kept` is None.

@@ -49,7 +49,9 @@ class Contender:
         """Return whether the cache keeps all entries and each token chooses which ones to read."""
         return isinstance(self.policy, Sparse)
 
-    def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
+    def make_cache(
+        self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int
+    ) -> Any:
         """Return one layer's cache after a prompt of `context` tokens.
 
         Args:
@@ -63,8 +65,9 @@ class Contender:
         entries = Entries(keys, values)
         if isinstance(self.policy, Sparse):
             return _sparse_cache(self.policy, layer, entries, context)
-        policy = self.policy.decode_policy
-        return make_decode_cache(layer, entries, context, policy, policy.quota(context))
+        decode_policy = self.policy.decode_policy
+        quota = decode_policy.quota(context)
+        return make_decode_cache(layer, entries, context, decode_policy, quota)
 
     def _mlx_lm_cache(self, keys: mx.array, values: mx.array) -> Any:
         """Return one of mlx-lm's own caches with these entries."""
@@ -86,11 +89,11 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
     view.index = view.make_index(None)
     ranking = TokenRanking(view, sparse.quota(context))
     if sparse.residual is not None:
-        ranking.weigh_residual(_last_queries(entries.keys))
+        ranking.weigh_residual(_random_last_queries(entries.keys))
     return SparseKVCache(ranking)
 
 
-def _last_queries(keys: mx.array) -> Queries:
+def _random_last_queries(keys: mx.array) -> Queries:
     """Return random queries for a prompt's last tokens, used to weight the residual."""
     B, n_kv_heads, n_tokens, head_dim = keys.shape
     queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
@@ -160,16 +163,16 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
     our_contenders = policy_contenders(context, policies)
     mlx_lm_contenders = [Contender("full cache", context)]
     if our_contenders:
-        n_fewest = min(contender.entries for contender in our_contenders)
-        name = f"--max-kv-size {n_fewest}"
-        mlx_lm_contenders.append(Contender(name, n_fewest, rotates=True))
+        fewest_entries = min(contender.entries for contender in our_contenders)
+        name = f"--max-kv-size {fewest_entries}"
+        mlx_lm_contenders.append(Contender(name, fewest_entries, rotates=True))
     group_size = _group_size(model)
     # MLX has no batched matrix multiplication with quantised entries on CUDA.
     if group_size is not None and not mx.cuda.is_available():
         for bits in (8, 4):
             name = f"--kv-bits {bits}"
-            quantized = Contender(name, context, bits=bits, group_size=group_size)
-            mlx_lm_contenders.append(quantized)
+            quantized_cache = Contender(name, context, bits=bits, group_size=group_size)
+            mlx_lm_contenders.append(quantized_cache)
     return mlx_lm_contenders + our_contenders
 
 
@@ -195,7 +198,7 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
         few_keys, few_values = layer.cache_in(prompt_cache).keys_and_values()
         keys = random_like(few_keys, n_entries)
         values = random_like(few_values, n_entries)
-        layer.put(prompt_cache, contender.cache(layer, keys, values, context))
+        layer.put(prompt_cache, contender.make_cache(layer, keys, values, context))
     mx.eval([cache.state for cache in prompt_cache])
     return prompt_cache
 

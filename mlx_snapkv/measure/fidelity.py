@@ -91,6 +91,7 @@ def run(
         on_piece: called after each piece. The argument says whether anything was measured.
     """
     policies = {method.name: method.policy for method in methods}
+    # The text setting asks no question.
     used_questions = [None] if set(settings) == {TEXT} else questions
     questions_and_frames = [
         (question, frame_of(tokenizer, question)) for question in used_questions
@@ -267,15 +268,18 @@ def _compressed_cache(
 
 def _cache_figures(reading: Reading, cache: list, report: CompressionReport) -> Record:
     """Return a cache's mean entries per layer, its size in bytes, and the reason if it was not compressed."""
-    entries_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
+    counts_by_layer = [n_entries for n_entries in report.entries_kept if n_entries is not None]
     if report.kv_bytes_staying:
         kv_bytes = report.kv_bytes_after
     else:
         layers = attention_layers(reading.model, cache)
-        entries = [layer.layer_cache_in(cache).held() for layer in layers]
-        kv_bytes = sum(count_bytes((e.stored_keys, e.stored_values)) for e in entries)
+        entries_of_layers = [layer.layer_cache_in(cache).held() for layer in layers]
+        kv_bytes = sum(
+            count_bytes((entries.stored_keys, entries.stored_values))
+            for entries in entries_of_layers
+        )
     return {
-        "entries": round(fmean(entries_by_layer)) if entries_by_layer else report.prompt_tokens,
+        "entries": round(fmean(counts_by_layer)) if counts_by_layer else report.prompt_tokens,
         "kv_bytes": kv_bytes,
         "reason": None if report.policy == NO_POLICY else report.reason,
     }

@@ -186,7 +186,9 @@ def inspect_prompt(
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     recorder = Recorder(layers, tokens.size, max_tokens)
     options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
-    responses = _answer(model, tokenizer, tokens, max_tokens, compress, recorder, options)
+    responses = _answer_and_record(
+        model, tokenizer, tokens, max_tokens, compress, recorder, options
+    )
     prompt_tokens: Any = tokens.tolist()
     return _make_inspection(
         tokenizer,
@@ -199,7 +201,7 @@ def inspect_prompt(
     )
 
 
-def _answer(
+def _answer_and_record(
     model: Any,
     tokenizer: Any,
     tokens: mx.array,
@@ -209,7 +211,7 @@ def _answer(
     options: dict[str, Any],
 ) -> list[GenerationResponse]:
     """Answer the prompt with the recorder attached, and return mlx-lm's responses."""
-    steps = serve(
+    response_iterator = serve(
         functools.partial(
             mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens, max_tokens=max_tokens
         ),
@@ -223,7 +225,7 @@ def _answer(
     )
     responses = []
     with recording(attention_classes(model)), on_queries(recorder.on_queries):
-        for response in steps:
+        for response in response_iterator:
             recorder.record()
             responses.append(response)
     return responses

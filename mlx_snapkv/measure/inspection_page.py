@@ -38,15 +38,15 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
         raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
     first = inspections[0]
     group_spans, group_sizes = _token_groups(first.spans)
-    group_of = np.repeat(np.arange(len(group_spans)), group_sizes)
+    group_by_token = np.repeat(np.arange(len(group_spans)), group_sizes)
     is_special = np.isin(first.tokens, list(special))
     data = {
         "model": model,
         "text": first.text,
         "sizes": [_utf16_length(first.text[start:stop]) for start, stop in group_spans],
         "several": {group: n_tokens for group, n_tokens in enumerate(group_sizes) if n_tokens > 1},
-        "special": np.unique(group_of[is_special]).tolist(),
-        "policies": [_policy_data(inspection, group_of) for inspection in inspections],
+        "special": np.unique(group_by_token[is_special]).tolist(),
+        "policies": [_policy_data(inspection, group_by_token) for inspection in inspections],
     }
     data_json = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     # An unescaped "<" could end the script element or start a comment.
@@ -80,15 +80,15 @@ def _token_groups(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     return group_spans, group_sizes
 
 
-def _policy_data(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]:
+def _policy_data(inspection: Inspection, group_by_token: np.ndarray) -> dict[str, Any]:
     """Return the page's data for one inspection, with groups in place of tokens.
 
     Args:
         inspection: the inspection.
-        group_of: `(n_tokens,)`, index of each token's group.
+        group_by_token: `(n_tokens,)`, index of each token's group.
     """
     attended = inspection.attended
-    attended_groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
+    attended_groups = np.where(attended.positions < 0, -1, group_by_token[attended.positions])
     # One row per KV head of each layer. Layers with fewer heads are not padded.
     kept_by_head = np.concatenate(
         [
@@ -108,8 +108,8 @@ def _policy_data(inspection: Inspection, group_of: np.ndarray) -> dict[str, Any]
         "sentences": [
             asdict(sentence)
             | {
-                "start": int(group_of[sentence.start]),
-                "stop": int(group_of[sentence.stop - 1]) + 1,
+                "start": int(group_by_token[sentence.start]),
+                "stop": int(group_by_token[sentence.stop - 1]) + 1,
             }
             for sentence in inspection.sentences[:SHOWN_SENTENCES]
         ],
@@ -135,6 +135,7 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     """
     from matplotlib.figure import Figure
 
+    # The height of each map in inches: a title, and a row per layer.
     heights = [
         0.9 + 0.22 * min(len(inspection.layers), 3 * MAX_TICKS) for inspection in inspections
     ]

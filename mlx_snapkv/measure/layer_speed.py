@@ -29,7 +29,7 @@ from .contenders import random_like
 FAILURES = SnapKVError, RuntimeError, ValueError  # what running out of memory can raise
 LENGTHS = (8192, 32_768)  # numbers of entries
 # Number of tokens to evaluate together, to keep the device as busy as a pipelined loop would.
-TOGETHER = 8
+TOKENS_PER_EVALUATION = 8
 
 
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
@@ -114,7 +114,7 @@ def _seconds_per_call(attend: Callable[[], mx.array]) -> float:
     run_seconds = []
     for _ in range(3):
         started = time.perf_counter()
-        mx.eval([attend() for _ in range(TOGETHER)])
+        mx.eval([attend() for _ in range(TOKENS_PER_EVALUATION)])
         run_seconds.append(time.perf_counter() - started)
     _, *seconds_after_warm_up = run_seconds
-    return min(seconds_after_warm_up) / TOGETHER
+    return min(seconds_after_warm_up) / TOKENS_PER_EVALUATION

@@ -337,6 +337,7 @@ def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recor
     Policies that need the same queries share caches.
     """
     recorders: Recorders = {}
+    # (first, last, statistics_from) of the recorded queries -> caches
     recorders_by_queries: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
         plan = _plan(model, policy, n_prompt)

@@ -97,9 +97,9 @@ class Recorder:
         weights_by_position = weights_by_position.at[entry_positions].add(
             weights_by_kv_head.reshape(-1)
         )
-        layer = cache.layer.number
-        self.n_heads[layer] = n_kv_heads
-        self._pending.setdefault(query_position, {})[layer] = weights_by_position
+        layer_number = cache.layer.number
+        self.n_heads[layer_number] = n_kv_heads
+        self._pending.setdefault(query_position, {})[layer_number] = weights_by_position
 
     def record(self) -> None:
         """Evaluate the latest calls' attention weights and keep the largest ones for each token.
@@ -108,13 +108,13 @@ class Recorder:
         """
         pending = self._pending
         self._pending = {}
-        mx.eval([list(by_layer.values()) for by_layer in pending.values()])
-        for position, by_layer in pending.items():
-            all_layers_called = len(by_layer) == self._n_layers
+        mx.eval([list(weights_by_layer.values()) for weights_by_layer in pending.values()])
+        for position, weights_by_layer in pending.items():
+            all_layers_called = len(weights_by_layer) == self._n_layers
             if all_layers_called:
-                weights = np.stack([np.array(by_layer[n]) for n in range(self._n_layers)])
-                with_mean = np.vstack([weights, weights.mean(axis=0)])
-                self._recorded[position] = self._largest_weights(with_mean)
+                weights = np.stack([np.array(weights_by_layer[n]) for n in range(self._n_layers)])
+                weights_and_mean = np.vstack([weights, weights.mean(axis=0)])
+                self._recorded[position] = self._largest_weights(weights_and_mean)
 
     def _largest_weights(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return `positions`, `weights` and `own` of `Attended` for one answer token.

@@ -51,7 +51,7 @@ class Results:
 
     def get(self, keys: Record) -> Record | None:
         """Return the record whose `RECORD_KEYS` match those of `keys`, or None if it is missing."""
-        return self._records.get(_key(keys))
+        return self._records.get(_record_key(keys))
 
     def add(self, record: Record) -> None:
         """Add a record, converting scalar arrays to numbers."""
@@ -59,7 +59,7 @@ class Results:
             name: value.item() if isinstance(value, mx.array) else value
             for name, value in record.items()
         }
-        self._records[_key(json_record)] = json_record
+        self._records[_record_key(json_record)] = json_record
         if self._lines is not None:
             self._lines.append(json_record)
 
@@ -83,7 +83,7 @@ class Results:
                 for record in measure(missing):
                     self.add(record)
             on_document(bool(missing))
-        return [self._records[_key(key)] for key in all_keys]
+        return [self._records[_record_key(key)] for key in all_keys]
 
     def _read(self) -> None:
         """Read the file's records. Raises: SnapKVError: it has a different setting, or a line is damaged."""
@@ -96,7 +96,7 @@ class Results:
                 continue
             try:
                 record = json.loads(line)
-                self._records[_key(record)] = record
+                self._records[_record_key(record)] = record
             except (ValueError, TypeError, KeyError):
                 why = f"line {number} is damaged: delete that line"
                 raise SnapKVError(f"{self._lines.path}: {why}") from None
@@ -117,6 +117,6 @@ class Results:
                 )
 
 
-def _key(record: Record) -> tuple:
+def _record_key(record: Record) -> tuple:
     """Return the record's values for `RECORD_KEYS`. Raises: KeyError: the record has no method."""
     return record["method"], *(record.get(name) for name in RECORD_KEYS[1:])

@@ -146,7 +146,7 @@ def rank_sentences(
     """
     # Column i is the sum over the tokens before token i.
     sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
-    all_votes = sums[4, -1] or 1
+    *_, total_votes = sums[:, -1].tolist()
     sentences = []
     for start, stop in _token_ranges_of_sentences(text, spans, is_special):
         sentence_counts = sums[:, stop] - sums[:, start]
@@ -158,7 +158,7 @@ def rank_sentences(
                 stop=stop,
                 kept=n_kept / n_heads,
                 chosen=n_chosen / n_choosing if n_choosing else None,
-                votes=votes / all_votes if has_votes else None,
+                votes=votes / (total_votes or 1) if has_votes else None,
             )
             sentences.append(sentence)
     sentences.sort(key=_rank)
@@ -174,16 +174,11 @@ def _token_ranges_of_sentences(
     text: str, spans: Sequence[Span], is_special: np.ndarray
 ) -> Iterator[tuple[int, int]]:
     """Yield the token range `[start, stop)` of every sentence with a letter or digit, except role names."""
-    all_tokens = range(len(spans))
-    for are_special, group in itertools.groupby(all_tokens, key=lambda i: bool(is_special[i])):
-        if are_special:
-            continue
-        tokens = list(group)
-        first, last = tokens[0], tokens[-1]
+    for first, last in _runs_between_special(is_special):
         text_start, text_end = spans[first][0], spans[last][1]
         run_text = text[text_start:text_end]  # the text between special tokens
-        follows_special = first > 0 and is_special[first - 1]
-        role = _ROLE.match(run_text) if follows_special else None
+        follows_special_token = first > 0  # runs are separated by special tokens
+        role = _ROLE.match(run_text) if follows_special_token else None
         role_name = "" if role is None else role.group()
         pieces = list(sentences_of(run_text[len(role_name) :]))
         if role_name:
@@ -199,3 +194,12 @@ def _token_ranges_of_sentences(
             if piece != role_name and has_words and stop > start:
                 yield start, stop
             start = stop
+
+
+def _runs_between_special(is_special: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last token of each run of tokens that are not special."""
+    all_tokens = range(len(is_special))
+    for are_special, group in itertools.groupby(all_tokens, key=lambda i: bool(is_special[i])):
+        if not are_special:
+            tokens = list(group)
+            yield tokens[0], tokens[-1]

@@ -244,22 +244,23 @@ def speed_table(rows: list[Row]) -> Table:
     full_rows = {row["context"]: row for row in rows if row["contender"] == "full cache"}
     for row in rows:
         full_row = full_rows.get(row["context"], row)
-        decoding = reading = peak = ""  # a row has figures from one measurement or both
+        # A row has figures from one measurement or both.
+        decoding_text = reading_text = peak_text = ""
         if "step_seconds" in row:
             step_seconds = row["step_seconds"]
             ratio = full_row["step_seconds"] / step_seconds
-            decoding = f"{1 / step_seconds:.1f}, {ratio:.2f}x"
+            decoding_text = f"{1 / step_seconds:.1f}, {ratio:.2f}x"
         if "read_seconds" in row:
-            reading = f"{row['read_seconds']:.2f} s{_ratio(row, full_row, 'read_seconds')}"
-            peak = f"{format_bytes(row['peak_bytes'])}{_ratio(row, full_row, 'peak_bytes')}"
+            reading_text = f"{row['read_seconds']:.2f} s{_ratio(row, full_row, 'read_seconds')}"
+            peak_text = f"{format_bytes(row['peak_bytes'])}{_ratio(row, full_row, 'peak_bytes')}"
         table.add(
             f"{row['context']:,}",
             row["contender"],
             f"{row['entries']:,}",
-            decoding,
+            decoding_text,
             format_bytes(row["kv_bytes"]),
-            reading,
-            peak,
+            reading_text,
+            peak_text,
         )
     return table
 

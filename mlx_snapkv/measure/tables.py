@@ -103,14 +103,14 @@ _FILE_MARKS = {
     ".png": rb"Software\0mlx-snapkv",
     ".html": rb'<meta name="generator" content="mlx-snapkv">',
 }
-_N_CHECKED = 1024  # bytes
+_N_CHECKED_BYTES = 1024
 
 
 def is_ours(path: Path) -> bool:
     """Return whether a result file was written by one of this package's commands."""
     mark = _FILE_MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
-        return re.search(mark, file.read(_N_CHECKED)) is not None
+        return re.search(mark, file.read(_N_CHECKED_BYTES)) is not None
 
 
 def put_figure(path: Path, figure: Any, dpi: int = 120) -> None:
