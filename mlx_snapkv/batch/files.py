@@ -169,10 +169,10 @@ class AnswersFile:
             self._keys.add(outcome.key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
-                why = " exists, and mlx-snapkv did not write it: give another --output"
+                problem = " exists, and mlx-snapkv did not write it: give another --output"
             else:
-                why = f": line {number} is damaged: delete that line"
-            raise SnapKVError(f"{self.path}{why}") from None
+                problem = f": line {number} is damaged: delete that line"
+            raise SnapKVError(f"{self.path}{problem}") from None
         if outcome.run:
             self._require_same_run(outcome.run)
         if outcome.is_error:
@@ -186,9 +186,9 @@ class AnswersFile:
             earlier_value = earlier_run.get(name)
             if earlier_value != value:
                 earlier_text = "none" if earlier_value is None else repr(earlier_value)
-                text = "none" if value is None else repr(value)
+                value_text = "none" if value is None else repr(value)
                 raise SnapKVError(
-                    f"{self.path} belongs to another run, with {{}} {earlier_text} instead of {text}: "
+                    f"{self.path} belongs to another run, with {{}} {earlier_text} instead of {value_text}: "
                     "give another --output, or delete the file",
                     Option(name),
                 )

@@ -224,9 +224,9 @@ class CompressedBatchGenerator(BatchGenerator):
         """Start the next waiting request, and return a batch whose `Job` reads the prompt."""
         if self._settings is None:
             return super()._make_batch(n)
-        uid, segments, max_tokens, prompt_cache, *others = self._unprocessed_sequences[0]
+        uid, segments, max_tokens, prompt_cache, *other_fields = self._unprocessed_sequences[0]
         # The job takes over the caches. Leave none for mlx-lm, because it would merge them.
-        self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *others)
+        self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *other_fields)
         job = Job(self._settings, uid, self._plans.pop(uid), prompt_cache)
         self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
         batch = super()._make_batch(n)

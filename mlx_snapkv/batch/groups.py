@@ -40,16 +40,18 @@ class Guard:
 
     def __call__(self, *args: Any) -> mx.array:
         """Call the function, or `fallback` if the function fails or has failed before."""
-        fallback = self._fallback(args[-1])
+        *_, logits = args
+        fallback_result = self._fallback(logits)
         if self.error is not None:
-            return fallback
+            return fallback_result
         try:
             result = self._function(*args)
-            if result.shape != fallback.shape:
-                raise ValueError(f"it gave an array of shape {result.shape}, not {fallback.shape}")
+            expected_shape = fallback_result.shape
+            if result.shape != expected_shape:
+                raise ValueError(f"it gave an array of shape {result.shape}, not {expected_shape}")
         except Exception as error:
             self.error = error
-            return fallback
+            return fallback_result
         return result
 
 

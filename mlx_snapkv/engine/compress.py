@@ -225,9 +225,12 @@ def _is_query_shape(
     shape: tuple[int, ...], B: int, n_heads: int, max_queries: int, head_dim: int
 ) -> bool:
     """Return whether a shape is `(B, a multiple of n_heads, 1 to max_queries, head_dim)`."""
-    if len(shape) != 4 or (shape[0], shape[3]) != (B, head_dim):
+    if len(shape) != 4:
         return False
-    return shape[1] % n_heads == 0 and 1 <= shape[2] <= max_queries
+    batch_size, n_query_heads, n_queries, query_dim = shape
+    if batch_size != B or query_dim != head_dim:
+        return False
+    return n_query_heads % n_heads == 0 and 1 <= n_queries <= max_queries
 
 
 def put_compressed_cache(

@@ -178,14 +178,14 @@ class PacedModel(WrappedModel):
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`."""
 
-    def begin(model: Any, **options: Any) -> Iterator[Any]:
+    def start_paced(model: Any, **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback")
         if progress is None:
             return start(model, **options)
         paced_model = PacedModel(model, progress)
         return start(paced_model, **options | {"prompt_progress_callback": paced_model.report})
 
-    return begin
+    return start_paced
 
 
 def observing_queries(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:

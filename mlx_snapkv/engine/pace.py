@@ -40,10 +40,8 @@ class Pace:
         self.seconds: dict[bool, float] = {}
         self._n_tokens = n_prompt
         self._lengths: dict[bool, int] = {}  # text length in tokens when `seconds` was measured
-        # Number of tokens until the other mode is tried.
-        self._n_until_trial = max(
-            FIRST_TOKENS, int(min(tokens_to_repay_setup, self._max_until_trial()))
-        )
+        n_to_repay = int(min(tokens_to_repay_setup, self._max_until_trial()))
+        self._n_until_trial = max(FIRST_TOKENS, n_to_repay)  # tokens until the other mode is tried
         self._next_gap = FIRST_GAP
         self._is_trial = False
         self._latest_seconds: deque[float] = deque(maxlen=N_MEASURED)
@@ -60,9 +58,9 @@ class Pace:
     @property
     def measurements(self) -> list[Measurement]:
         """Return the latest measurement of each mode, for the speed record."""
-        kind_of_mode = {True: DECODE_FULL, False: DECODE_SPARSE}
+        kind_by_reads_all = {True: DECODE_FULL, False: DECODE_SPARSE}
         return [
-            Measurement(kind_of_mode[reads_all], self._lengths[reads_all], seconds)
+            Measurement(kind_by_reads_all[reads_all], self._lengths[reads_all], seconds)
             for reads_all, seconds in self.seconds.items()
         ]
 

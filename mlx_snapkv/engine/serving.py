@@ -166,7 +166,7 @@ def _adaptive_answer(
                 report.full_token_seconds = pace.seconds.get(True)
                 report.token_seconds = pace.seconds.get(False)
                 yield _without_pause(item, pause_seconds)
-    except GeneratorExit:
+    except GeneratorExit:  # the caller abandoned the answer
         _end_adaptive_answer(request, [*pace.measurements, *setup_measurements], on_report)
         raise
     _end_adaptive_answer(request, [*pace.measurements, *setup_measurements], on_report)
@@ -185,15 +185,15 @@ def _switch_attention(
     """
     started = time.perf_counter()
     report = request.report
-    last_token = n_tokens + 1  # before the switch; mlx-lm has already started on it
+    last_token_before_switch = n_tokens + 1  # mlx-lm has already started on it
     if reads_all:
         request.use_full_attention()
-        report.read_all.append([last_token + 1, None])
+        report.read_all.append([last_token_before_switch + 1, None])
     else:
         is_first_switch = not request.is_compressed
         request.compress()
         latest_run = report.read_all[-1]  # [first, last] token that reads all entries
-        latest_run[1] = last_token
+        latest_run[1] = last_token_before_switch
         if is_first_switch:
             on_report(report)
     return time.perf_counter() - started
@@ -217,8 +217,8 @@ def _without_pause(item: Any, pause_seconds: float) -> Any:
     if pause_seconds == 0 or not isinstance(item, GenerationResponse):
         return item
     n_tokens = item.generation_tokens
-    seconds = n_tokens / item.generation_tps - pause_seconds
-    return dataclasses.replace(item, generation_tps=n_tokens / seconds)
+    seconds_without_pause = n_tokens / item.generation_tps - pause_seconds
+    return dataclasses.replace(item, generation_tps=n_tokens / seconds_without_pause)
 
 
 def _compressed_answer(

@@ -80,13 +80,13 @@ class SparseMode:
             self.pace.end()  # the previous part, if there is one
             n_left = inputs.shape[1]
             start, chooses = first_cache.offset, first_cache.reads_some
-            n_tokens = self._part_size(start, n_left) if chooses else n_left
-            self.pace.begin(start, n_tokens, chooses)
-            logits = self._call_in_pieces(inputs[:, :n_tokens], cache)
-            if n_tokens == n_left:
+            part_size = self._part_size(start, n_left) if chooses else n_left
+            self.pace.begin(start, part_size, chooses)
+            logits = self._call_in_pieces(inputs[:, :part_size], cache)
+            if part_size == n_left:
                 return logits
             self._evaluate(cache)
-            inputs = inputs[:, n_tokens:]
+            inputs = inputs[:, part_size:]
 
     def _part_size(self, start: int, n_left: int) -> int:
         """Return how many of the next `n_left` tokens, starting at position `start`, choose entries together.

@@ -23,7 +23,8 @@ def hold_memory(model: Any) -> None:
 
     Raises: SnapKVError: this is a Mac, but MLX finds no GPU.
     """
-    if (complaint := complaint_here(has_metal=mx.metal.is_available())) is not None:
+    complaint = complaint_here(has_metal=mx.metal.is_available())
+    if complaint is not None:
         raise SnapKVError(complaint)
     machine = this_machine()
     mx.set_cache_limit(machine.buffer_limit)

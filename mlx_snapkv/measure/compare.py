@@ -303,9 +303,8 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        # Sparse attention keeps all entries in the cache, and each token of a request chooses among them.
-        evicts = isinstance(method.policy, Compress)
-        if compressed_cache is not None and evicts and not lookahead_of(method.policy):
+        # With sparse attention there is no copy: each token of a request chooses among all entries.
+        if compressed_cache is not None and not lookahead_of(method.policy):
             logprobs = self._reference.predictions(compressed_cache)
         else:
             options.pop("prompt_progress_callback", None)
@@ -318,7 +317,7 @@ class _Comparison:
         full_tokens = self.full.tokens
         n_predicted = len(attempt.logprobs)
         n_before = len(full_tokens) - n_predicted
-        if n_predicted == 0 and method.evicts:
+        if n_predicted == 0 and method.evicts:  # the answer ended before compression
             n_before = n_decoded_before(self._model, policy, len(self._tokens))
         kl = self._reference.kl_and_same(attempt.logprobs)["kl"]
         uncompressed = None

@@ -157,6 +157,7 @@ def logits_after(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.ar
     chunks = [list(tokens[i : i + n_per_call]) for i in range(0, len(tokens), n_per_call)]
     loop_model = split_at_evictions(model, prompt_cache)
     with recording(attention_classes(model)):
+        # The batch has one sequence.
         logits = [loop_model(mx.array(chunk)[None], cache=prompt_cache)[0] for chunk in chunks]
         return mx.concatenate(logits)
 

@@ -60,6 +60,6 @@ def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> No
     for method in methods:
         if method.policy is None:
             continue
-        reasons = [reason_to_leave(method.policy, n, prompt_cache=None) for n in lengths]
+        reasons = [reason_to_leave(method.policy, length, prompt_cache=None) for length in lengths]
         if lengths and all(reasons):
             raise SnapKVError(f"{method.name} would compress none of the prompts: {reasons[-1]}")

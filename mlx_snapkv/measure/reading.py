@@ -54,7 +54,7 @@ def lookahead_of(setting: Setting | None) -> int:
 
 def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
     """Return the number of answer tokens that are decoded before the prompt is compressed."""
-    return _plan(model, policy, n_prompt).n_decoded_before_compression
+    return _plan_prompt(model, policy, n_prompt).n_decoded_before_compression
 
 
 class SharedKVCache(RecordingKVCache):
@@ -123,7 +123,8 @@ class Reading:
         self._layers = attention_layers(model, caches)
         # How many answer tokens are fed before each policy compresses. The caches are copied at these points.
         self._copy_points = {
-            _plan(model, policy, len(tokens)).n_fed_before_compression for policy in recorders
+            _plan_prompt(model, policy, len(tokens)).n_fed_before_compression
+            for policy in recorders
         }
         self._share_caches()
         # Use the same chunk size for any set of policies, so that the entries are also the same.
@@ -207,7 +208,7 @@ class Reading:
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
-        plan = _plan(self.model, policy, n_prompt)
+        plan = _plan_prompt(self.model, policy, n_prompt)
         if policy is None or plan.is_left_to_mlx_lm:
             name = NO_POLICY if policy is None else str(policy)
             return self.full_cache(), CompressionReport(name, n_prompt, plan.reason)
@@ -223,7 +224,7 @@ class Reading:
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
-        request = make_request(self.model, _plan(self.model, policy, n_prompt))
+        request = make_request(self.model, _plan_prompt(self.model, policy, n_prompt))
         n_read = n_prompt
         if answering:
             n_read += request.plan.n_fed_before_compression
@@ -241,7 +242,7 @@ class Reading:
         while len(self._answer) <= n_tokens:  # the last token has not been fed yet
             token = mx.array([[self._answer[-1]]])
             with recording(attention_classes(self.model)):
-                logits = self.model(token, cache=self._caches)[0, -1]
+                logits = self.model(token, cache=self._caches)[0, -1]  # (vocab_size,)
             mx.eval(logits, [cache.state for cache in self._caches])
             n_fed = len(self._answer)
             if n_fed < len(self._forced):
@@ -326,7 +327,7 @@ def _most_likely(logits: mx.array) -> int:
     return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
-def _plan(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
+def _plan_prompt(model: Any, policy: Setting | None, n_prompt: int) -> Plan:
     """Return the plan for a prompt that is read into an empty cache."""
     return plan_request(model, CompressionConfig(policy), n_prompt)
 
@@ -340,7 +341,7 @@ def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recor
     # (first, last, statistics_from) of the recorded queries -> caches
     recorders_by_queries: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
-        plan = _plan(model, policy, n_prompt)
+        plan = _plan_prompt(model, policy, n_prompt)
         if not plan.is_left_to_mlx_lm:
             caches = make_request(model, plan).caches
             layer_caches = [layer.cache_in(caches) for layer in attention_layers(model, caches)]

@@ -76,13 +76,13 @@ class Results:
             on_document: called after each document. The argument says whether any record was measured.
         """
         all_keys: list[Record] = []
-        for keys, measure in documents:
+        for keys, measure_records in documents:
             all_keys += keys
-            missing = [key for key in keys if self.get(key) is None]
-            if missing:
-                for record in measure(missing):
+            missing_keys = [key for key in keys if self.get(key) is None]
+            if missing_keys:
+                for record in measure_records(missing_keys):
                     self.add(record)
-            on_document(bool(missing))
+            on_document(bool(missing_keys))
         return [self._records[_record_key(key)] for key in all_keys]
 
     def _read(self) -> None:
@@ -98,8 +98,8 @@ class Results:
                 record = json.loads(line)
                 self._records[_record_key(record)] = record
             except (ValueError, TypeError, KeyError):
-                why = f"line {number} is damaged: delete that line"
-                raise SnapKVError(f"{self._lines.path}: {why}") from None
+                problem = f"line {number} is damaged: delete that line"
+                raise SnapKVError(f"{self._lines.path}: {problem}") from None
 
     def _require_setting(self, line: bytes, path: Path) -> None:
         """Check that the file's first line matches this setting. Raises: SnapKVError."""

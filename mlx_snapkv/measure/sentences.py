@@ -152,8 +152,9 @@ def rank_sentences(
         sentence_counts = sums[:, stop] - sums[:, start]
         n_kept, n_heads, n_chosen, n_choosing, votes = sentence_counts.tolist()
         if n_kept:
+            text_start, text_stop = spans[start][0], spans[stop - 1][1]
             sentence = Sentence(
-                text=text[spans[start][0] : spans[stop - 1][1]].strip(),
+                text=text[text_start:text_stop].strip(),
                 start=start,
                 stop=stop,
                 kept=n_kept / n_heads,
@@ -161,11 +162,11 @@ def rank_sentences(
                 votes=votes / (total_votes or 1) if has_votes else None,
             )
             sentences.append(sentence)
-    sentences.sort(key=_rank)
+    sentences.sort(key=_sort_key)
     return tuple(sentences)
 
 
-def _rank(sentence: Sentence) -> tuple[float, float, float, int]:
+def _sort_key(sentence: Sentence) -> tuple[float, float, float, int]:
     """Return the sort key of `rank_sentences`. Ties go to earlier sentences."""
     return -(sentence.votes or 0), -(sentence.chosen or 0), -sentence.kept, sentence.start
 

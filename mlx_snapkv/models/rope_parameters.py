@@ -86,10 +86,10 @@ def unread_parameters(config: Any) -> UnreadParameters:
     has_rope_parameters = isinstance(text_config, Mapping) and text_config.get(ROPE_PARAMETERS)
     if text_args_class is None or not has_rope_parameters:
         return UnreadParameters()
-    fields = _field_names(text_args_class)
-    if not _needs_other_names(family, fields):
+    field_names = _field_names(text_args_class)
+    if not _needs_other_names(family, field_names):
         return UnreadParameters()
-    changes = _renamed_rope_parameters(family, text_config, fields)
+    changes = _renamed_rope_parameters(family, text_config, field_names)
     values = {name: value for name, value in changes.items() if value is not None}
     if is_nested:
         changes = {"text_config": {**text_config, **changes}}
@@ -116,47 +116,47 @@ def _text_args_class(family: str, model_class: type, text_config: Any) -> Any:
     return import_module(f"mlx_lm.models.{module}").ModelArgs
 
 
-def _needs_other_names(family: str, fields: Collection[str]) -> bool:
+def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
     """Return whether a family has RoPE but reads neither `rope_parameters` nor a `rope_theta` stored elsewhere."""
     attention_families = SUPPORTED.get(family, ())
     may_have_rope = not attention_families or any(
         attention_family.rope is not None for attention_family in attention_families
     )
-    reads_parameters = ROPE_PARAMETERS in fields or family in READ_THETA_ELSEWHERE
+    reads_parameters = ROPE_PARAMETERS in field_names or family in READ_THETA_ELSEWHERE
     return may_have_rope and not reads_parameters
 
 
 def _renamed_rope_parameters(
-    family: str, config: Mapping[str, Any], fields: Collection[str]
+    family: str, config: Mapping[str, Any], field_names: Collection[str]
 ) -> dict[str, Any]:
-    """Return the RoPE parameters that `config` lacks, under the names of mlx-lm's `fields`.
+    """Return the RoPE parameters that `config` lacks, under the names of mlx-lm's `field_names`.
 
     Raises: SnapKVError: the family has no field for a value that its RoPE needs.
     """
-    parameters = _without_layer_types(family, config[ROPE_PARAMETERS], fields)
+    parameters = _without_layer_types(family, config[ROPE_PARAMETERS], field_names)
     changes: dict[str, Any] = {}
-    for name, possible_fields in CONFIG_NAMES.items():
+    for name, possible_names in CONFIG_NAMES.items():
         value = parameters.get(name)
         if value is None:
             continue
-        known_fields = [field_name for field_name in possible_fields if field_name in fields]
-        if not known_fields:
-            if _is_needed(name, value, family, fields):
+        present_names = [field_name for field_name in possible_names if field_name in field_names]
+        if not present_names:
+            if _is_needed(name, value, family, field_names):
                 raise _refusal_error(family, f"no {name}")
             continue
-        field_name = known_fields[0]
+        field_name = present_names[0]
         if config.get(field_name) is None:
             # `rotary_dim` is a number of dimensions, while transformers stores a fraction.
             is_dimension = field_name == "rotary_dim"
             changes[field_name] = int(_head_dim(config) * value) if is_dimension else value
-    return changes | _rope_scaling(family, config, parameters, fields)
+    return changes | _rope_scaling(family, config, parameters, field_names)
 
 
-def _is_needed(name: str, value: Any, family: str, fields: Collection[str]) -> bool:
+def _is_needed(name: str, value: Any, family: str, field_names: Collection[str]) -> bool:
     """Return whether a family without a field for the parameter `name` would compute RoPE incorrectly."""
     if name == PARTIAL_FACTOR:
         # A family with a rotary tail reads its size. Others hard-code the fraction, mostly as 1.
-        return ROTARY_TAIL not in fields and value != HARD_CODED_FACTORS.get(family, 1)
+        return ROTARY_TAIL not in field_names and value != HARD_CODED_FACTORS.get(family, 1)
     return name == "rope_theta"
 
 
@@ -169,7 +169,7 @@ def _rope_scaling(
     family: str,
     config: Mapping[str, Any],
     parameters: Mapping[str, Any],
-    fields: Collection[str],
+    field_names: Collection[str],
 ) -> dict[str, Any]:
     """Return the `rope_scaling` entry to add to `config`, or an empty dict if none is needed.
 
@@ -180,21 +180,21 @@ def _rope_scaling(
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type == "default":
         # The field may have no default, in which case mlx-lm requires a value.
-        needs_a_value = "rope_scaling" in fields and "rope_scaling" not in config
+        needs_a_value = "rope_scaling" in field_names and "rope_scaling" not in config
         return {"rope_scaling": None} if needs_a_value else {}
-    if "rope_scaling" not in fields:
+    if "rope_scaling" not in field_names:
         raise _refusal_error(family, f"no rope_scaling, and its rope_type is {rope_type}")
     scaling = {name: value for name, value in parameters.items() if name not in CONFIG_NAMES}
     # Some families read the original length from a separate field, others from rope_scaling.
     original_length = parameters.get(ORIGINAL_LENGTH)
-    has_own_field = ORIGINAL_LENGTH in fields and config.get(ORIGINAL_LENGTH) is not None
+    has_own_field = ORIGINAL_LENGTH in field_names and config.get(ORIGINAL_LENGTH) is not None
     if original_length is not None and not has_own_field:
         scaling[ORIGINAL_LENGTH] = original_length
     return {"rope_scaling": {**scaling, "type": rope_type, "rope_type": rope_type}}
 
 
 def _without_layer_types(
-    family: str, rope_parameters: Any, fields: Collection[str]
+    family: str, rope_parameters: Any, field_names: Collection[str]
 ) -> dict[str, Any]:
     """Return `rope_parameters` as a single dict, merging the dicts of different layer types.
 
@@ -214,7 +214,7 @@ def _without_layer_types(
     }
     if not by_layer_type:
         return dict(rope_parameters)
-    has_local_base = any(field_name in fields for field_name in CONFIG_NAMES[LOCAL_BASE])
+    has_local_base = any(field_name in field_names for field_name in CONFIG_NAMES[LOCAL_BASE])
     may_differ = has_local_base or family in UNSCALED_SLIDING
     if may_differ and set(by_layer_type) == {FULL_ATTENTION, SLIDING_ATTENTION}:
         full_parameters = by_layer_type[FULL_ATTENTION]

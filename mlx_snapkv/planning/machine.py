@@ -51,10 +51,11 @@ def this_machine() -> Machine:
     container_limit = _text_of(_CONTAINER_LIMIT).strip()
     if container_limit.isdecimal():  # "max" means no limit
         memory = min(memory, int(container_limit))
-    available_kib = re.search(r"MemAvailable: +(\d+) kB", _text_of(_MEMINFO))
-    if available_kib is None:
+    # e.g. "MemAvailable:    1234567 kB"
+    available_memory = re.search(r"MemAvailable: +(?P<kib>\d+) kB", _text_of(_MEMINFO))
+    if available_memory is None:
         return Machine(memory=memory, usable=memory)
-    available = int(available_kib[1]) * 1024 + mx.get_active_memory()
+    available = int(available_memory["kib"]) * 1024 + mx.get_active_memory()
     return Machine(memory=memory, usable=min(memory, available))
 
 

@@ -196,8 +196,8 @@ def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
     n_read = plan.n_prompt - n_new
     n_before_voters = plan.first_voter - n_read
     is_one_chunk = n_new - 1 <= max_size
-    has_boundary = 0 < n_before_voters < n_new
-    if is_one_chunk or not has_boundary:
+    voters_begin_in_new_tokens = 0 < n_before_voters < n_new
+    if is_one_chunk or not voters_begin_in_new_tokens:
         return max_size
     is_large_multiple = max_size % MULTIPLE == 0 and max_size >= 8 * MULTIPLE
     if is_large_multiple:

@@ -227,6 +227,7 @@ def repository_without_weights(name: str) -> nn.Module:
 def _write_header_only(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
     """Write a safetensors file with a header for `tensors`, and a hole instead of the data."""
     header = json.dumps(tensors).encode()
+    # `data_offsets` is the tensor's [start, end] in the data.
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

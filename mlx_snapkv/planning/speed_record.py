@@ -230,8 +230,8 @@ def record_measurements(model: Any, sparse: Sparse, measurements: list[Measureme
     speeds = _load_record()
     earlier_speed = speeds.pop(key, Speed())
     speeds[key] = earlier_speed.with_measurements(measurements)  # inserted last, as the latest key
-    latest = list(speeds.items())[-MAX_KEYS:]
-    content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest}}
+    latest_speeds = list(speeds.items())[-MAX_KEYS:]
+    content = {"format": FORMAT, "speeds": {key: speed.lines for key, speed in latest_speeds}}
     with contextlib.suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
         put(path, json.dumps(content, indent=1))

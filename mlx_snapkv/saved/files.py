@@ -161,8 +161,8 @@ def _read_caches(path: Path) -> list:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])  # read the arrays now
     except Exception as error:  # foreign or damaged files may contain anything
-        why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
-        raise SnapKVError(f"{path} {why}") from error
+        problem = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
+        raise SnapKVError(f"{path} {problem}") from error
     return prompt_cache
 
 
@@ -171,8 +171,8 @@ def _require_readable(path: Path, metadata: dict[str, str]) -> None:
     if not sealed.has_valid_checksum(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not match; save the prompt again")
     if metadata[_FORMAT_KEY] != str(FORMAT):
-        why = f"has format {metadata[_FORMAT_KEY]}, but this version reads format {FORMAT}"
-        raise SnapKVError(f"{path} {why}: save the prompt again with mlx-snapkv cache-prompt")
+        problem = f"has format {metadata[_FORMAT_KEY]}, but this version reads format {FORMAT}"
+        raise SnapKVError(f"{path} {problem}: save the prompt again with mlx-snapkv cache-prompt")
 
 
 def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
@@ -207,8 +207,8 @@ def require_writable(path: str | Path) -> Path:
         with contextlib.suppress(SnapKVError):
             metadata = sealed.read_metadata(path)
         if _FORMAT_KEY not in metadata:
-            why = "exists, and mlx-snapkv did not save it"
-            raise SnapKVError(f"{path} {why}: give another name")
+            problem = "exists, and mlx-snapkv did not save it"
+            raise SnapKVError(f"{path} {problem}: give another name")
     return path
 
 
@@ -216,8 +216,8 @@ def _safetensors_path(path: str | Path) -> Path:
     """Convert a file name to a path. Raises: SnapKVError: it does not end in .safetensors."""
     path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
-        why = "a saved prompt cache's name must end in .safetensors"
-        raise SnapKVError(f"{why}, got {str(path)!r}")
+        problem = "a saved prompt cache's name must end in .safetensors"
+        raise SnapKVError(f"{problem}, got {str(path)!r}")
     return path
 
 

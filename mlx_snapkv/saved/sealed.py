@@ -30,6 +30,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     try:
         arrays = json.loads(header[8:])  # after the header's length
         all_metadata = arrays.pop("__metadata__")
+        # `data_offsets` is the array's [start, end] in the data.
         expected_size = len(header) + max(array["data_offsets"][1] for array in arrays.values())
         # mlx-lm stores the caller's metadata under "0." and the cache class names under "1.".
         are_texts = all(isinstance(value, str) for value in all_metadata.values())
