@@ -105,8 +105,13 @@ class CompressedBatchCache(BatchCache, _BaseCache):
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
         """Return the mask for the next step, or None if there is no padding."""
-        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
+        self._require_single_token(N, window_size)
         return None
+
+    def _require_single_token(self, n_tokens: int, window_size: int | None) -> None:
+        """Check that the next step has one token per request and no sliding window."""
+        single_token = n_tokens == 1 and window_size is None
+        assert single_token, "a batch of compressed caches takes single tokens"
 
     def extend(self, other: Any) -> None:
         """Append another batch's requests. That batch must not be used afterwards."""
@@ -222,7 +227,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
         """Return a bool mask `(B, 1, 1, rows)` for the next step, or None if all requests have the same length."""
-        super().make_mask(N, return_array, window_size)
+        self._require_single_token(N, window_size)
         lengths = [cache.n_after_next for cache in self.request_caches]
         if len(set(lengths)) == 1:
             return None

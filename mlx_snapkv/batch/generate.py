@@ -138,11 +138,12 @@ def _token_lists(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """
     token_lists: list[Any] = []
     for prompt in prompts:
-        tokens = token_ids(prompt, may_be_empty=True)
-        require_known_tokens(tokens, model)
-        token_lists.append(tokens.tolist())
-    if [] in token_lists:
-        raise SnapKVError(f"prompt {token_lists.index([])} is empty: give at least one token")
+        token_array = token_ids(prompt, may_be_empty=True)
+        require_known_tokens(token_array, model)
+        token_lists.append(token_array.tolist())
+    for number, tokens in enumerate(token_lists):
+        if not tokens:
+            raise SnapKVError(f"prompt {number} is empty: give at least one token")
     return token_lists
 
 

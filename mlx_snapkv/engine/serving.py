@@ -99,7 +99,7 @@ def require_servable(model, config: CompressionConfig) -> None:
     config.require_supported(model)
     config.require_compressible()
     caches = make_caches(model, config.sparse)
-    layers = attention_layers(model, caches)
+    layers = attention_layers(model, caches)  # raises an error if the model is not supported
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)
 

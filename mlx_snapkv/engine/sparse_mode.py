@@ -118,11 +118,16 @@ class SparseMode:
             report.entries_kept[layer.index] = cache.n_entries - cache.n_means
             report.means = max(report.means, cache.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
+        self._note_plain_path(caches, report)
+
+    def _note_plain_path(self, caches: list, report: CompressionReport) -> None:
+        """Record why tokens use plain MLX operations instead of GPU kernels, going by the first layer."""
         first_layer = self._choosing_layers[0]
         stored_cache = first_layer.cache_in(self._prompt_cache)
         if stored_cache.n_queries:
+            one_query = stored_cache.queries[:, :, :1]
             ranking = first_layer.cache_in(caches).ranking
-            report.plain_path = why_plain_path(ranking, stored_cache.queries[:, :, :1])
+            report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
         """Append the answer's entries so far to the full caches, and put the full caches into `caches`.

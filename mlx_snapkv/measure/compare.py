@@ -365,14 +365,16 @@ class _Comparison:
 def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
     """Return the text for `Compared.uncompressed`."""
     if isinstance(policy, Compress) and policy.evicts_in_blocks:
-        entries = "the entries that block prefill kept"
+        entries_text = "the entries that block prefill kept"
     else:
-        entries = "all entries"
+        entries_text = "all entries"
     if lookahead_of(policy):
-        decoding = f"lookahead decodes the first {n_before}"
+        decoding_text = f"lookahead decodes the first {n_before}"
     else:
-        decoding = f"the first {n_before} are decoded"
-    return f"not compressed yet: the answer has {n_answer} tokens, {decoding} on {entries}"
+        decoding_text = f"the first {n_before} are decoded"
+    return (
+        f"not compressed yet: the answer has {n_answer} tokens, {decoding_text} on {entries_text}"
+    )
 
 
 def _difference(

@@ -242,14 +242,15 @@ def _predictions_of_own_reading(
 ) -> tuple[mx.array, Record]:
     """Read the prompt with `generate_step`. Return its predictions and its cache's figures."""
     cache = make_prompt_cache(reading.model)
-    cache_figures: list[Record] = []
+    figures_by_report: list[Record] = []
 
     def note_figures(report: CompressionReport) -> None:
         # Take the figures now, because the answer adds entries later.
-        cache_figures.append(_cache_figures(reading, cache, report))
+        figures_by_report.append(_cache_figures(reading, cache, report))
 
     predictions = reference.generate(policy, note_figures, prompt_cache=cache)
-    return predictions, cache_figures[0]
+    (cache_figures,) = figures_by_report  # there is one report
+    return predictions, cache_figures
 
 
 def _compressed_cache(

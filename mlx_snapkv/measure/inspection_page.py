@@ -157,6 +157,7 @@ def _draw_map(axes: Any, inspection: Inspection) -> Any:
     """Draw an inspection's map and return matplotlib's image object."""
     n_layers = len(inspection.layers)
     style: Any = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    # Left, right, bottom, top: the first layer's row is at the top.
     extent = (0, inspection.n_tokens, n_layers - 0.5, -0.5)
     densities = inspection.density(PICTURE_COLUMNS)
     image = axes.imshow(densities, aspect="auto", extent=extent, **style)

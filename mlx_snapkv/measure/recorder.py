@@ -89,6 +89,7 @@ class Recorder:
         n_kv_heads, n_entries = entries.keys.shape[1:3]
         query_positions = range(query_position, query_position + 1)
         query = cache.make_voters(queries, query_positions, entries.keys.shape)
+        # (1, n_kv_heads, query heads per KV head, n_entries)
         weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
         # Average over query heads in two steps, because KV heads may keep different positions.
         weights_by_kv_head = weights.mean(axis=2) / n_kv_heads

@@ -189,6 +189,7 @@ def _token_ranges_of_sentences(
         for piece in pieces:
             piece_end += len(piece)
             stop = start
+            # Advance to the first token that ends after the piece.
             while stop <= last and spans[stop][1] <= piece_end:
                 stop += 1
             has_words = any(map(str.isalnum, piece))

@@ -89,16 +89,16 @@ def measure_speed(
 
 def measure_decoding(model, context: int, policies: list[Setting], steps: int) -> list[Measurement]:
     """Return the contenders that can decode after `context` tokens, with median step time and KV bytes."""
-    decoders = []
+    decoding_contenders = []
     caches = []
     for contender in contenders(model, context, policies):
         cache = decoding_cache(model, contender, context)
         if _can_decode(model, cache):
-            decoders.append(contender)
+            decoding_contenders.append(contender)
             caches.append(cache)
-    step_seconds = time_steps_in_turn(model, caches, steps)
+    seconds_by_cache = time_steps_in_turn(model, caches, steps)
     measurements = []
-    for contender, cache, seconds in zip(decoders, caches, step_seconds):
+    for contender, cache, seconds in zip(decoding_contenders, caches, seconds_by_cache):
         figures = {
             "step_seconds": statistics.median(seconds),
             "kv_bytes": entries_bytes(cache, contender.is_sparse),
@@ -225,10 +225,10 @@ def answer_prompt(
     started = time.perf_counter()
     steps = generate_step(prompt, model, **options)
     next(steps)
-    seconds = time.perf_counter() - started
+    first_token_seconds = time.perf_counter() - started
     for _ in steps:
         pass
-    return seconds, reports[0]
+    return first_token_seconds, reports[0]
 
 
 def speed_table(rows: list[Row]) -> Table:

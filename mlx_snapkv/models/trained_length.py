@@ -48,6 +48,7 @@ def _rope_scalings(config: Any) -> list[Any]:
     mlx-lm calls them `rope_scaling`, and transformers 5 `rope_parameters`.
     """
     scaling = _value_in(config, "rope_scaling") or _value_in(config, "rope_parameters")
+    # `scaling` is one scaling, or a mapping from layer types to scalings.
     values = scaling.values() if isinstance(scaling, Mapping) else ()
     scaling_by_layer_type = [value for value in values if isinstance(value, Mapping)]
     return scaling_by_layer_type or [scaling]

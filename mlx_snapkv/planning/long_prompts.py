@@ -147,14 +147,14 @@ def _describe_full(plan: Plan) -> str:
     if plan.sparse is None:
         example, _ = worth_comparing(n_prompt)
         return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
-    all_read = f"all {n_prompt:,} entries will be read"
+    all_read_text = f"all {n_prompt:,} entries will be read"
     if not plan.sparse.fits(n_prompt):
-        return f"{all_read}: {plan.reason}"
-    all_fit = f"{all_read}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
+        return f"{all_read_text}: {plan.reason}"
+    all_fit_text = f"{all_read_text}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
     smaller_budget = n_prompt // BUDGET_SHARE
     if smaller_budget < MIN_BUDGET_TO_SUGGEST:
-        return all_fit
-    return f"{all_fit}; --sparse budget={smaller_budget} reads fewer"
+        return all_fit_text
+    return f"{all_fit_text}; --sparse budget={smaller_budget} reads fewer"
 
 
 def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:

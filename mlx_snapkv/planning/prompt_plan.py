@@ -8,6 +8,7 @@ from typing import Any
 from ..caches.layers import all_caches
 from ..compress.options import Compress
 from ..compress.policy import Policy
+from ..entries.quota import Quota
 from ..errors import OptionError, SnapKVError
 from ..hyperparameters import is_whole
 from ..sparse.options import N_VOTERS, Sparse
@@ -107,10 +108,9 @@ def reason_to_leave(
 
 def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
     """Return why a prompt is not read sparsely, or None if it is."""
-    try:
-        sparse.quota(n_prompt)
-    except SnapKVError as error:
-        return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+    budget_problem = _budget_problem(sparse.quota, n_prompt)
+    if budget_problem is not None:
+        return budget_problem
     if not sparse.fits(n_prompt):
         return None
     budget = sparse.budget or sparse.entries(n_prompt)
@@ -126,10 +126,9 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
             "set min_ctx=0 to force compression"
         )
     if any(isinstance(policy.budget, str) for policy in compress.policies):
-        try:
-            compress.prefill_quota(n_prompt)
-        except SnapKVError as error:
-            return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+        budget_problem = _budget_problem(compress.prefill_quota, n_prompt)
+        if budget_problem is not None:
+            return budget_problem
     if not compress.fits(n_prompt):
         return None
     # The prompt fits. Policies with schedule="block" also evict during the answer, unless the answer fits as well.
@@ -138,6 +137,15 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
     if evicts_during_answer and not answer_fits:
         return None
     return uncompressed_reason(n_prompt, compress.policy)
+
+
+def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str | None:
+    """Return why a budget given as a share of the prompt is too small for a quota, or None if it is not."""
+    try:
+        compute_quota(n_prompt)
+    except SnapKVError as error:
+        return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+    return None
 
 
 def uncompressed_reason(n_prompt: int, policy: Policy) -> str:

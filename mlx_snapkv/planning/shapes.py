@@ -191,7 +191,8 @@ def _n_projected_numbers(modules: list[Any]) -> int:
         weight = module.get("weight")
         if weight is None or weight.ndim < 2 or "Embedding" in class_name:
             continue
-        # Expert projections have a third axis. Convolutions compute one number per channel.
+        # Weights are (outputs, inputs), with a first axis of experts in mlx-lm's Switch classes. Convolutions compute
+        # one number per channel, and their channels come first.
         n_outputs = weight.shape[0] if "Conv" in class_name else weight.shape[-2]
         n_numbers += n_outputs * (n_experts if "Switch" in class_name else 1)
     return n_numbers

@@ -85,7 +85,8 @@ def has_valid_checksum(path: Path) -> bool:
         header = _read_header(file)
         start = _checksum_offset(header)
         end = start + len(UNKNOWN)
-        crc = zlib.crc32(header[:start] + UNKNOWN.encode() + header[end:])
+        header_with_placeholder = header[:start] + UNKNOWN.encode() + header[end:]
+        crc = zlib.crc32(header_with_placeholder)
         while piece := file.read(_IO_BYTES):
             crc = zlib.crc32(piece, crc)
         return header[start:end] == _hex_digits(crc)
