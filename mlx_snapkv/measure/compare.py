@@ -303,7 +303,7 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        # With sparse attention there is no copy: each token of a request chooses among all entries.
+        # There is no copy with sparse attention, because each token of a request chooses among all entries.
         if compressed_cache is not None and not lookahead_of(method.policy):
             logprobs = self._reference.predictions(compressed_cache)
         else:
