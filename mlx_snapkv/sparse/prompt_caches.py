@@ -83,7 +83,7 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Move the entries of full-attention layers from `caches` into the caches in `into`, which replace them in `caches`.
+    """Move the entries of full-attention layers in `caches` into the caches in `into`, which replace the old ones.
 
     Raises: SnapKVError: a layer's cache is missing entries.
     """
