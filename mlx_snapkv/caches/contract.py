@@ -90,11 +90,11 @@ class LayerCache(ABC):
 
     def validate(self) -> str | None:
         """Describe what is wrong with a loaded cache, or return None if it is consistent."""
-        n_rows, *other_row_counts = {array.shape[2] for array in flat_arrays(self.sample_entries)}
+        row_counts = {array.shape[2] for array in flat_arrays(self.sample_entries)}
         is_consistent = (
-            not other_row_counts
+            len(row_counts) == 1
             and type(self.offset) is int  # a file could contain true or 1.5
-            and 0 < self.n_entries <= n_rows
+            and 0 < self.n_entries <= min(row_counts)
         )
         return None if is_consistent else "has numbers that contradict each other"
 
@@ -115,19 +115,20 @@ class LayerCache(ABC):
         offset_before = self.offset
 
         def restore() -> None:
-            self.trim(self.offset - offset_before)
+            n_new = self.offset - offset_before
+            self.trim(n_new)
 
         return restore
 
 
-def keys_property(owner: Callable[[Any], Any]) -> Any:
-    """Return a property that forwards `keys` to `owner(cache)`. mlx-lm's pipelines add a dependency to this buffer."""
+def keys_property(owner_of: Callable[[Any], Any]) -> Any:
+    """Return a property that forwards to `owner_of(cache).keys`, to which mlx-lm's pipelines add a dependency."""
 
     def get_keys(cache: Any) -> mx.array:
-        return owner(cache).keys
+        return owner_of(cache).keys
 
     def set_keys(cache: Any, keys: mx.array) -> None:
-        owner(cache).keys = keys
+        owner_of(cache).keys = keys
 
     return property(get_keys, set_keys)
 

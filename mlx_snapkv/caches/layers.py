@@ -13,9 +13,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from ..entries.quantization import BITS, Quantization, fitting_group_sizes
 from ..errors import Option, OptionError, UnsupportedModelError
 from ..models import cache_owners, type_of
+from ..models import rope as rotations
 from ..models.distributed import PIPELINE, split_of
 from ..models.family import AttentionFamily
-from ..models.rope import mean_rotation, undo_rope
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 
@@ -42,11 +42,12 @@ class AttentionLayer:
 
     def put(self, prompt_cache: list, cache: Any) -> None:
         """Replace the layer's cache. If it is in a `CacheList`, replace the list too."""
-        if self.member is not None:
-            caches = list(prompt_cache[self.index].caches)
-            caches[self.member] = cache
-            cache = CacheList(*caches)
-        prompt_cache[self.index] = cache
+        if self.member is None:
+            prompt_cache[self.index] = cache
+            return
+        members = list(prompt_cache[self.index].caches)
+        members[self.member] = cache
+        prompt_cache[self.index] = CacheList(*members)
 
     @property
     def latent(self) -> bool:
@@ -73,7 +74,7 @@ class AttentionLayer:
         rope = self.rope
 
         def undo(rotary_part: mx.array) -> mx.array:
-            return undo_rope(rope, rotary_part, offset)
+            return rotations.undo_rope(rope, rotary_part, offset)
 
         return self.family.map_rotary(self.attention, queries, undo)
 
@@ -81,8 +82,9 @@ class AttentionLayer:
         """Average the rotation matrices of positions `[start, start + n)`: float32 `(head_dim, head_dim)`."""
         rope = self.rope
 
-        def rotate(vectors: mx.array) -> mx.array:
-            return vectors @ mean_rotation(rope, vectors.shape[3], start, n).T
+        def rotate(rotary_part: mx.array) -> mx.array:
+            rotary_dim = rotary_part.shape[3]
+            return rotary_part @ rotations.mean_rotation(rope, rotary_dim, start, n).T
 
         # The matrix's columns are the images of the unit vectors.
         unit_vectors = mx.eye(head_dim)[None, None]
@@ -184,12 +186,12 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
     Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """
     for layer in layers:
-        why_unquantizable = layer.family.why_unquantizable
-        if why_unquantizable is None:
+        find_reason = layer.family.why_unquantizable
+        if find_reason is None:
             continue
-        reason = why_unquantizable(list(layer.readers))
+        reason = find_reason(list(layer.readers))
         if reason:
-            raise UnsupportedModelError(f"{{}}: {remedy}", reason, option)
+            raise UnsupportedModelError("{}: " + remedy, reason, option)
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
@@ -224,13 +226,14 @@ class Slot(NamedTuple):
 
 def slots(prompt_cache: list) -> list[Slot]:
     """Return every cache in a prompt cache with its place, including those inside a `CacheList`."""
-    result: list[Slot] = []
+    all_slots: list[Slot] = []
     for index, cache in enumerate(prompt_cache):
         if isinstance(cache, CacheList):
-            result += [Slot(index, member, inner) for member, inner in enumerate(cache.caches)]
+            for member, member_cache in enumerate(cache.caches):
+                all_slots.append(Slot(index, member, member_cache))
         else:
-            result.append(Slot(index, None, cache))
-    return result
+            all_slots.append(Slot(index, None, cache))
+    return all_slots
 
 
 def all_caches(prompt_cache: list) -> list:

@@ -85,9 +85,9 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
         both_are_empty = cache.empty() == model_cache.empty()
         return None if both_are_empty else "holds other tokens than other caches"
     if not isinstance(cache, KV_CACHE_CLASSES):
+        is_arrays_cache = hasattr(cache, "cache")
         # The shape of an `ArraysCache` does not depend on the number of tokens.
-        compares_rows = hasattr(cache, "cache")
-        return _array_mismatch(cache.state, model_cache.state, compares_rows)
+        return _array_mismatch(cache.state, model_cache.state, compares_rows=is_arrays_cache)
     loaded_cache = layer_cache(cache)
     quantization = loaded_cache.quantization
     if quantization is not None:
@@ -116,6 +116,6 @@ def _formats_by_path(tree: Any, includes_rows: bool) -> dict[str, str]:
         if isinstance(leaf, mx.array):
             shape = leaf.shape
             if not includes_rows:
-                shape = shape[:-2] + shape[-1:]
+                shape = shape[:-2] + shape[-1:]  # all axes but the rows
             formats[path] = f"{leaf.dtype} {shape}".removeprefix("mlx.core.")
     return formats

@@ -46,7 +46,7 @@ class BlockKVCache(EvictingCache):
         last: position after the last query that may vote.
         newest: number of recent queries to keep for voting. Defaults to `policy.obs_window`.
         quantization: how the entries are quantised, or None if they are not.
-        counting: attention count to start with. By default, a new one is created if the policy needs it.
+        attention_count: attention count to start with. By default, a new one is created if the policy needs it.
 
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
@@ -70,7 +70,7 @@ class BlockKVCache(EvictingCache):
         last: float = math.inf,
         newest: int | None = None,
         quantization: Quantization | None = None,
-        counting: AttentionCount | None = None,
+        attention_count: AttentionCount | None = None,
     ):
         """Start empty. The first update allocates the buffers."""
         if policy is not None and newest is None:
@@ -84,7 +84,7 @@ class BlockKVCache(EvictingCache):
         self.layer = layer
         self.quantization = quantization
         accumulates_attention = policy is not None and policy.accumulates_attention
-        self.counting = counting or AttentionCount(is_counting=accumulates_attention)
+        self.attention_count = attention_count or AttentionCount(is_counting=accumulates_attention)
         # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
 
@@ -93,15 +93,15 @@ class BlockKVCache(EvictingCache):
         return super()._saved_numbers() | {
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
-            "counts": self.counting.is_counting,
+            "counts": self.attention_count.is_counting,
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
         """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
-            "received": self.counting.received_attention,
-            "waiting": self.counting.waiting_queries,
+            "received": self.attention_count.received_attention,
+            "waiting": self.attention_count.waiting_queries,
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
-        self.counting = AttentionCount(
+        self.attention_count = AttentionCount(
             is_counting=numbers["counts"],
             received_attention=arrays.get("received"),
             waiting_queries=list(arrays.get("waiting", [])),
@@ -164,7 +164,8 @@ class BlockKVCache(EvictingCache):
         entries = self.held(n_voters)
         entries.budget = self.quota.entries
         entries.n_window = self.quota.n_window
-        kept_entries = entries.take(select(self.policy.score(entries), self.quota))
+        kept_indices = select(self.policy.score(entries), self.quota)
+        kept_entries = entries.take(kept_indices)
         # Drop the other references to the buffers, or the next write would copy them.
         entries.release()
         # Discard buffers enlarged by an update of more than `block` tokens.
@@ -179,7 +180,7 @@ class BlockKVCache(EvictingCache):
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.counting = self.counting.restarted_from(entries.received_attention)
+        self.attention_count = self.attention_count.restarted_from(entries.received_attention)
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in row order, which is position order. The last `n_queries` queries are the voters."""
@@ -188,10 +189,10 @@ class BlockKVCache(EvictingCache):
             received_attention=self._received_attention(),
         )
 
-    def _take_queries(self, captured: CapturedQueries) -> None:
+    def _record_chunk(self, captured: CapturedQueries) -> None:
         """Record the newest tokens' queries, and count their attention if the policy needs it."""
-        super()._take_queries(captured)
-        if self.counting.is_counting:
+        super()._record_chunk(captured)
+        if self.attention_count.is_counting:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
@@ -200,32 +201,33 @@ class BlockKVCache(EvictingCache):
         Single-token queries are collected and counted together. The call's entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
-        n_voting = int(min(self.last, self.offset)) - chunk_start
-        if n_voting <= 0:
+        n_voters = int(min(self.last, self.offset)) - chunk_start
+        if n_voters <= 0:
             return
-        queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voting]))
-        self.counting = self.counting.with_queries(queries)
-        is_block_complete = n_voting > 1 or len(self.counting.waiting_queries) >= self.block
-        if is_block_complete:
-            self.counting = self.counting.restarted_from(self._received_attention())
+        queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voters]))
+        self.attention_count = self.attention_count.with_queries(queries)
+        is_chunk = n_voters > 1
+        is_block_complete = len(self.attention_count.waiting_queries) >= self.block
+        if is_chunk or is_block_complete:
+            self.attention_count = self.attention_count.restarted_from(self._received_attention())
 
     def _received_attention(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
-        shape = (*self._heads, self._n)
+        entries_shape = (*self._batch_and_heads, self._n)
 
         def count_votes(queries: mx.array) -> mx.array:
             # The waiting queries belong to the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
-            voters = self.make_voters(queries, positions, shape)
+            voters = self.make_voters(queries, positions, entries_shape)
             return self._entries_in_row_order(voting_queries=voters).votes
 
-        return self.counting.total_attention(shape, count_votes)
+        return self.attention_count.total_attention(entries_shape, count_votes)
 
     @property
     def recorded(self) -> list[mx.array]:
         """Return the recorded arrays to evaluate after each decoded token."""
-        return [*super().recorded, *self.counting.arrays]
+        return [*super().recorded, *self.attention_count.arrays]
 
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
@@ -236,27 +238,30 @@ class BlockKVCache(EvictingCache):
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
         if (lacks_votes or lacks_statistics) and self._n_since_eviction == 0:
             return False  # nothing can vote yet, but the next tokens' queries will
-        # Before the first steady token, make sure that all of them fit.
-        n_next = max(L, len(self.steady)) if self.offset in self.steady else L
+        n_next = L
+        if self.offset in self.steady:  # the first steady token: make sure that all of them fit
+            n_next = max(L, len(self.steady))
         has_room = self._n + n_next <= self.capacity
         return not has_room and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Write stored entries to rows `[start, size())`, enlarging the buffers first if necessary."""
-        n_before = 0 if self.keys is None else count_rows(self.keys)
-        if self.keys is None or self._n > n_before:
-            buffers = (self.keys, self.values) if n_before else slice_rows((keys, values), 0, 0)
-            n_after = self._n_rows_to_allocate(n_before)
-            self.keys, self.values = with_new_rows(buffers, n_after - n_before)
+        n_allocated = 0 if self.keys is None else count_rows(self.keys)
+        if self.keys is None or self._n > n_allocated:
+            # The first buffers get the format of the new entries.
+            buffers = (self.keys, self.values) if n_allocated else slice_rows((keys, values), 0, 0)
+            n_needed = self._n_rows_to_allocate(n_allocated)
+            self.keys, self.values = with_new_rows(buffers, n_needed - n_allocated)
         write_rows((self.keys, self.values), start, (keys, values))
 
-    def _n_rows_to_allocate(self, n_before: int) -> int:
-        """Return how many rows new buffers need, at least `size()`. The current ones have `n_before`."""
+    def _n_rows_to_allocate(self, n_allocated: int) -> int:
+        """Return how many rows new buffers need, at least `size()`. The current ones have `n_allocated`."""
         is_unlimited = self.quota.entries >= UNLIMITED
-        n_after = rows_to_allocate(self._n) if is_unlimited else self.capacity
-        if n_before == 0 and self.expected_size:
-            n_after = min(n_after, self.expected_size)
-        return max(self._n, n_after)
+        n_rows = rows_to_allocate(self._n) if is_unlimited else self.capacity
+        are_first_buffers = n_allocated == 0
+        if are_first_buffers and self.expected_size:
+            n_rows = min(n_rows, self.expected_size)
+        return max(self._n, n_rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, "causal", or bool `(N, size() + N)`."""
@@ -274,7 +279,7 @@ class BlockKVCache(EvictingCache):
         """Return the entries' original positions in ascending order, uint32 `(B, n_kv_heads, size())`."""
         n_recent = self._n_since_eviction
         recent_positions = mx.arange(self.offset - n_recent, self.offset, dtype=mx.uint32)
-        recent_positions = mx.broadcast_to(recent_positions, (*self._heads, n_recent))
+        recent_positions = mx.broadcast_to(recent_positions, (*self._batch_and_heads, n_recent))
         if self._kept_positions is None:
             return recent_positions
         return mx.concatenate([self._kept_positions, recent_positions], axis=2)

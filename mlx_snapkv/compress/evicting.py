@@ -137,6 +137,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             self.keys, self.values = arrays["keys"], arrays["values"]
         else:
             self.quantization = Quantization(**quantization_fields)
+            # The packed values, scales and biases of each.
             self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))
@@ -183,7 +184,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return self.keys is None
 
     @property
-    def _heads(self) -> tuple[int, ...]:
+    def _batch_and_heads(self) -> tuple[int, ...]:
         """Return the batch size and the number of KV heads."""
         first_array, *_ = flat_arrays(self.keys)
         return first_array.shape[:2]
@@ -207,12 +208,13 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         if n == 0:
             return None
         positions = self.query_positions[-n:]
-        are_missing = not positions or positions.stop < min(self.last, self.offset)
+        expected_stop = min(self.last, self.offset)
+        are_missing = not positions or positions.stop < expected_stop
         if are_missing:
             policy_name = self.policy.name if self.policy else "a policy"
             raise SnapKVError(
                 f"{policy_name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        shape = (*self._heads, self._n)
-        return self.make_voters(self.queries[:, :, -n:], positions, shape)
+        entries_shape = (*self._batch_and_heads, self._n)
+        return self.make_voters(self.queries[:, :, -n:], positions, entries_shape)

@@ -68,7 +68,7 @@ class Policy(Hyperparameters, ABC):
         """Check the schedule, and the budget if it is a number. A share is checked in `quota`."""
         super().__post_init__()
         if isinstance(self.budget, int):
-            self._require_entries(self.budget)
+            self._require_usable_budget(self.budget)
         self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Policy(Hyperparameters, ABC):
         Raises: SnapKVError: the budget is a share that comes to less than one entry.
         """
         n_entries = amount(self.budget, n_prompt)
-        self._require_entries(n_entries)
+        self._require_usable_budget(n_entries)
         return self._quota_of(n_entries)
 
     def _quota_of(self, n_entries: int) -> Quota:
@@ -118,7 +118,7 @@ class Policy(Hyperparameters, ABC):
         """Return whether a prompt of `n_prompt` tokens fits the budget."""
         return n_prompt <= amount(self.budget, n_prompt)
 
-    def _require_entries(self, budget: int) -> None:
+    def _require_usable_budget(self, budget: int) -> None:
         """Check a budget in entries. Raises: SnapKVError: it is 0, or leaves no room for a sliding window."""
         if budget < 1:
             raise SnapKVError(

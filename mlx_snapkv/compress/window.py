@@ -29,8 +29,8 @@ class SnapKVCache(EvictingCache):
     """A KV cache with pinned entries and a recent window that either grows with the answer or slides over it.
 
         [0 : n_pin)            pinned entries: the sink and the entries with the most votes
-        [n_pin : n_keep)       recent window, a ring buffer: once full, each decoded token overwrites the oldest entry
-        [n_keep : )            pending entries, from updates of several tokens
+        [n_pin : capacity)     recent window, a ring buffer: once full, each decoded token overwrites the oldest entry
+        [capacity : )          pending entries, from updates of several tokens
 
     A growing window never fills up, and appending costs the same as in mlx-lm's `KVCache`. A sliding window keeps the
     cache's shape constant while an answer is decoded.
@@ -103,7 +103,7 @@ class SnapKVCache(EvictingCache):
         L = count_rows(keys)
         self._move_pending_entries()
         self._free_unneeded_rows(L)
-        overwrites_oldest = L == 1 and self._n == self.n_keep
+        overwrites_oldest = L == 1 and self._n == self.capacity
         if overwrites_oldest:
             first_row = self.claim_row()  # also counts the token
         else:
@@ -117,18 +117,19 @@ class SnapKVCache(EvictingCache):
         """Enlarge the buffers if necessary. A sliding window is allocated in full."""
         n_allocated = count_rows(self.keys)
         if self.grows:
-            n_needed = rows_to_allocate(self._n) if self._n > n_allocated else n_allocated
-        elif self._n <= self.n_keep:
-            n_needed = self.n_keep
+            has_room = self._n <= n_allocated
+            n_needed = n_allocated if has_room else rows_to_allocate(self._n)
+        elif self._n <= self.capacity:
+            n_needed = self.capacity
         else:
-            n_needed = max(self._n, self.n_keep + SLACK)
+            n_needed = max(self._n, self.capacity + SLACK)
         if n_needed > n_allocated:
             n_new = n_needed - n_allocated
             self.keys, self.values = with_new_rows((self.keys, self.values), n_new)
 
     def claim_row(self) -> int:
         """Count a new token, and return the row where the caller must write its entry."""
-        if self._n < self.n_keep:
+        if self._n < self.capacity:
             row = self._n
             self._n += 1
         else:
@@ -143,21 +144,21 @@ class SnapKVCache(EvictingCache):
         return self.n_window >= UNLIMITED
 
     @property
-    def n_keep(self) -> int:
-        """Return the number of rows for pinned entries and a full window."""
+    def capacity(self) -> int:
+        """Return the number of rows for pinned entries and a full window, without pending entries."""
         return self.n_pin + self.n_window
 
     @property
     def n_after_next(self) -> int:
         """Return the number of entries after one more token."""
-        return min(self._n + 1, self.n_keep)
+        return min(self._n + 1, self.capacity)
 
     def _free_unneeded_rows(self, L: int) -> None:
         """Free the rows after the window that an update of `L` tokens won't need."""
-        n_needed = self.n_keep + max(SLACK, L)
+        n_needed = self.capacity + max(SLACK, L)
         if count_rows(self.keys) > n_needed:
-            window_and_pinned = slice_rows((self.keys, self.values), 0, self.n_keep)
-            self.keys, self.values = map_arrays(mx.contiguous, window_and_pinned)
+            rows_to_keep = slice_rows((self.keys, self.values), 0, self.capacity)
+            self.keys, self.values = map_arrays(mx.contiguous, rows_to_keep)
 
     def compact(self) -> None:
         """Move all entries to the first `n_entries` rows, as `claim_row` requires."""
@@ -166,7 +167,7 @@ class SnapKVCache(EvictingCache):
 
     def _move_pending_entries(self) -> None:
         """Move the pending entries into the ring, overwriting its oldest entries."""
-        n_pending = self._n - self.n_keep
+        n_pending = self._n - self.capacity
         if n_pending <= 0:
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
@@ -175,14 +176,14 @@ class SnapKVCache(EvictingCache):
         # The newest entries of a full ring come just before the oldest one.
         ring_indices = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
         write_rows((self.keys, self.values), self.n_pin + ring_indices, newest_entries)
-        self._n = self.n_keep
+        self._n = self.capacity
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask from `visibility_mask`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         # The next update starts by moving pending entries into the ring.
-        n_pending = max(0, self._n - self.n_keep)
+        n_pending = max(0, self._n - self.capacity)
         n_in_window = self._n - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window

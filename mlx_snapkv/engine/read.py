@@ -106,7 +106,7 @@ def _block_cache(
         last=plan.end_of_voters,
         newest=max(policy.obs_window, plan.n_voters),
         quantization=None if is_quantised_later else plan.config.quantization,
-        counting=AttentionCount() if plan.accumulates_attention else None,
+        attention_count=AttentionCount() if plan.accumulates_attention else None,
     )
     block_cache.expected_size = n_expected
     block_cache.steady = range(plan.n_prompt, plan.n_prompt + plan.n_fed_before_compression)

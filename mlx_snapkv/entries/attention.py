@@ -53,23 +53,26 @@ def attention_votes(keys: Keys, queries: Queries) -> mx.array:
 
     Votes are causal softmax weights, summed over the queries and averaged over the query heads of each GQA group.
     """
-    return latest_votes(keys, queries, [len(queries.indices)])[0]
+    n_queries = len(queries.indices)
+    return latest_votes(keys, queries, voter_counts=[n_queries])[0]
 
 
-def latest_votes(keys: Keys, queries: Queries, counts: Sequence[int]) -> mx.array:
-    """Compute `attention_votes` of the last `n` queries for each `n` in `counts`, in one pass over the keys.
+def latest_votes(keys: Keys, queries: Queries, voter_counts: Sequence[int]) -> mx.array:
+    """Compute `attention_votes` of the last `n` queries for each `n` in `voter_counts`, in one pass over the keys.
 
-    Returns: `(len(counts), B, n_kv_heads, T)` float32.
+    Returns: `(len(voter_counts), B, n_kv_heads, T)` float32.
     """
     n_queries = len(queries.indices)
     group_size = _group_size(keys, queries)
-    first_voters = n_queries - np.array(counts)[:, None]
-    is_voter = np.tile(np.arange(n_queries) >= first_voters, (1, group_size))
-    # `(len(counts), group_size * n_queries)`: 1 for queries that vote, otherwise 0.
-    ballots = mx.array(is_voter.astype(np.float32))
-    votes_by_count = _sum_over_blocks(
-        keys, queries, lambda weights, rows: ballots[:, rows] @ weights
-    )
+    first_voters = n_queries - np.array(voter_counts)[:, None]
+    is_voter = np.arange(n_queries) >= first_voters
+    # The same queries vote in each of a GQA group's query heads: `(len(voter_counts), group_size * n_queries)`.
+    voter_mask = mx.array(np.tile(is_voter, (1, group_size)).astype(np.float32))
+
+    def sum_of_voters(weights: mx.array, rows: slice) -> mx.array:
+        return voter_mask[:, rows] @ weights
+
+    votes_by_count = _sum_over_blocks(keys, queries, sum_of_voters)
     return mx.moveaxis(votes_by_count, 2, 0) / group_size
 
 
@@ -96,7 +99,7 @@ def attention_weights(keys: Keys, queries: Queries) -> mx.array:
     all_rows = slice(0, group_size * len(queries.indices))
     weights: list[mx.array] = []
     for kv_heads, _ in _blocks(keys, queries):
-        block_keys = _float32_keys(keys, kv_heads, weights[-1:])
+        block_keys = _float32_keys(keys, kv_heads, after=weights[-1:])
         block_queries = _float32_queries(queries, kv_heads, group_size)
         weights.append(_softmax_weights(block_keys, block_queries, all_rows))
     return mx.concatenate(weights, axis=1).reshape(*queries.vectors.shape[:3], -1)
@@ -116,7 +119,7 @@ def _sum_over_blocks(
     group_size = _group_size(keys, queries)
     sums: list[mx.array] = []  # one per slice of KV heads
     for kv_heads, row_blocks in _blocks(keys, queries):
-        block_keys = _float32_keys(keys, kv_heads, sums[-1:])
+        block_keys = _float32_keys(keys, kv_heads, after=sums[-1:])
         block_queries = _float32_queries(queries, kv_heads, group_size)
         total: mx.array | None = None
         for rows in row_blocks:
@@ -136,8 +139,8 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     """
     B, H, T, D = keys.shape
     n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
-    floats_per_copied_key = 0 if keys.dtype == mx.float32 else D  # other dtypes are converted
-    bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + floats_per_copied_key)
+    copied_floats_per_key = 0 if keys.dtype == mx.float32 else D  # keys are copied to float32
+    bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + copied_floats_per_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:
         yield slice(0, H), [slice(0, n_rows)]
         return

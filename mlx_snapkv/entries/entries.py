@@ -143,7 +143,9 @@ class Entries:
 
     def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
         """Return all keys of the given KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
-        entries_of_heads = self._map_arrays(lambda x: mx.depends(x[:, kv_heads], list(after)))
+        entries_of_heads = self._map_arrays(
+            lambda array: mx.depends(array[:, kv_heads], list(after))
+        )
         return entries_of_heads.read_keys(0, len(self))
 
     def key_reader(self) -> KeyReader:
@@ -215,22 +217,23 @@ class Entries:
         """Sum `attention` over the queries and average over each GQA group: `(B, n_kv_heads, T)` float32."""
         return self._votes_of_last(len(self.voters.indices))[0]
 
-    def latest_votes(self, *counts: int) -> list[mx.array]:
-        """Compute the votes of the last `n` queries for each `n` in `counts`, `(B, n_kv_heads, T)` float32 each.
+    def latest_votes(self, *voter_counts: int) -> list[mx.array]:
+        """Compute the votes of the last `n` queries for each `n` in `voter_counts`, `(B, n_kv_heads, T)` float32 each.
 
         `votes` is computed in the same pass.
         """
-        votes, *latest = self._votes_of_last(len(self.voters.indices), *counts)
+        n_queries = len(self.voters.indices)
+        votes, *latest = self._votes_of_last(n_queries, *voter_counts)
         vars(self).setdefault("votes", votes)  # fills the cached property
         return latest
 
-    def _votes_of_last(self, *counts: int) -> mx.array:
-        """Return `latest_votes` as one array, `(len(counts), B, n_kv_heads, T)` float32, reusing shared votes."""
+    def _votes_of_last(self, *voter_counts: int) -> mx.array:
+        """Return `latest_votes` as one array, `(len(voter_counts), B, n_kv_heads, T)` float32, reusing shared votes."""
         votes_by_key = {} if self.shared_votes is None else self.shared_votes
         indices = self.voters.indices
-        key = (len(self), indices.start, indices.stop, *counts)
+        key = (len(self), indices.start, indices.stop, *voter_counts)
         if key not in votes_by_key:
-            votes_by_key[key] = latest_votes(self.key_reader(), self.voters, counts)
+            votes_by_key[key] = latest_votes(self.key_reader(), self.voters, voter_counts)
         return votes_by_key[key]
 
     @cached_property
@@ -243,7 +246,7 @@ class Entries:
         # Keys and values are 4-D. Positions and received attention are 3-D.
         indices_by_ndim = {3: indices, 4: indices[..., None]}
         selected_entries = self._map_arrays(
-            lambda x: mx.take_along_axis(x, indices_by_ndim[x.ndim], axis=2)
+            lambda array: mx.take_along_axis(array, indices_by_ndim[array.ndim], axis=2)
         )
         return replace(selected_entries, voting_queries=None, shared_votes=None)
 
@@ -251,7 +254,7 @@ class Entries:
         """Return the entries `[start, stop)`. The queries keep their indices."""
         if (start, stop) == (0, len(self)):
             return self
-        part = self._map_arrays(lambda x: x[:, :, start:stop])
+        part = self._map_arrays(lambda array: array[:, :, start:stop])
         # Shared votes are keyed by the number of entries, but not by their start.
         return part if start == 0 else replace(part, shared_votes=None)
 

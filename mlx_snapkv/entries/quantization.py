@@ -105,7 +105,7 @@ def map_arrays(function: Callable[..., mx.array], stored: Stored, *others: Store
     """
     if isinstance(stored, mx.array):
         return function(stored, *others)
-    return tuple(map_arrays(function, *parts) for parts in zip(stored, *others))
+    return tuple(map_arrays(function, *matching_parts) for matching_parts in zip(stored, *others))
 
 
 def slice_rows(stored: Stored, start: int, stop: int) -> Stored:
@@ -133,8 +133,8 @@ def concatenate_rows(*stored: Stored) -> Stored:
 
 def with_new_rows(stored: Stored, n_new: int) -> Stored:
     """Return a copy with `n_new` rows of zeros appended."""
-    widths = [(0, 0), (0, 0), (0, n_new), (0, 0)]
-    return map_arrays(lambda array: mx.pad(array, widths), stored)
+    pad_widths = [(0, 0), (0, 0), (0, n_new), (0, 0)]
+    return map_arrays(lambda array: mx.pad(array, pad_widths), stored)
 
 
 def rows_to_allocate(n: int) -> int:

@@ -25,14 +25,14 @@ class CapturedQueries(NamedTuple):
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`.
         to_key_space: converts `queries`, or some of them, to the vectors that are multiplied by keys.
-        borrowed: whether the queries come from a later layer that reads this layer's entries.
+        from_borrower: whether the queries come from a later layer that reads this layer's entries.
     """
 
     queries: mx.array
     scale: float
     sinks: mx.array | None = None
     to_key_space: QueryMap = lambda queries: queries
-    borrowed: bool = False
+    from_borrower: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
     `queries` belong to the newest `L` tokens, `(B, n_heads, L, head_dim)`.
     """
-    token = _callback.set(callback)
+    reset_token = _callback.set(callback)
     try:
         yield
     finally:
-        _callback.reset(token)
+        _callback.reset(reset_token)
 
 
 class Recorder:
@@ -145,21 +145,21 @@ class Recorder:
         Raises: SnapKVError: another layer reads the entries, but the cache does not know about it.
         """
         n_readers = 1 if self.layer is None else len(self.layer.readers)
-        if n_readers == 1 and captured.borrowed:
+        if n_readers == 1 and captured.from_borrower:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
         # The layer's own call precedes the borrowers' calls, and starts a new list.
-        earlier_readers = self._queries_by_reader if captured.borrowed else []
+        earlier_readers = self._queries_by_reader if captured.from_borrower else []
         queries_by_reader = [*earlier_readers, captured.queries]
         if len(queries_by_reader) < n_readers:
             self._queries_by_reader = queries_by_reader
         else:
             self._queries_by_reader = []
             queries = mx.concatenate(queries_by_reader, axis=1)
-            self._take_queries(captured._replace(queries=queries))
+            self._record_chunk(captured._replace(queries=queries))
 
-    def _take_queries(self, captured: CapturedQueries) -> None:
+    def _record_chunk(self, captured: CapturedQueries) -> None:
         """Add a chunk's queries to the statistics, and store the ones to be recorded."""
         self.scale = captured.scale
         self.sinks = captured.sinks
@@ -178,15 +178,16 @@ class Recorder:
         if start >= stop:
             return
         tokens_were_trimmed = chunk_start < self._stop
-        has_gap = start > self._stop
+        follows_gap = start > self._stop
         if tokens_were_trimmed:
             self._drop_newest_queries(self._stop - chunk_start)
-        elif has_gap:
+        elif follows_gap:  # recorded queries must be successive
             self._queries = []
         queries = captured.queries[:, :, int(start) - chunk_start : int(stop) - chunk_start]
         # Copy, because a slice would keep the whole chunk alive.
         self._queries.append(mx.contiguous(captured.to_key_space(queries)))
         self._stop = int(stop)
+        # Drop the oldest arrays that the `newest` queries don't reach into.
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
             self._queries.pop(0)
 
@@ -203,8 +204,8 @@ class Recorder:
         """Add a chunk's queries to the statistics. No position is counted twice."""
         chunk_start = self.offset - captured.queries.shape[2]
         # The query just before `last` is always included.
-        first = min(self.statistics_from or 0, self.last - 1)
-        start = int(max(first, chunk_start, self.moments.counted_to))
+        first_counted = min(self.statistics_from or 0, self.last - 1)
+        start = int(max(first_counted, chunk_start, self.moments.counted_to))
         stop = int(min(self.last, self.offset))
         if start >= stop:
             return
@@ -253,8 +254,8 @@ class Recorder:
     @property
     def query_positions(self) -> range:
         """Return the positions of the recorded queries."""
-        n = int(min(self.n_queries, self.newest))
-        return range(self._stop - n, self._stop)
+        n_recorded = int(min(self.n_queries, self.newest))
+        return range(self._stop - n_recorded, self._stop)
 
     @property
     def n_queries(self) -> int:

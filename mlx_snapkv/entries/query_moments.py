@@ -53,9 +53,8 @@ class QueryMoments:
         if self.sums:
             shift, query_sum, product_sum = self.sums
         else:
-            shift = raw_queries.mean(
-                axis=2, keepdims=True
-            )  # avoids cancellation if the mean is large
+            # Subtracting the mean avoids cancellation if it is large.
+            shift = raw_queries.mean(axis=2, keepdims=True)
             query_sum = mx.zeros((B, n_heads, 1, D))
             product_sum = mx.zeros((B, n_heads, D, D))
         shifted_queries = raw_queries - shift

@@ -50,7 +50,7 @@ class Call:
         If later layers still have to read the same entries, register the recorder as a lender. For `absorbed`, see
         `_with_positional_part`.
         """
-        captured = CapturedQueries(queries, scale, sinks, borrowed=self.borrowed)
+        captured = CapturedQueries(queries, scale, sinks, from_borrower=self.borrowed)
         if self.family.latent:
             captured = self._with_positional_part(captured, absorbed)
         self.recorder.record(captured)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...entries.attention import entries_per_block
+from ...entries.attention import FLOAT_BYTES, entries_per_block
 from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
@@ -47,10 +47,12 @@ class ExpectedAttention(Policy):
         if len(entries) <= self.n_sink:
             return mx.zeros((*first_key.shape[:2], len(entries)))
         mean, half_covariance = self._future_queries(entries, first_key)
-        B, H, _, width = half_covariance.shape
+        B, H, _, products_per_key = half_covariance.shape
 
         def logits_and_value_norms(start: int, stop: int, after: list[mx.array]) -> mx.array:
+            """Return one column of logits per query head of the group, and one of value norms."""
             keys = entries.read_keys(start, stop, after).astype(mx.float32)
+            # k C / 2 for each query head: (B, n_kv_heads, n, group, head_dim)
             products = mx.unflatten(keys @ half_covariance, 3, (-1, keys.shape[3]))
             half_variances = (products * keys[:, :, :, None]).sum(axis=-1)
             logits = keys @ mean + half_variances
@@ -58,11 +60,11 @@ class ExpectedAttention(Policy):
             value_norms = mx.linalg.norm(values, axis=-1, keepdims=True)
             return mx.concatenate([logits, value_norms], axis=-1)
 
-        block_size = entries_per_block(4 * B * H * width)
+        block_size = entries_per_block(FLOAT_BYTES * B * H * products_per_key)
         blocks = spans(self.n_sink, len(entries), block_size)
         columns = entries.map_blocks(logits_and_value_norms, blocks)
         logits, value_norms = columns[..., :-1], columns[..., -1]
-        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)
+        log_weights = logits - mx.logsumexp(logits, axis=2, keepdims=True)  # softmax over the keys
         group_size = log_weights.shape[-1]
         log_mean_weight = mx.logsumexp(log_weights, axis=-1) - math.log(group_size)
         scores = log_mean_weight + mx.log(value_norms)
@@ -84,7 +86,7 @@ class ExpectedAttention(Policy):
         B, H, _, D = keys.shape
         layer = entries.layer
         statistics = entries.statistics
-        rotation = layer.mean_rotation(D, statistics.stop, FUTURE)
+        rotation = layer.mean_rotation(D, start=statistics.stop, n=FUTURE)
         mean = statistics.scale * (statistics.mean @ rotation.T)
         half_covariance = statistics.scale**2 / 2 * (rotation @ statistics.covariance @ rotation.T)
         means_by_kv_head = layer.group_heads(mean, H).reshape(B, H, -1, D)

@@ -39,13 +39,18 @@ class KeyDiff(Policy):
         The cost is linear in T, or quadratic for anchor="pairwise".
         """
         if self.anchor == "pairwise":
-            return -entries.map_keys(lambda part: self._mean_similarity(part, entries))
-        if self.anchor == "median":
-            anchor = self._median(entries.keys)
-        else:
-            sums = entries.map_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
-            anchor = sums.sum(axis=2, keepdims=True) / len(entries)
-        return -entries.map_keys(lambda part: self._similarity(part, anchor)[..., 0])
+            return -entries.map_keys(lambda keys: self._mean_similarity(keys, entries))
+        anchor = self._median(entries.keys) if self.anchor == "median" else self._mean(entries)
+        return -entries.map_keys(lambda keys: self._similarity(keys, anchor)[..., 0])
+
+    def _mean(self, entries: Entries) -> mx.array:
+        """Return the mean key, `(B, n_kv_heads, 1, head_dim)` float32."""
+
+        def sum_of_block(keys: mx.array) -> mx.array:
+            return self._keys_for_anchor(keys).sum(axis=2, keepdims=True)
+
+        block_sums = entries.map_keys(sum_of_block)
+        return block_sums.sum(axis=2, keepdims=True) / len(entries)
 
     def _median(self, keys: mx.array) -> mx.array:
         """Return the median of each coordinate, `(B, n_kv_heads, 1, head_dim)` float32.
@@ -54,12 +59,13 @@ class KeyDiff(Policy):
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            keys_of_head = mx.depends(keys[:, head : head + 1], medians[-1:])
-            scaled = self._scaled(keys_of_head.astype(mx.float32))
-            medians.append(mx.median(scaled, axis=2, keepdims=True))
+            earlier_medians = medians[-1:]  # evaluated first
+            keys_of_head = mx.depends(keys[:, head : head + 1], earlier_medians)
+            anchor_keys = self._keys_for_anchor(keys_of_head.astype(mx.float32))
+            medians.append(mx.median(anchor_keys, axis=2, keepdims=True))
         return mx.concatenate(medians, axis=1)
 
-    def _scaled(self, keys: mx.array) -> mx.array:
+    def _keys_for_anchor(self, keys: mx.array) -> mx.array:
         """Return the keys to compute the anchor from, normalised if similarity="cosine"."""
         if self.similarity != "cosine":
             return keys
@@ -90,8 +96,9 @@ class KeyDiff(Policy):
         def sum_over_block(others: mx.array) -> mx.array:
             return self._similarity(keys, others).sum(axis=-1)[:, :, None]
 
-        sums = entries.map_keys(sum_over_block, width=keys.shape[2])  # (B, n_kv_heads, n_blocks, n)
-        return sums.sum(axis=2) / len(entries)
+        n_keys = keys.shape[2]
+        block_sums = entries.map_keys(sum_over_block, width=n_keys)  # (B, n_kv_heads, n_blocks, n)
+        return block_sums.sum(axis=2) / len(entries)
 
 
 def _squared_norm(keys: mx.array) -> mx.array:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...entries.attention import BLOCK_BYTES
+from ...entries.attention import BLOCK_BYTES, FLOAT_BYTES
 from ...entries.entries import Entries
 from ...entries.spans import spans
 from ..policy import Policy
@@ -42,7 +42,8 @@ class LagKV(Policy):
         B, H, _, D = entries.read_keys(0, 1).shape
         if n_blocks < 2:
             return mx.broadcast_to(recency, (B, H, T))
-        blocks_at_once = max(1, BLOCK_BYTES // (4 * B * H * LAG * D))
+        bytes_per_block = FLOAT_BYTES * B * H * LAG * D
+        blocks_at_once = max(1, BLOCK_BYTES // bytes_per_block)
         last_block_start = self.n_sink + (n_blocks - 1) * LAG
 
         def ranks_in_blocks(start: int, stop: int, after: list[mx.array]) -> mx.array:
@@ -56,9 +57,8 @@ class LagKV(Policy):
         block_spans = spans(self.n_sink, last_block_start, blocks_at_once * LAG)
         ranked_scores = entries.map_blocks(ranks_in_blocks, block_spans)
         sink_scores = mx.ones((B, H, self.n_sink))
-        newest_scores = mx.broadcast_to(
-            recency[last_block_start:] + 1, (B, H, T - last_block_start)
-        )
+        newest_scores = recency[last_block_start:] + 1  # above all ranks
+        newest_scores = mx.broadcast_to(newest_scores, (B, H, T - last_block_start))
         return mx.concatenate([sink_scores, ranked_scores, newest_scores], axis=-1)
 
 

@@ -115,7 +115,7 @@ class SnapKV(Policy):
         if n_window is None:
             budget = entries.budget or amount(self.budget, len(entries))
             n_window = self.window_size(budget)
-        middle = slice(self.n_sink, len(entries) - n_window)
+        middle = slice(self.n_sink, len(entries) - n_window)  # entries that votes choose among
         if self.pool == "forward":
             votes, votes_to_pool = mean_and_contrasts(entries)
         else:
@@ -143,17 +143,20 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     n_queries = len(indices)
     n_lookahead = max(0, indices.stop - len(entries))  # lookahead tokens have no entries
     counts_with_lookahead = [count + n_lookahead for count in LATEST_COUNTS]
-    counts = [count for count in counts_with_lookahead if count < n_queries]
-    if not counts:
+    latest_counts = [count for count in counts_with_lookahead if count < n_queries]
+    if not latest_counts:
         mean = entries.votes / n_queries
         return mean, mean[None]
-    latest_votes = entries.latest_votes(*counts)
+    latest_votes = entries.latest_votes(*latest_counts)
     all_votes = entries.votes
+    latest_means: list[mx.array] = []
     contrasts: list[mx.array] = []
-    for votes, n_latest in zip(latest_votes, counts):
-        mean_before = (all_votes - votes) / (n_queries - n_latest)
-        contrasts.append(mx.maximum(votes / n_latest - mean_before, 0))
-    mean = (all_votes / n_queries + latest_votes[0] / counts[0]) / 2
+    for votes, n_latest in zip(latest_votes, latest_counts):
+        latest_mean = votes / n_latest
+        earlier_mean = (all_votes - votes) / (n_queries - n_latest)
+        latest_means.append(latest_mean)
+        contrasts.append(mx.maximum(latest_mean - earlier_mean, 0))
+    mean = (all_votes / n_queries + latest_means[0]) / 2
     return mean, mx.stack(contrasts)
 
 
@@ -170,6 +173,7 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     pad_widths = [(0, 0)] * (votes.ndim - 1) + [(n_before, n_after)]
     pad_value = -mx.inf if pool == "max" else 0.0
     padded = mx.pad(votes, pad_widths, constant_values=pad_value)
+    # A view whose last axis is the entry's window. Neighbouring windows are one element apart.
     strides = [math.prod(padded.shape[axis + 1 :]) for axis in range(padded.ndim)]
-    windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])  # a view
+    windows = mx.as_strided(padded, (*votes.shape, kernel), [*strides, 1])
     return windows.max(axis=-1) if pool == "max" else windows.sum(axis=-1) / kernel

@@ -41,7 +41,7 @@ class StreamingLLM(Policy):
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota, made up of just the sink and the window."""
         n_entries = amount(self.budget, n_prompt)
-        self._require_entries(n_entries)
+        self._require_usable_budget(n_entries)
         n_window = self.window_size(n_entries)
         return Quota(entries=n_entries, n_sink=n_entries - n_window, n_window=n_window)
 
