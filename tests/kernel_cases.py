@@ -118,7 +118,8 @@ class Token:
         return mx.concatenate([rows, free], axis=2)
 
     def attention(self):
-        lengths = {"n_prompt": N_PROMPT, "n": self.n, "first": self.first, "stop": self.stop}
+        lengths = {"n_prompt": N_PROMPT, "n_entries": self.n, "n_sink": self.first}
+        lengths["choice_stop"] = self.stop
         more = {"positions": self.positions, "means": self.means, "sinks": self.sinks}
         return attend(self.queries, self.prompt, self.answer, self.scale, **lengths, **more)
 

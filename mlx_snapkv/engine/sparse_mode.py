@@ -200,7 +200,7 @@ class SparseMode:
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and cache.n_queries:
-            ranking.weigh_residual(self._make_voters(layer, view), cache.clusters)
+            ranking.fit_residual(self._make_voters(layer, view), cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.complete_blocks()
             mx.eval(ranking.residual)  # one layer at a time, to limit memory

@@ -17,7 +17,7 @@ from ..planning.settings import Setting
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
 from ..sparse.options import Sparse
-from ..sparse.residual import WEIGHING_QUERIES
+from ..sparse.residual import FITTING_QUERIES
 from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
 
@@ -89,15 +89,15 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
     view.index = view.make_index(None)
     ranking = TokenRanking(view, sparse.quota(context))
     if sparse.residual is not None:
-        ranking.weigh_residual(_random_last_queries(entries.keys))
+        ranking.fit_residual(_random_last_queries(entries.keys))
     return SparseKVCache(ranking)
 
 
 def _random_last_queries(keys: mx.array) -> Queries:
     """Return random queries for a prompt's last tokens, used to weight the residual."""
     B, n_kv_heads, n_tokens, head_dim = keys.shape
-    queries = mx.random.normal((B, n_kv_heads, WEIGHING_QUERIES, head_dim))
-    last_positions = range(n_tokens - WEIGHING_QUERIES, n_tokens)
+    queries = mx.random.normal((B, n_kv_heads, FITTING_QUERIES, head_dim))
+    last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)
     return Queries(queries, last_positions, scale=head_dim**-0.5)
 
 

@@ -85,8 +85,8 @@ def mask_with_bias(mean_bias: mx.array, n_keys: int, mask: Any = None) -> mx.arr
     B, H, L, n_means = mean_bias.shape
     n_entries = n_keys - n_means
     if mask is None:
-        no_bias = (0, n_entries)  # zeros after the means
-        return mx.pad(mean_bias, [(0, 0), (0, 0), (0, 0), no_bias])
+        zeros_after_means = (0, n_entries)
+        return mx.pad(mean_bias, [(0, 0), (0, 0), (0, 0), zeros_after_means])
     if isinstance(mask, str):
         mask = create_causal_mask(L, n_keys - L)
     sees_entry = mask[..., n_means:]

@@ -52,7 +52,8 @@ class SparseKVCache(AttendingCache):
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return them unchanged for `attend`."""
         ranking = self.ranking
         tokens_choose = ranking.n_chosen > 0
-        if tokens_choose and ranking.n_newest > self._max_newest:
+        are_too_many_newest = ranking.n_newest > self._max_newest
+        if tokens_choose and are_too_many_newest:
             ranking.choose_up_to(ranking.choice_stop + MAX_RECENT // 2)
         ranking.answer.update_and_fetch(keys, values)
         return keys, values

@@ -82,8 +82,8 @@ class Clusters(NamedTuple):
             is_counted: whether a query counts an entry, bool `(B, n_kv_heads, m, n)`.
         """
         sizes: list[mx.array] = []
-        for i in range(is_counted.shape[2]):
-            counts = is_counted[:, :, i].astype(mx.int32)
+        for query in range(is_counted.shape[2]):
+            counts = is_counted[:, :, query].astype(mx.int32)
             sizes.append(_sum_by_cluster(counts, self.ids, self.n_clusters))
             mx.async_eval(sizes[-1])
         return mx.stack(sizes, axis=2)
@@ -135,12 +135,12 @@ class CompleteBlocks:
 
 def _concatenate(parts: list[Clusters]) -> Clusters:
     """Concatenate the clusters of successive entries."""
-    unique_ids: list[mx.array] = []
-    n_clusters = 0
+    renumbered_ids: list[mx.array] = []
+    n_earlier_clusters = 0
     for part in parts:
-        unique_ids.append(part.ids + n_clusters)
-        n_clusters += part.n_clusters
-    ids = mx.concatenate(unique_ids, axis=2)
+        renumbered_ids.append(part.ids + n_earlier_clusters)
+        n_earlier_clusters += part.n_clusters
+    ids = mx.concatenate(renumbered_ids, axis=2)
     keys, values = concatenate_rows(*((part.keys, part.values) for part in parts))
     mx.async_eval(ids, keys, values)
     return Clusters(ids, keys, values)
@@ -149,6 +149,7 @@ def _concatenate(parts: list[Clusters]) -> Clusters:
 def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
     """Sum int32 `counts` by cluster: `(B, n_kv_heads, n_clusters)`. The cluster `ids` are `(B, n_kv_heads, m)`."""
     B, H, _ = ids.shape
+    # One flat array of bins, with a row of `n_clusters` for each head.
     n_bins = B * H * n_clusters
     first_bins = mx.arange(0, n_bins, n_clusters).reshape(B, H, 1)
     bins = ids + first_bins
@@ -176,30 +177,32 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     return _concatenate(blocks)
 
 
-def k_means(keys: mx.array, n: int) -> tuple[mx.array, mx.array]:
-    """Assign keys `(B, n_kv_heads, m, head_dim)` to `n` clusters.
+def k_means(keys: mx.array, n_clusters: int) -> tuple[mx.array, mx.array]:
+    """Assign keys `(B, n_kv_heads, n, head_dim)` to `n_clusters` clusters.
 
-    Returns: uint16 cluster ids `(B, n_kv_heads, m)`, and mean keys `(B, n_kv_heads, n, head_dim)`.
+    Returns: uint16 cluster ids `(B, n_kv_heads, n)`, and mean keys `(B, n_kv_heads, n_clusters, head_dim)`.
     """
     B, H, n_keys, _ = keys.shape
-    if n == 1:
+    if n_clusters == 1:
         ids = mx.zeros((B, H, n_keys), ID_TYPE)
-        return ids, mean_by_cluster(keys, ids, n)
-    evenly_spaced = mx.linspace(0, n_keys - 1, n + 2)[1:-1].astype(mx.int32)
-    means = keys[:, :, evenly_spaced]
+        return ids, mean_by_cluster(keys, ids, n_clusters)
+    # Start from evenly spaced keys, leaving out the first and the last one.
+    start_indices = mx.linspace(0, n_keys - 1, n_clusters + 2)[1:-1].astype(mx.int32)
+    means = keys[:, :, start_indices]
     for _ in range(K_MEANS_ROUNDS):
         ids = _nearest_centres(keys.astype(mx.float32), means.astype(mx.float32))
         mx.eval(ids)  # limits memory to one round
-        means = mean_by_cluster(keys, ids, n)
+        means = mean_by_cluster(keys, ids, n_clusters)
     return ids, means
 
 
-def mean_by_cluster(entries: mx.array, ids: mx.array, n: int) -> mx.array:
-    """Average entries `(B, n_kv_heads, m, head_dim)` by cluster: `(B, n_kv_heads, n, head_dim)`.
+def mean_by_cluster(entries: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
+    """Average entries `(B, n_kv_heads, n, head_dim)` by cluster: `(B, n_kv_heads, n_clusters, head_dim)`.
 
     The mean of an empty cluster is 0. Sums are float32, because a few hundred float16 numbers could overflow.
     """
-    cluster_ids = mx.arange(n, dtype=ids.dtype)[:, None]
+    cluster_ids = mx.arange(n_clusters, dtype=ids.dtype)[:, None]
+    # (B, n_kv_heads, n_clusters, n)
     is_member = (ids[:, :, None] == cluster_ids).astype(mx.float32)
     sums = is_member @ entries.astype(mx.float32)
     sizes = is_member.sum(axis=-1, keepdims=True)

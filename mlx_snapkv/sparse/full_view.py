@@ -50,7 +50,7 @@ class FullView(Entries):
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the store may grow
         longer_view = FullView([these_entries, view], self.layer)
-        longer_view._joined_view.limit = len(self)
+        longer_view._joined_view.limit = len(self)  # until `extend`
         longer_view.index = copy.deepcopy(self.index)
         return longer_view
 
@@ -77,24 +77,25 @@ class FullView(Entries):
             queries: sample of the queries that will search the index, `(B, n_heads, n, head_dim)`. If several layers
                 read the entries, their heads are concatenated. None weighs all channels equally.
         """
-        n = len(self)
-        if not ranks_by_index(n):
+        n_keys = len(self)
+        if not ranks_by_index(n_keys):
             return None
         keys_per_place = MAX_SAMPLED_KEYS // SAMPLED_PLACES
-        starts = range(0, n, math.ceil(n / SAMPLED_PLACES))
-        runs = [self.read_keys(start, min(start + keys_per_place, n)) for start in starts]
-        sampled_keys = mx.concatenate(runs, axis=2)
+        samples: list[mx.array] = []  # one for each place
+        for start in range(0, n_keys, math.ceil(n_keys / SAMPLED_PLACES)):
+            samples.append(self.read_keys(start, min(start + keys_per_place, n_keys)))
+        sampled_keys = mx.concatenate(samples, axis=2)
         grouped_queries = None
         if queries is not None:
             grouped_queries = self.layer.group_heads(queries, sampled_keys.shape[1])
         index = KeyIndex(sampled_keys, grouped_queries, self.make_spill)
-        index.n_sampled_from = n
+        index.n_keys_at_sampling = n_keys
         return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
         """Add missing keys to `index`, or build a new index if the text has outgrown it."""
-        n = len(self)
-        if index is None or not ranks_by_index(n) or index.is_outgrown_by(n):
+        n_keys = len(self)
+        if index is None or not ranks_by_index(n_keys) or index.is_outgrown_by(n_keys):
             return self.make_index(queries)
         return self._add_missing_keys(index)
 
@@ -112,8 +113,8 @@ class FullView(Entries):
     def keys_of_heads(self, kv_heads: slice, after: Sequence[mx.array] = ()) -> mx.array:
         """Return all keys of the given KV heads, `(B, n, T, head_dim)`. The arrays `after` are evaluated first."""
 
-        def read_block(start: int, stop: int, earlier_blocks: list[mx.array]) -> mx.array:
-            return self.read_keys(start, stop, earlier_blocks or after)
+        def read_block(start: int, stop: int, previous_block: list[mx.array]) -> mx.array:
+            return self.read_keys(start, stop, after=previous_block or after)
 
         keys = self.map_blocks(read_block, spans(0, len(self)))
         return keys[:, kv_heads]

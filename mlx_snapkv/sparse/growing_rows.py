@@ -58,24 +58,24 @@ class GrowingRows:
         self, empty: Stored, entries_per_row: int = 1, make_spill: MakeSpill | None = None
     ):
         """Start without rows, and create the spill file if there is a `make_spill`."""
-        self._first, self._last = _Buffer(empty), _Buffer(empty)
-        self._max_first = ENTRIES_IN_MEMORY // entries_per_row  # only with a spill file
-        self._block_rows = ENTRIES_MOVED // entries_per_row
+        self._first_rows, self._last_rows = _Buffer(empty), _Buffer(empty)
+        self._max_first_rows = ENTRIES_IN_MEMORY // entries_per_row  # only with a spill file
+        self._rows_per_block = ENTRIES_MOVED // entries_per_row
         self._spill = None if make_spill is None else make_spill()
         self._block_readers: list[Callable[[], Stored]] = []
 
     def __len__(self) -> int:
         """Return the number of rows, in memory and in the file."""
-        return self._last_start + self._last.n_used
+        return self._last_start + self._last_rows.n_used
 
     @property
     def _n_spilled(self) -> int:
-        return len(self._block_readers) * self._block_rows
+        return len(self._block_readers) * self._rows_per_block
 
     @property
     def _last_start(self) -> int:
-        """Return the index of the first row in `_last`."""
-        return self._first.n_used + self._n_spilled
+        """Return the index of the first row in `_last_rows`."""
+        return self._first_rows.n_used + self._n_spilled
 
     @property
     def reads_allocate(self) -> bool:
@@ -85,12 +85,12 @@ class GrowingRows:
     @property
     def in_memory(self) -> tuple[mx.array, ...]:
         """Return the arrays in memory, including unused rows."""
-        return (*flat_arrays(self._first.stored), *flat_arrays(self._last.stored))
+        return (*flat_arrays(self._first_rows.stored), *flat_arrays(self._last_rows.stored))
 
     @property
     def buffers(self) -> Stored | None:
         """Return the whole arrays, including unused rows, or None if rows may be in a file."""
-        return self._first.stored if self._spill is None else None
+        return self._first_rows.stored if self._spill is None else None
 
     @property
     def nbytes(self) -> int:
@@ -100,76 +100,81 @@ class GrowingRows:
     @property
     def spilled_nbytes(self) -> int:
         """Return the size in bytes of the rows in the spill file."""
-        one_row = slice_rows(self._first.stored, 0, 1)
+        one_row = slice_rows(self._first_rows.stored, 0, 1)
         return self._n_spilled * count_bytes(one_row)
 
     def reserve(self, n: int) -> None:
         """Allocate memory for `n` rows, or for as many of them as will stay in memory."""
-        n_in_memory = n if self._spill is None else min(n, self._max_first)
-        self._first.reserve(n_in_memory)
+        n_in_memory = n if self._spill is None else min(n, self._max_first_rows)
+        self._first_rows.reserve(n_in_memory)
 
-    def append(self, new: Stored) -> None:
+    def append(self, new_rows: Stored) -> None:
         """Append rows. Raises: SnapKVError: the disk is full."""
         if self._spill is None:
-            self._first.append(new)
+            self._first_rows.append(new_rows)
             return
-        n_new = count_rows(new)
-        n_free = self._max_first - self._first.n_used
-        n_to_first = min(n_new, n_free)
+        n_new = count_rows(new_rows)
+        n_free_in_first = self._max_first_rows - self._first_rows.n_used
+        n_to_first = min(n_new, n_free_in_first)
         if n_to_first > 0:
-            self._first.append(slice_rows(new, 0, n_to_first))
+            self._first_rows.append(slice_rows(new_rows, 0, n_to_first))
         if n_to_first < n_new:
-            self._last.append(slice_rows(new, n_to_first, n_new))
-        while self._last.n_used >= self._block_rows:
-            last_rows = self._last.stored
-            block = slice_rows(last_rows, 0, self._block_rows)
-            self._block_readers.append(self._spill.append(block))
-            self._last = _Buffer(slice_rows(last_rows, self._block_rows, self._last.n_used))
+            self._last_rows.append(slice_rows(new_rows, n_to_first, n_new))
+        while self._last_rows.n_used >= self._rows_per_block:
+            full_block = slice_rows(self._last_rows.stored, 0, self._rows_per_block)
+            read_block = self._spill.append(full_block)
+            self._block_readers.append(read_block)
+            n_used = self._last_rows.n_used
+            later_rows = slice_rows(self._last_rows.stored, self._rows_per_block, n_used)
+            self._last_rows = _Buffer(later_rows)
 
     def truncate(self, n: int) -> None:
         """Drop all rows but the first `n`."""
         last_start = self._last_start
-        self._last.n_used = min(self._last.n_used, max(0, n - last_start))
-        while self._block_readers and n < last_start:
-            # If this block is cut in the middle, its remaining rows return to memory.
-            last_start -= self._block_rows
+        self._last_rows.n_used = min(self._last_rows.n_used, max(0, n - last_start))
+        block_stop = last_start
+        while self._block_readers and n < block_stop:
+            block_start = block_stop - self._rows_per_block
             read_block = self._block_readers.pop()
-            n_left_in_block = n - last_start
+            n_left_in_block = n - block_start
+            # If the block is cut in the middle, its first rows return to memory.
             if n_left_in_block > 0:
-                self._last = _Buffer(slice_rows(read_block(), 0, n_left_in_block))
-        self._first.n_used = min(self._first.n_used, n)
+                self._last_rows = _Buffer(slice_rows(read_block(), 0, n_left_in_block))
+            block_stop = block_start
+        self._first_rows.n_used = min(self._first_rows.n_used, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split `[start, stop)` into spans that `read` accepts, each with its rows in a single array."""
         # The spilled rows are whole blocks, so these are the edges of all blocks.
-        block_edges = range(self._first.n_used, self._last_start + 1, self._block_rows)
+        block_edges = range(self._first_rows.n_used, self._last_start + 1, self._rows_per_block)
         inner_edges = [edge for edge in block_edges if start < edge < stop]
         if start < stop:
             yield from pairwise([start, *inner_edges, stop])
 
     def read(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)`, which must be one of `spans`."""
-        return slice_rows(*self._locate(start, stop))
+        stored, first_row, stop_row = self._locate(start, stop)
+        return slice_rows(stored, first_row, stop_row)
 
     def read_at_least(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)` for a matrix product, possibly followed by further rows.
 
         MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and on other backends it may copy the slice.
         """
-        stored, start, stop = self._locate(start, stop)
-        covers_most_rows = start == 0 and 8 * stop >= 7 * count_rows(stored)
+        stored, first_row, stop_row = self._locate(start, stop)
+        covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)
         if covers_most_rows:
             return stored
-        return map_arrays(mx.contiguous, slice_rows(stored, start, stop))
+        return map_arrays(mx.contiguous, slice_rows(stored, first_row, stop_row))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
         """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
-        spilled_start, last_start = self._first.n_used, self._last_start
+        spilled_start, last_start = self._first_rows.n_used, self._last_start
         if start < spilled_start:
-            return self._first.stored, start, stop
+            return self._first_rows.stored, start, stop
         if start >= last_start:
-            return self._last.stored, start - last_start, stop - last_start
-        block_number, start_in_block = divmod(start - spilled_start, self._block_rows)
+            return self._last_rows.stored, start - last_start, stop - last_start
+        block_number, start_in_block = divmod(start - spilled_start, self._rows_per_block)
         read_block = self._block_readers[block_number]
         return read_block(), start_in_block, start_in_block + (stop - start)
 
@@ -177,13 +182,14 @@ class GrowingRows:
         """Return the rows `[start, stop)`, concatenated if they are in several arrays."""
         parts = [self.read(*span) for span in self.spans(start, stop)]
         if not parts:
-            return slice_rows(self._first.stored, 0, 0)
+            return slice_rows(self._first_rows.stored, 0, 0)
         return concatenate_rows(*parts)
 
     def __deepcopy__(self, memo: dict) -> GrowingRows:
         """Copy the rows in memory, but share the spill file, which is append-only."""
         other = copy.copy(self)
-        other._first, other._last = copy.deepcopy((self._first, self._last), memo)
+        other._first_rows = copy.deepcopy(self._first_rows, memo)
+        other._last_rows = copy.deepcopy(self._last_rows, memo)
         other._block_readers = list(self._block_readers)
         return other
 
@@ -201,8 +207,8 @@ class _Buffer:
             used_rows = slice_rows(self.stored, 0, self.n_used)
             self.stored = with_new_rows(used_rows, rows_to_allocate(n) - self.n_used)
 
-    def append(self, new: Stored) -> None:
-        n_after = self.n_used + count_rows(new)
+    def append(self, new_rows: Stored) -> None:
+        n_after = self.n_used + count_rows(new_rows)
         self.reserve(n_after)
-        write_rows(self.stored, self.n_used, new)
+        write_rows(self.stored, self.n_used, new_rows)
         self.n_used = n_after

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..entries.attention import FLOAT_BYTES
 from ..entries.quantization import Stored
 from ..entries.queries import Queries
 from ..entries.spans import spans
@@ -49,7 +50,7 @@ class KeyIndex:
         make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
 
     Attributes:
-        n_sampled_from: number of keys that the sample represents.
+        n_keys_at_sampling: number of keys that the sample represents.
         codes: MXFP4 codes of the keys' components, with their powers of two.
     """
 
@@ -60,21 +61,23 @@ class KeyIndex:
         make_spill: MakeSpill | None = None,
     ):
         """Compute the components from the samples. No key is indexed yet."""
-        B, H, self.n_sampled_from, D = keys.shape
+        B, H, self.n_keys_at_sampling, D = keys.shape
         n_components = _n_components(D)
-        weights = mx.ones((B, H, 1, D)) if queries is None else _channel_magnitudes(queries, H)
+        channel_weights = mx.ones((B, H, 1, D))
+        if queries is not None:
+            channel_weights = _channel_magnitudes(queries, H)
         float32_keys = keys.astype(mx.float32)
         self._mean = float32_keys.mean(axis=2, keepdims=True)
-        weighted_keys = (float32_keys - self._mean) * weights
+        weighted_keys = (float32_keys - self._mean) * channel_weights
         directions = _principal_directions(weighted_keys, n_components)
         # Scale the keys so that no component of the sample exceeds 1, and the queries inversely, so that logits stay
         # the same.
         components = weighted_keys @ directions
-        largest = mx.maximum(mx.abs(components).max(axis=2, keepdims=True), 1e-6)
-        channel_weights = weights.swapaxes(-1, -2)
-        padding = [(0, 0), (0, 0), (0, 0), (0, -n_components % MXFP4_GROUP)]
-        self._key_projection = mx.pad(channel_weights * directions / largest, padding)
-        self._query_projection = mx.pad(directions * largest / channel_weights, padding)
+        largest_component = mx.maximum(mx.abs(components).max(axis=2, keepdims=True), 1e-6)
+        weight_column = channel_weights.swapaxes(-1, -2)
+        padding = [(0, 0), (0, 0), (0, 0), (0, -n_components % MXFP4_GROUP)]  # to whole groups
+        self._key_projection = mx.pad(weight_column * directions / largest_component, padding)
+        self._query_projection = mx.pad(directions * largest_component / weight_column, padding)
         mx.async_eval(self._mean, self._key_projection, self._query_projection)
         self.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
 
@@ -98,8 +101,8 @@ class KeyIndex:
 
     def append(self, keys: mx.array) -> None:
         """Index the next tokens' keys, `(B, n_kv_heads, L, head_dim)`."""
-        centred = keys.astype(mx.float32) - self._mean
-        self.codes.append(mx.quantize(centred @ self._key_projection, **MXFP4))
+        centred_keys = keys.astype(mx.float32) - self._mean
+        self.codes.append(mx.quantize(centred_keys @ self._key_projection, **MXFP4))
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
@@ -107,7 +110,7 @@ class KeyIndex:
 
         Late keys differ from early ones, if only by their rotation, so the components gradually stop fitting.
         """
-        return n >= 2 * self.n_sampled_from
+        return n >= 2 * self.n_keys_at_sampling
 
     def truncate(self, n: int) -> None:
         """Drop all codes but the first `n`."""
@@ -134,14 +137,14 @@ class KeyIndex:
         index._mean = mean
         index._key_projection, index._query_projection = key_projection, query_projection
         index.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
-        index.n_sampled_from = 0
+        index.n_keys_at_sampling = 0  # set by `fill`
         return index
 
     def fill(self, code_blocks: Iterable[Stored]) -> None:
         """Add the codes of a saved index."""
         for codes in code_blocks:
             self.codes.append(codes)
-        self.n_sampled_from = len(self)
+        self.n_keys_at_sampling = len(self)
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         """Copy the codes, but share the components, which never change."""
@@ -162,10 +165,11 @@ class KeyIndex:
         scaled_queries = _scale_and_group(queries.vectors, queries.scale, n_kv_heads)
         projected = scaled_queries @ self._query_projection
         B, n_heads, n_queries, _ = queries.vectors.shape
-        logit_bytes_per_key = 4 * B * n_heads * n_queries
+        logit_bytes_per_key = FLOAT_BYTES * B * n_heads * n_queries
         keys_at_once = max(MXFP4_GROUP, self._max_logit_bytes // logit_bytes_per_key)
         key_spans = list(self._key_spans(n, keys_at_once))
-        if logit_bytes_per_key * n <= self._max_logit_bytes:
+        all_logits_fit = logit_bytes_per_key * n <= self._max_logit_bytes
+        if all_logits_fit:
             return self._relevance_in_one_pass(projected, key_spans)
         return self._relevance_in_two_passes(projected, key_spans)
 
@@ -182,11 +186,12 @@ class KeyIndex:
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
     ) -> mx.array:
         """Compute `relevance` without keeping all logits in memory: compute them twice, first for the maximum."""
-        tops: list[mx.array] = []
+        span_tops: list[mx.array] = []
         for start, stop in key_spans:
+            after = span_tops[-1:]
             # Keep no reference to the logits, or two spans of them would be in memory.
-            tops.append(self._logits(projected, start, stop, tops[-1:]).max(axis=3, keepdims=True))
-        top = mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
+            span_tops.append(self._logits(projected, start, stop, after).max(axis=3, keepdims=True))
+        top = mx.concatenate(span_tops, axis=3).max(axis=3, keepdims=True)
         distances: list[mx.array] = []
         for start, stop in key_spans:
             logits = self._logits(projected, start, stop, after=distances[-1:] or [top])
@@ -231,12 +236,13 @@ def _channel_magnitudes(queries: mx.array, n_kv_heads: int) -> mx.array:
     return mx.sqrt(mean_squares_of_group + 1e-12)[:, :, None]
 
 
-def _principal_directions(centred: mx.array, n: int) -> mx.array:
+def _principal_directions(centred_keys: mx.array, n: int) -> mx.array:
     """Return the first `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
-    covariance = centred.swapaxes(-1, -2) @ centred / centred.shape[2]
+    n_keys = centred_keys.shape[2]
+    covariance = centred_keys.swapaxes(-1, -2) @ centred_keys / n_keys
     covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # or `eigh` aborts the process
     _, eigenvectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending variance
-    return eigenvectors[..., : -n - 1 : -1]  # the last `n`, in reverse order
+    return eigenvectors[..., : -n - 1 : -1]  # the last `n`, largest variance first
 
 
 def _scale_and_group(vectors: mx.array, scale: float, n_kv_heads: int) -> mx.array:

@@ -44,7 +44,7 @@ class PageMeans:
         if self._means is not None:
             self._means.truncate(n)
 
-    def readers(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
+    def make_readers(self, view: FullView, pages: range) -> list[Callable[[], mx.array]]:
         """Compute any missing means, and return functions that each read the mean keys of some of the `pages`.
 
         Each function returns `(B, n_kv_heads, n, head_dim)` float32.
@@ -59,20 +59,22 @@ class PageMeans:
 
     def _complete_means(self, view: FullView, n_pages: int) -> GrowingRows:
         """Compute any missing means of the first `n_pages`, and return all means."""
-        n_done = len(self)
-        if n_done >= n_pages and self._means is not None:
+        n_pages_done = len(self)
+        if n_pages_done >= n_pages and self._means is not None:
             return self._means
 
         def block_means(start: int, stop: int, after: Sequence[mx.array]) -> mx.array:
             return page_means(view.read_keys(start, stop, after))
 
-        new_blocks = spans(n_done * PAGE_SIZE, n_pages * PAGE_SIZE)
+        new_blocks = spans(n_pages_done * PAGE_SIZE, n_pages * PAGE_SIZE)
         new_means = view.map_blocks(block_means, new_blocks)
         self._quantization = means_quantization(new_means.shape[3])
         packed_means = pack(new_means, self._quantization)
         if self._means is None:
             empty_means = slice_rows(packed_means, 0, 0)
-            self._means = GrowingRows(empty_means, PAGE_SIZE, view.make_spill)
+            self._means = GrowingRows(
+                empty_means, entries_per_row=PAGE_SIZE, make_spill=view.make_spill
+            )
         self._means.append(packed_means)
         return self._means
 
@@ -88,5 +90,5 @@ def page_means(entries: mx.array) -> mx.array:
 
 def means_quantization(head_dim: int) -> Quantization | None:
     """Return the 8-bit quantisation for mean keys, or None if MLX can't quantise keys of this size."""
-    group_sizes = group_sizes_dividing([head_dim])
-    return Quantization(8, group_sizes[-1]) if group_sizes else None
+    group_sizes = group_sizes_dividing([head_dim])  # ascending
+    return Quantization(8, group_size=group_sizes[-1]) if group_sizes else None

@@ -46,7 +46,7 @@ class PageRanking:
         self._last_reach = last_reach
         self._last_from = last_from
         self._may_choose = may_choose
-        self._first_page = reach.n_sink // PAGE_SIZE  # first page that a chunk may choose
+        self._n_sink_pages = reach.n_sink // PAGE_SIZE
 
     def reads_all(self, start: int) -> bool:
         """Return whether a chunk that starts at `start` reads all earlier entries."""
@@ -57,10 +57,9 @@ class PageRanking:
         choice = self._choice(start)
         if choice is None:
             return start
-        n_in_sink = self._first_page * PAGE_SIZE
-        n_chosen = choice.n_chosen * PAGE_SIZE
-        n_in_window = start - choice.stop * PAGE_SIZE
-        return n_in_sink + n_chosen + n_in_window
+        window_start = choice.stop_page * PAGE_SIZE
+        n_in_window = start - window_start
+        return (self._n_sink_pages + choice.n_pages) * PAGE_SIZE + n_in_window
 
     def read(self, captured: CapturedQueries, start: int) -> tuple[mx.array, mx.array]:
         """Return the keys and values of the earlier entries that a chunk reads, in order of position.
@@ -71,50 +70,54 @@ class PageRanking:
         """
         choice = self._choice(start)
         assert choice is not None, "the chunk reads all entries"
-        candidates = range(self._first_page, choice.stop)
-        best_pages = self._most_attended_pages(captured, candidates, choice.n_chosen)
+        candidate_pages = range(self._n_sink_pages, choice.stop_page)
+        best_pages = self._most_attended_pages(captured, candidate_pages, choice.n_pages)
         pages = mx.sort(best_pages, axis=-1)
         offsets_in_page = mx.arange(PAGE_SIZE, dtype=mx.uint32)
         chosen = (pages[..., None] * PAGE_SIZE + offsets_in_page).flatten(-2)
-        sink = mx.arange(self._first_page * PAGE_SIZE, dtype=mx.uint32)
-        window = mx.arange(choice.stop * PAGE_SIZE, start, dtype=mx.uint32)
-        B, H, _ = chosen.shape
-        sink, window = (mx.broadcast_to(ends, (B, H, ends.size)) for ends in (sink, window))
+        sink = mx.arange(self._n_sink_pages * PAGE_SIZE, dtype=mx.uint32)
+        window = mx.arange(choice.stop_page * PAGE_SIZE, start, dtype=mx.uint32)
+        B, H, _ = chosen.shape  # the sink and the window are the same for all heads
+        sink = mx.broadcast_to(sink, (B, H, sink.size))
+        window = mx.broadcast_to(window, (B, H, window.size))
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def _choice(self, start: int) -> _Choice | None:
         """Return which pages a chunk at `start` chooses among, or None if it reads all earlier entries."""
         reach = self._last_reach if start >= self._last_from else self._reach
-        stop = max(0, start - reach.n_window) // PAGE_SIZE
-        n_chosen = reach.n_chosen // PAGE_SIZE
-        n_candidates = stop - self._first_page
-        if n_candidates <= n_chosen or n_chosen == 0 or not self._may_choose(start):
-            return None
-        return _Choice(stop, n_chosen)
+        window_start = max(0, start - reach.n_window)
+        stop_page = window_start // PAGE_SIZE
+        n_pages = reach.n_chosen // PAGE_SIZE
+        n_candidates = stop_page - self._n_sink_pages
+        has_choice = 0 < n_pages < n_candidates
+        if has_choice and self._may_choose(start):
+            return _Choice(stop_page, n_pages)
+        return None
 
     def _most_attended_pages(
-        self, captured: CapturedQueries, candidates: range, n: int
+        self, captured: CapturedQueries, candidate_pages: range, n_pages: int
     ) -> mx.array:
-        """Return the `n` candidate pages that get the most attention from any single query.
+        """Return the `n_pages` candidate pages that get the most attention from any single query.
 
         A sample of the chunk's queries, from all heads of a GQA group, attends to the pages' mean keys.
 
-        Returns: uint32 `(B, n_kv_heads, n)`, unordered.
+        Returns: uint32 `(B, n_kv_heads, n_pages)`, unordered.
         """
-        step = max(1, captured.queries.shape[2] // RANKING_QUERIES)
+        n_queries = captured.queries.shape[2]
+        step = max(1, n_queries // RANKING_QUERIES)
         # Count back from the end, so that the newest query is always sampled.
         sampled_queries = captured.queries[:, :, ::-step].astype(mx.float32) * captured.scale
-        mean_readers = self.means.readers(self._view, candidates)
+        mean_readers = self.means.make_readers(self._view, candidate_pages)
         shares = _largest_shares(sampled_queries, mean_readers)
-        best = mx.argpartition(-shares, n - 1, axis=-1)[..., :n]
-        return best.astype(mx.uint32) + candidates.start
+        best_indices = mx.argpartition(-shares, n_pages - 1, axis=-1)[..., :n_pages]
+        return best_indices.astype(mx.uint32) + candidate_pages.start
 
 
 class _Choice(NamedTuple):
-    """A chunk's choice of `n_chosen` pages before page `stop`."""
+    """A chunk chooses `n_pages` of the pages before `stop_page`, where its window starts."""
 
-    stop: int
-    n_chosen: int
+    stop_page: int
+    n_pages: int
 
 
 def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.array]]) -> mx.array:
@@ -125,8 +128,8 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
         mean_readers: functions that each return the mean keys of some pages, `(B, n_kv_heads, n, head_dim)` float32.
     """
     if len(mean_readers) == 1:
-        [read_means] = mean_readers
-        return _largest_shares_of_array(queries, read_means())
+        [read_all_means] = mean_readers
+        return _largest_shares_of_array(queries, read_all_means())
     # Compute the logits twice, part by part, so that memory does not grow with the text.
     log_total = mx.array(-mx.inf)
     for read_means in mean_readers:
@@ -148,13 +151,15 @@ def _largest_shares_of_array(queries: mx.array, means: mx.array) -> mx.array:
     means.
     """
     B, H, _, D = means.shape
-    queries = queries.reshape(B, H, -1, D)
-    n_at_once = max(1, D // 2)
-    largest = _shares_of_queries(queries[:, :, :n_at_once], means)
-    for start in range(n_at_once, queries.shape[2], n_at_once):
-        next_queries = mx.depends(queries[:, :, start : start + n_at_once], [largest])
-        largest = mx.maximum(_shares_of_queries(next_queries, means), largest)
-    return largest
+    queries_by_kv_head = queries.reshape(B, H, -1, D)
+    n_queries = queries_by_kv_head.shape[2]
+    n_at_once = max(1, D // 2)  # the logits then take half as much memory as the means
+    largest_shares = _shares_of_queries(queries_by_kv_head[:, :, :n_at_once], means)
+    for start in range(n_at_once, n_queries, n_at_once):
+        next_queries = queries_by_kv_head[:, :, start : start + n_at_once]
+        next_queries = mx.depends(next_queries, [largest_shares])
+        largest_shares = mx.maximum(_shares_of_queries(next_queries, means), largest_shares)
+    return largest_shares
 
 
 def _shares_of_queries(queries: mx.array, means: mx.array) -> mx.array:

@@ -63,7 +63,8 @@ def store_quantization(
         return None
     require_quantised_attention(layers, "give {}", Option("store", "memory"))
     group_sizes = fitting_group_sizes(head_sizes(model, layers), Option("store", store))
-    return Quantization(bits, group_size=64 if 64 in group_sizes else 32)
+    group_size = 64 if 64 in group_sizes else 32
+    return Quantization(bits, group_size)
 
 
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
@@ -135,7 +136,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
     new_store, old_store = layer_cache(empty_cache).store, source.store
     if source.is_compressed or _is_same_store(new_store, old_store):
         if new_store is not None and old_store is not None:
-            old_store.folder = new_store.folder
+            old_store.folder = new_store.folder  # for later entries
         return cache
     if not has_all_entries(cache):
         raise SnapKVError(
@@ -145,9 +146,8 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
         return empty_cache
     if new_store is None:
         return _plain_cache(source)
-    empty_cache.fill(
-        source.stored_entries()
-    )  # not dequantised: quantising twice would lose precision
+    # Not dequantised, because quantising twice would lose precision.
+    empty_cache.fill(source.stored_entries())
     empty_cache.sparse_from = source.sparse_from
     return empty_cache
 

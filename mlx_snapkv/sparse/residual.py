@@ -31,7 +31,7 @@ MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 turns 
 TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
 # Number of queries at the end of the prompt that mass and temperature are fitted to. Sixteen would take four times as
 # long. SmolLM2-135M's KL would be 0.0077 instead of 0.0090 after 1,400 tokens, but the same after 6,000 tokens.
-WEIGHING_QUERIES = 4
+FITTING_QUERIES = 4
 # Number of entries from which these queries' full attention is estimated, if the text is long.
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # number of adjacent entries in each sample
@@ -54,7 +54,7 @@ class Residual(NamedTuple):
     log_mass: mx.array
     temperature: mx.array
 
-    def unread(self, positions: mx.array) -> mx.array:
+    def count_unread(self, positions: mx.array) -> mx.array:
         """Count the unread entries in each cluster, int32 `(B, n_kv_heads, n_clusters)`.
 
         Args:
@@ -74,7 +74,7 @@ class Residual(NamedTuple):
             scale: scale of the logits.
             positions: positions of the chosen entries, uint32 `(B, n_kv_heads, k)`.
         """
-        n_unread = self.unread(positions)[:, :, None, None]
+        n_unread = self.count_unread(positions)[:, :, None, None]
         mean_logits = scale * grouped_logits(queries, self.clusters.keys)
         bias = _mean_bias(mean_logits, n_unread, self.log_mass, self.temperature)
         if queries.dtype == mx.float16:  # an infinite bias would turn the output into NaN
@@ -149,25 +149,26 @@ class Example:
     start: int
     sinks: mx.array | None = None
 
-    def sees(self, positions: mx.array) -> mx.array:
+    def causal_mask(self, positions: mx.array) -> mx.array:
         """Return a causal mask for the entries at `positions` `(n,)`: bool `(m, n)`."""
         stop = self.start + self.queries.shape[2]
         query_positions = mx.arange(self.start, stop)[:, None]
         return positions <= query_positions
 
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Yield `(spans, weight)`: spans to read together, and how many entries each entry in them represents.
+        """Yield `(spans, n_represented)`: spans to read together, and how many entries each entry in them represents.
 
         In a short text, the spans cover all entries. In a long text, they cover everything outside the middle, and a
         sample of the middle.
         """
         n_entries = self.is_read.shape[-1]
-        # The middle contains the whole runs `[first_run, stop_run)`, of `SAMPLED_RUN` entries each.
+        # Number the runs of `SAMPLED_RUN` adjacent entries. The middle contains `[first_run, stop_run)` in full.
         first_run = math.ceil(self.middle.start / SAMPLED_RUN)
         stop_run = self.middle.stop // SAMPLED_RUN
         n_runs = stop_run - first_run
-        step = math.ceil(n_runs * SAMPLED_RUN / SAMPLED_ENTRIES)
-        if step <= 1:
+        step = math.ceil(n_runs * SAMPLED_RUN / SAMPLED_ENTRIES)  # one run in `step` is sampled
+        is_short_text = step <= 1
+        if is_short_text:
             for span in spans(0, n_entries):
                 yield [span], 1
             return
@@ -177,11 +178,13 @@ class Example:
             runs = sampled_runs[i : i + runs_at_once]
             run_spans = [(run * SAMPLED_RUN, (run + 1) * SAMPLED_RUN) for run in runs]
             yield run_spans, n_runs / len(sampled_runs)
-        # Read all entries outside these runs.
-        for span in (*spans(0, first_run * SAMPLED_RUN), *spans(stop_run * SAMPLED_RUN, n_entries)):
+        # Read all entries before and after these runs.
+        spans_before = spans(0, first_run * SAMPLED_RUN)
+        spans_after = spans(stop_run * SAMPLED_RUN, n_entries)
+        for span in (*spans_before, *spans_after):
             yield [span], 1
 
-    def mass_of_sinks(self, top: mx.array) -> mx.array:
+    def sink_weight(self, top: mx.array) -> mx.array:
         """Return the sinks' `exp(logit - top)`, or 0 without sinks. `top` is `(B, n_kv_heads, group, m, 1)` float32."""
         if self.sinks is None:
             return mx.array(0.0)
@@ -203,21 +206,23 @@ def distances(entries: Any, clusters: Clusters, example: Example) -> mx.array:
     """
     top, full_sums, read_sums = _attention_sums(entries, example)
     full_output = full_sums.value / full_sums.weight
-    is_unread = example.sees(mx.arange(len(entries))) & ~example.is_read
+    all_positions = mx.arange(len(entries))
+    is_unread = example.causal_mask(all_positions) & ~example.is_read
     n_unread = clusters.sizes_where(is_unread)[:, :, None]
     mean_values = clusters.values.astype(mx.float32)[:, :, None]
     mean_logits = grouped_logits(example.queries, clusters.keys)
     mean_sums: dict[float, AttentionSums] = {}  # temperature -> sums over the cluster means
     for temperature in TEMPERATURES:
-        weights = n_unread * mx.exp(mean_logits * temperature - top)
-        weight_sum = weights.sum(axis=-1, keepdims=True)
-        mean_sums[temperature] = AttentionSums(weight_sum, weights @ mean_values)
+        mean_weights = n_unread * mx.exp(mean_logits * temperature - top)
+        weight_sum = mean_weights.sum(axis=-1, keepdims=True)
+        mean_sums[temperature] = AttentionSums(weight_sum, mean_weights @ mean_values)
     squared_distances: list[mx.array] = []
     for mass, temperature in PAIRS:
         weight = read_sums.weight + mass * mean_sums[temperature].weight
         value = read_sums.value + mass * mean_sums[temperature].value
-        difference = value / weight - full_output
-        squared_distances.append(mx.square(difference).sum(axis=-1).sum(axis=-1))
+        sparse_output = value / weight
+        squares = mx.square(sparse_output - full_output)
+        squared_distances.append(squares.sum(axis=-1).sum(axis=-1))
     return mx.stack(squared_distances)
 
 
@@ -227,32 +232,38 @@ def _attention_sums(
     """Return each query's top logit, and its sums over all entries and over the entries that it would read."""
     top = mx.array(HIDDEN_LOGIT)
     full_sums = read_sums = AttentionSums(mx.array(0.0), mx.array(0.0))
-    for entry_spans, weight in example.sampled_spans():
+    for entry_spans, n_represented in example.sampled_spans():
         positions = mx.concatenate([mx.arange(*span) for span in entry_spans])
         keys = mx.concatenate([entries.read_keys(*span) for span in entry_spans], axis=2)
         values = mx.concatenate([entries.read_values(*span) for span in entry_spans], axis=2)
         values = values.astype(mx.float32)[:, :, None]
-        logits = grouped_logits(example.queries, keys) + math.log(weight)
-        logits = mx.where(example.sees(positions), logits, HIDDEN_LOGIT)
+        logits = grouped_logits(example.queries, keys) + math.log(n_represented)
+        logits = mx.where(example.causal_mask(positions), logits, HIDDEN_LOGIT)
         is_read = mx.take(example.is_read, positions, axis=-1)[:, :, None]
+        # Rescale the earlier sums if these spans have a larger logit, as an online softmax does.
         earlier_top = top
         top = mx.maximum(top, logits.max(axis=-1, keepdims=True))
-        factor = mx.exp(earlier_top - top)
+        rescaling = mx.exp(earlier_top - top)
         weights = mx.exp(logits - top)
-        full_sums = full_sums.rescaled(factor).plus(weights, values)
-        read_sums = read_sums.rescaled(factor).plus(mx.where(is_read, weights, 0), values)
+        full_sums = full_sums.rescaled(rescaling).plus(weights, values)
+        read_sums = read_sums.rescaled(rescaling).plus(mx.where(is_read, weights, 0), values)
         mx.async_eval(top, full_sums, read_sums)
-    sink_mass = example.mass_of_sinks(top)
-    full_sums = full_sums._replace(weight=full_sums.weight + sink_mass)
-    read_sums = read_sums._replace(weight=read_sums.weight + sink_mass)
+    sink_weight = example.sink_weight(top)
+    full_sums = full_sums._replace(weight=full_sums.weight + sink_weight)
+    read_sums = read_sums._replace(weight=read_sums.weight + sink_weight)
     return top, full_sums, read_sums
 
 
-def best_factors(distances: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the log mass and temperature with the smallest distance, `(B, n_kv_heads, group, 1, 1)` each."""
-    best_pair = mx.argmin(distances, axis=0)
+def best_factors(squared_distances: mx.array) -> tuple[mx.array, mx.array]:
+    """Return each head's log mass and temperature with the smallest distance, `(B, n_kv_heads, group, 1, 1)` each.
+
+    Args:
+        squared_distances: `(len(PAIRS), B, n_kv_heads, group)`, from `distances`.
+    """
+    best_pair = mx.argmin(squared_distances, axis=0)
     masses, temperatures = zip(*PAIRS)
     # Return separate arrays, because a kernel would copy views for every token.
     mass, temperature = mx.array(masses)[best_pair], mx.array(temperatures)[best_pair]
-    log_mass = mx.where(mass > 0, mx.log(mx.maximum(mass, SMALLEST_MASS)), HIDDEN_LOGIT)
+    finite_log_mass = mx.log(mx.maximum(mass, SMALLEST_MASS))
+    log_mass = mx.where(mass > 0, finite_log_mass, HIDDEN_LOGIT)
     return log_mass[..., None, None], temperature[..., None, None]

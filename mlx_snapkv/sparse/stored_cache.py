@@ -70,8 +70,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.store = store or MemoryStore()
         self.page_means = PageMeans()
         self.clusters = None
-        self.growing = self.store.cache if type(self.store.cache) is KVCache else KVCache()
-        self.growing.step = capacity
+        is_plain_memory = type(self.store.cache) is KVCache
+        self.growing = self.store.cache if is_plain_memory else KVCache()
+        self.growing.step = capacity  # number of rows to allocate at a time
 
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`."""
@@ -123,9 +124,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         """Return all entries, with all recorded queries as voters (`n_queries` is ignored)."""
         keys, values = self.keys_and_values()
         voters = None
-        if self.n_queries:
+        if self.n_queries > 0:
             voters = self.make_voters(self.queries, self.query_positions, keys.shape)
-        return Entries(keys, values, voters, layer=self.layer)
+        return Entries(keys, values, voting_queries=voters, layer=self.layer)
 
     def stored_entries(self) -> Entries:
         """Move all entries to the store, and return them as stored."""
@@ -206,9 +207,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         """Drop the `n` newest tokens, or all if there are fewer. Return the number dropped."""
         n = min(self.offset, n)
         n_trimmed_from_memory = self.growing.trim(n)
-        n_in_store = n - n_trimmed_from_memory
-        if n_in_store > 0:
-            self.store.truncate(self._n_stored - n_in_store)
+        n_to_trim_from_store = n - n_trimmed_from_memory
+        if n_to_trim_from_store > 0:
+            self.store.truncate(self._n_stored - n_to_trim_from_store)
         if self.index is not None:
             self.index.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE_SIZE)
@@ -280,6 +281,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def state(self, state: Sequence) -> None:
         first_key, first_value, index_state = state
         first_entry = (first_key, first_value)
+        # Raises an error that says how to load the files, until they are opened.
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
         self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
         self.index = None

@@ -14,7 +14,7 @@ from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import Quota
 from .clusters import Clusters, CompleteBlocks, cluster_entries
 from .full_view import FullView
-from .residual import WEIGHING_QUERIES, Example, Residual, best_factors, distances
+from .residual import FITTING_QUERIES, Example, Residual, best_factors, distances
 from .selection import best_positions
 from .stores import MemoryStore
 
@@ -37,7 +37,7 @@ class TokenRanking:
     Attributes:
         view: the prompt's entries and the answer's older ones. Tokens choose among these.
         answer: all of the answer's entries.
-        residual: cluster means of unread entries. None before `weigh_residual`, or if tokens read all entries.
+        residual: cluster means of unread entries. None before `fit_residual`, or if tokens read all entries.
         n_prompt: number of entries in the prompt.
         n_sink: number of entries in the sink.
         choice_stop: position after the last entry that tokens choose among.
@@ -47,15 +47,14 @@ class TokenRanking:
 
     def __init__(self, prompt: FullView, quota: Quota):
         """Place sink and window in the prompt, and start an empty answer."""
-        self.n_prompt = n = len(prompt)
+        self.n_prompt = len(prompt)
         self._prompt = prompt
-        self._heads = prompt.key_reader().shape[:2]  # B and n_kv_heads
+        self._batch_and_heads = prompt.key_reader().shape[:2]
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
-        self.n_sink = min(quota.n_sink, n)
-        self.choice_stop = max(self.n_sink, n - quota.n_window)
-        n_window = n - self.choice_stop
-        self._max_chosen = max(0, quota.entries - quota.n_sink - n_window)
+        self.n_sink = min(quota.n_sink, self.n_prompt)
+        self.choice_stop = max(self.n_sink, self.n_prompt - quota.n_window)
+        self._max_chosen = max(0, quota.entries - quota.n_sink - self.n_window)
         self._set_always_read()
 
     def __deepcopy__(self, memo: dict) -> TokenRanking:
@@ -117,7 +116,7 @@ class TokenRanking:
         """
         parts: list[Pair] = []
         gathered_positions = mx.broadcast_to(
-            self._always_read, (*self._heads, self._always_read.size)
+            self._always_read, (*self._batch_and_heads, self._always_read.size)
         )
         if positions is not None:
             if self.residual is not None:
@@ -126,6 +125,7 @@ class TokenRanking:
         if gathered_positions.size > 0:
             parts.append(self.view.gather(gathered_positions))
         if self.answer.offset > 0:
+            # Tokens choose among the answer's earlier entries, and read all of the others.
             first_row = max(0, self.choice_stop - self.n_prompt)
             parts.append(slice_rows(self.answer_buffers, first_row, self.answer.offset))
         return concatenate_rows(*parts)
@@ -135,8 +135,8 @@ class TokenRanking:
 
         Entries of the answer are indexed, and form a new cluster.
         """
-        n_indexed = len(self.view)
-        reaches_new_entries = stop > n_indexed
+        n_in_view = len(self.view)
+        reaches_new_entries = stop > n_in_view
         self.choice_stop = stop
         self._set_always_read()
         if reaches_new_entries:
@@ -145,7 +145,7 @@ class TokenRanking:
             return
         clusters = self.residual.clusters
         if reaches_new_entries:
-            new_clusters = cluster_entries(self.view, n_indexed)
+            new_clusters = cluster_entries(self.view, start=n_in_view)
             clusters = clusters.followed_by(new_clusters)
         choosable = self._count_choosable(clusters)
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
@@ -161,15 +161,16 @@ class TokenRanking:
         if self.view.index is not None:
             scores = self.view.index.relevance(queries, stop)
         else:
-            # `best_positions` needs scores of at most 0.
-            scores = -1 / attention_votes(self.view.key_reader(), queries)
-        return best_positions(scores[..., self.n_sink : stop], self._max_chosen, self.n_sink)
+            votes = attention_votes(self.view.key_reader(), queries)
+            scores = -1 / votes  # `best_positions` needs scores of at most 0
+        choosable_scores = scores[..., self.n_sink : stop]
+        return best_positions(choosable_scores, self._max_chosen, first=self.n_sink)
 
     def _count_choosable(self, clusters: Clusters) -> mx.array:
         """Count the entries in each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
         return clusters.sizes_between(self.n_sink, self.choice_stop)
 
-    def weigh_residual(
+    def fit_residual(
         self, queries: Queries, earlier_clusters: CompleteBlocks | None = None
     ) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
@@ -185,21 +186,23 @@ class TokenRanking:
         if reads_all_entries:
             return
         clusters = self._cluster_all(earlier_clusters)
-        queries = queries.latest(WEIGHING_QUERIES)
-        read_masks: list[mx.array] = []
+        queries = queries.latest(FITTING_QUERIES)
+        read_masks: list[mx.array] = []  # one for each query
         for i in range(len(queries.indices)):
             read_masks.append(self._mask_of_read_entries(queries.between(i, i + 1)))
             mx.async_eval(read_masks)  # limits memory to the scores of one query
-        start = queries.indices.start
+        first_position = queries.indices.start
+        window_start = max(self.n_sink, first_position - self.n_window)
         example = Example(
             queries=queries.vectors * queries.scale,
             is_read=mx.concatenate(read_masks, axis=2),
-            middle=range(self.n_sink, max(self.n_sink, start - self.n_window)),
-            start=start,
+            middle=range(self.n_sink, window_start),
+            start=first_position,
             sinks=queries.sinks,
         )
         # Process all queries together, because entries may have to be read from files.
-        log_mass, temperature = best_factors(distances(self.view, clusters, example))
+        squared_distances = distances(self.view, clusters, example)
+        log_mass, temperature = best_factors(squared_distances)
         choosable = self._count_choosable(clusters)
         self.residual = Residual(clusters, choosable, log_mass, temperature)
 
@@ -211,7 +214,8 @@ class TokenRanking:
         clusters = earlier_clusters.to_clusters()
         if n_clustered == len(self.view):
             return clusters
-        return clusters.followed_by(cluster_entries(self.view, n_clustered))
+        later_clusters = cluster_entries(self.view, start=n_clustered)
+        return clusters.followed_by(later_clusters)
 
     def _mask_of_read_entries(self, query: Queries) -> mx.array:
         """Return the mask of entries that a prompt token would read if it belonged to the answer.
@@ -226,8 +230,10 @@ class TokenRanking:
         positions = mx.arange(len(self.view))
         is_sink = positions < self.n_sink
         is_in_window = (positions >= window_start) & (positions <= own_position)
-        is_read = mx.broadcast_to(is_sink | is_in_window, (*self._heads, positions.size))
-        if window_start > self.n_sink:
-            chosen = self._best_positions(query, window_start)
-            is_read = mx.put_along_axis(is_read, chosen, mx.array(True), axis=-1)
+        mask_shape = (*self._batch_and_heads, positions.size)
+        is_read = mx.broadcast_to(is_sink | is_in_window, mask_shape)
+        has_middle = window_start > self.n_sink
+        if has_middle:
+            chosen_positions = self._best_positions(query, window_start)
+            is_read = mx.put_along_axis(is_read, chosen_positions, mx.array(True), axis=-1)
         return is_read[:, :, None]

@@ -97,7 +97,7 @@ def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     index = indexed(keys, queries)
     found = KeyIndex.from_state(index.state, keys[:, :, :1], SpillFile)
     found.fill([index.codes.between(0, T)])
-    assert len(found) == found.n_sampled_from == T and found.nbytes < 0.8 * index.nbytes
+    assert len(found) == found.n_keys_at_sampling == T and found.nbytes < 0.8 * index.nbytes
     wanted = index.relevance(asking(queries), T)
     assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
     assert KeyIndex.from_state(index.state[:2], keys[:, :, :1], SpillFile) is None

@@ -25,7 +25,7 @@ from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.stores import MemoryStore
 from mlx_snapkv.sparse.token_ranking import TokenRanking
 
-H, GROUP, D, N, M = 2, 3, 32, 150, residual.WEIGHING_QUERIES
+H, GROUP, D, N, M = 2, 3, 32, 150, residual.FITTING_QUERIES
 BLOCKED = 48  # entries in a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
 
@@ -44,7 +44,7 @@ def choosing(observed, quantization=None):
     store.append(Entries(keys, values))
     view = FullView([store], layer)
     ranking = TokenRanking(view, QUOTA)
-    ranking.weigh_residual(observed)
+    ranking.fit_residual(observed)
     return SparseKVCache(ranking), view.keys, view.values
 
 
@@ -164,7 +164,7 @@ def test_clusters_of_whole_blocks_may_be_known(small_clusters):
     for n in (BLOCKED, N):
         known = cache.ranking.residual.clusters.complete_blocks().within_first(n)
         ranking = TokenRanking(cache.ranking.view, QUOTA)
-        ranking.weigh_residual(observed, known)
+        ranking.fit_residual(observed, known)
         assert all(map(mx.array_equal, arrays(ranking.residual), wanted))
 
 
@@ -245,7 +245,7 @@ def test_means_bring_predictions_nearer_to_the_full_caches(
     prompt = mx.random.randint(0, 60, (200,), key=mx.random.key(0))
     sparse = f"budget=24,n_sink=2,n_window=6,read=dense,when=always,store={store}"
     weighed = moved(model, prompt, sparse=sparse)
-    monkeypatch.setattr(TokenRanking, "weigh_residual", lambda *args: None)
+    monkeypatch.setattr(TokenRanking, "fit_residual", lambda *args: None)
     assert 0 < weighed < 0.6 * moved(model, prompt, sparse=sparse)
 
 

@@ -151,7 +151,7 @@ def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
             n,
         )
         assert (cache.index is None) == (n == 48)
-    assert len(cache.index) == 800 and 2 * cache.index.n_sampled_from > 800
+    assert len(cache.index) == 800 and 2 * cache.index.n_keys_at_sampling > 800
     queries = mx.random.normal((1, 2, 1, 16), key=mx.random.key(2))
     found = cache.index.relevance(Queries(queries, range(800, 801), 1.0), 800)[..., 700:]
     wanted = (queries @ keys[:, :, 700:].swapaxes(-1, -2))[:, :, 0]
@@ -186,11 +186,11 @@ def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
     feed(cache, others, [60])
     cache.trim(80)
     second = grown(180)
-    assert second.n_sampled_from == 100
+    assert second.n_keys_at_sampling == 100
     codes.append(rows[0][:, :, 100:180])
     for mine, wanted in zip(second.state[-1], codes.state[-1]):
         assert mx.array_equal(mine, wanted)
     of_old = relevance(second)[..., :100]
     assert mx.allclose(of_old - of_old.max(axis=-1, keepdims=True), of_first, atol=1e-4)
     third = grown(200)
-    assert third.n_sampled_from == len(third) == 200 and third is not second
+    assert third.n_keys_at_sampling == len(third) == 200 and third is not second

@@ -85,13 +85,13 @@ def choose(
     projection: mx.array,
     codes: mx.array,
     powers: mx.array,
-    k: int,
-    first: int,
-    stop: int,
+    n_chosen: int,
+    n_sink: int,
+    choice_stop: int,
     ids: mx.array | None = None,
     choosable: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Choose the `k` highest-scoring entries in `[first, stop)`, and count the unread entries in each cluster.
+    """Choose the highest-scoring entries in `[n_sink, choice_stop)`, and count the unread entries in each cluster.
 
     Scores match `KeyIndex.relevance`, but in half precision. Ties go to lower positions.
 
@@ -101,29 +101,29 @@ def choose(
         projection: matrix that projects queries to the index's components, float32 `(1, n_kv_heads, head_dim, K)`.
         codes: the index's codes, uint32 `(1, n_kv_heads, capacity, K / 8)`.
         powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
-        k: number of entries to choose, from 1 to `stop - first`.
-        first: end of the sink.
-        stop: start of the window.
+        n_chosen: number of entries to choose, from 1 to `choice_stop - n_sink`.
+        n_sink: number of entries in the sink.
+        choice_stop: start of the window.
         ids: cluster id of each entry, uint16 `(1, n_kv_heads, n)`, or None without means.
-        choosable: number of each cluster's entries in `[first, stop)`, int32 `(1, n_kv_heads, n_means)`, or None
-            without means. There can be at most `MAX_MEANS` clusters.
+        choosable: number of each cluster's entries in `[n_sink, choice_stop)`, int32 `(1, n_kv_heads, n_means)`, or
+            None without means. There can be at most `MAX_MEANS` clusters.
 
-    Returns: ascending positions, uint32 `(1, n_kv_heads, k)`, and the number of unread entries in each cluster, uint32
-        `(1, n_kv_heads, n_means)`, or None without means.
+    Returns: ascending positions, uint32 `(1, n_kv_heads, n_chosen)`, and the number of unread entries in each cluster,
+        uint32 `(1, n_kv_heads, n_means)`, or None without means.
     """
     shape = Shape.of(queries, codes)
     n_heads, H, _, _ = shape
     n_means = 0 if choosable is None else choosable.shape[2]
-    n_blocks = math.ceil(stop / SCORE_BLOCK)
+    n_blocks = math.ceil(choice_stop / SCORE_BLOCK)
     n_groups = min(n_blocks, max(1, SCORE_GROUPS // H))
     cluster_inputs: list[mx.array | None] = [ids, choosable]
     if choosable is None:
         cluster_inputs = [_placeholder(mx.uint16), _placeholder(mx.int32)]
     params = make_params(
         n_means=n_means,
-        n_chosen=k,
-        first=first,
-        stop=stop,
+        n_chosen=n_chosen,
+        n_sink=n_sink,
+        choice_stop=choice_stop,
         scale=scale,
         code_capacity=codes.shape[2],
         id_capacity=0 if ids is None else ids.shape[2],
@@ -131,11 +131,11 @@ def choose(
     )
     scores = run(
         "score", shape, [queries, projection, codes, powers, params], (n_groups, H),
-        [(n_heads, n_blocks), (n_heads, stop)],
+        [(n_heads, n_blocks), (n_heads, choice_stop)],
     )  # fmt: skip
     positions, n_unread, _ = run(
         "select", shape, [*scores, *cluster_inputs, params], (H, 1),
-        [(1, H, k), (1, H, max(1, n_means)), (H, stop)],
+        [(1, H, n_chosen), (1, H, max(1, n_means)), (H, choice_stop)],
     )  # fmt: skip
     return positions, None if choosable is None else n_unread
 
@@ -147,25 +147,25 @@ def attend(
     scale: float,
     *,
     n_prompt: int,
-    n: int,
-    first: int,
-    stop: int,
+    n_entries: int,
+    n_sink: int,
+    choice_stop: int,
     positions: mx.array | None = None,
     means: Means | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to the means, the chosen entries, the sink `[0, first)`, and the newest entries `[stop, n)`.
+    """Attend to the means, the chosen entries, the sink `[0, n_sink)`, and the newest `[choice_stop, n_entries)`.
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
         prompt: buffers whose first `n_prompt` rows are the prompt's entries, in the queries' dtype.
-        answer: buffers of the entries at or after position `n_prompt`. Ignored if `n == n_prompt`.
+        answer: buffers of the entries at or after position `n_prompt`. Ignored if the answer is empty.
         scale: scale of the logits.
         n_prompt: number of entries in the prompt.
-        n: total number of entries in prompt and answer.
-        first: end of the sink.
-        stop: start of the window.
-        positions: positions of the chosen entries, uint32 `(1, n_kv_heads, k)`, or None if no entry was chosen.
+        n_entries: total number of entries in prompt and answer.
+        n_sink: number of entries in the sink.
+        choice_stop: start of the window.
+        positions: positions of the chosen entries, uint32 `(1, n_kv_heads, n_chosen)`, or None if no entry was chosen.
         means: cluster means, or None to ignore unread entries.
         sinks: logits of attention sinks, `(n_heads,)`.
 
@@ -174,14 +174,14 @@ def attend(
     shape = Shape.of(queries, prompt[0])
     n_means = 0 if means is None else means.keys.shape[2]
     n_chosen = 0 if positions is None else positions.shape[2]
-    n_sink, n_newest = first, n - stop
+    n_newest = n_entries - choice_stop
     items_per_split, n_splits = _divide_into_splits(n_means + n_chosen + n_sink + n_newest)
     params = make_params(
         n_means=n_means,
         n_chosen=n_chosen,
-        first=first,
-        stop=stop,
-        n=n,
+        n_sink=n_sink,
+        choice_stop=choice_stop,
+        n_entries=n_entries,
         n_prompt=n_prompt,
         strides=(*_strides(prompt[0]), *_strides(answer[0])),
         splits=(items_per_split, n_splits),
@@ -223,13 +223,16 @@ def run(
     output_shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     """Run a kernel on a grid of `groups` threadgroups, and return its outputs."""
-    launch = kernel(name, shape.head_dim, shape.n_heads // shape.n_kv_heads, shape.dtype)
+    group_size = shape.n_heads // shape.n_kv_heads
+    launch = kernel(name, shape.head_dim, group_size, shape.dtype)
+    n_threads = THREADS[name]
+    groups_x, groups_y = groups
     return launch(
         inputs=list(inputs),
         output_shapes=output_shapes,
         output_dtypes=[dtype or shape.dtype for dtype in OUTPUTS[name].values()],
-        grid=(groups[0] * THREADS[name], groups[1], 1),  # MLX counts threads, not threadgroups
-        threadgroup=(THREADS[name], 1, 1),
+        grid=(groups_x * n_threads, groups_y, 1),  # MLX counts threads, not threadgroups
+        threadgroup=(n_threads, 1, 1),
     )
 
 
@@ -246,7 +249,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         header=header(name) + _read_source("cuda.h" if on_cuda else "metal.h"),
         ensure_row_contiguous=True,  # copies non-contiguous views, but not whole buffers
     )
-    template = [("T", dtype), ("D", head_dim), ("GROUP", group)]
+    template = [("T", dtype), ("D", head_dim), ("GROUP", group)]  # names in the kernel's source
 
     def launch(**arguments: Any) -> list[mx.array]:
         return kernel_function(template=template, **arguments)
@@ -274,10 +277,10 @@ def make_params(
     *,
     n_means: int,
     n_chosen: int,
-    first: int,
-    stop: int,
+    n_sink: int,
+    choice_stop: int,
     scale: float,
-    n: int = 0,
+    n_entries: int = 0,
     n_prompt: int = 0,
     strides: tuple[int, ...] = (0, 0, 0, 0),
     splits: tuple[int, int] = (0, 0),
@@ -285,8 +288,8 @@ def make_params(
     id_capacity: int = 0,
     n_score_groups: int = 0,
 ) -> mx.array:
-    """Return the kernels' `params` array for one token. All layers share it."""
-    counts = n_means, n_chosen, first, stop, n, n_prompt
+    """Return the kernels' `params` array for one token, in the order of the module docstring. All layers share it."""
+    counts = n_means, n_chosen, n_sink, choice_stop, n_entries, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
     capacities = code_capacity, id_capacity
     params = [*counts, *strides, *splits, scale_bits, *capacities, n_score_groups]

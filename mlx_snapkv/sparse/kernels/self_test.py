@@ -20,7 +20,7 @@ DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 # Sizes of the test layer.
 N_KV_HEADS, N_PROMPT, N_ANSWER, FREE_ROWS = 2, 4100, 7, 249
-K, N_SINK, STOP, N_CLUSTERS = 300, 4, 4036, 17
+N_CHOSEN, N_SINK, CHOICE_STOP, N_CLUSTERS = 300, 4, 4036, 17
 HALF_ROUNDING = 2e-3  # relative rounding error of the kernels' half-precision scores
 # Maximum difference, relative to the largest value in the plain path's float32 output.
 TOLERANCES = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
@@ -46,11 +46,11 @@ def why_unused(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
         return f"{group} query heads share a KV head; the kernels know 1 to {MAX_GROUP}"
     if dtype not in DTYPES:
         return f"the kernels do not know {str(dtype).removeprefix('mlx.core.')}"
-    return _failure(head_dim, group, dtype)
+    return _self_test_failure(head_dim, group, dtype)
 
 
 @lru_cache(None)
-def _failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
+def _self_test_failure(head_dim: int, group: int, dtype: mx.Dtype) -> str | None:
     """Run the self-test, and return why it failed, or None if it passed."""
     try:
         return describe_difference(head_dim, group, dtype)
@@ -69,16 +69,16 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
         projection=case.projection,
         codes=case.codes,
         powers=case.powers,
-        k=K,
-        first=N_SINK,
-        stop=STOP,
+        n_chosen=N_CHOSEN,
+        n_sink=N_SINK,
+        choice_stop=CHOICE_STOP,
         ids=case.residual.clusters.ids,
         choosable=case.residual.choosable,
     )
     assert n_unread is not None
     mx.eval(positions, n_unread)
     with mx.stream(mx.cpu):
-        if not case.are_best(positions):
+        if not case.are_best_positions(positions):
             return "the kernels choose other entries than the plain path"
         if not mx.array_equal(n_unread, case.count_unread(positions)).item():
             return "the kernels count other unread entries than the plain path"
@@ -88,9 +88,9 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
         case.answer,
         case.scale,
         n_prompt=N_PROMPT,
-        n=N_PROMPT + N_ANSWER,
-        first=N_SINK,
-        stop=STOP,
+        n_entries=N_PROMPT + N_ANSWER,
+        n_sink=N_SINK,
+        choice_stop=CHOICE_STOP,
         positions=positions,
         means=Means.of(case.residual, n_unread),
         sinks=case.sinks,
@@ -113,32 +113,32 @@ class _Case:
         """Create the queries and the entries, with their index and residual."""
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
-        seeds = mx.random.split(mx.random.key(73), 7)
+        seeds = mx.random.split(mx.random.key(73), 7)  # one for each random array
         # Imitate real keys. Their channels differ in magnitude, and all keys share a component.
         channel_sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
-        self.prompt = _buffers(channel_sizes, N_PROMPT, dtype, seeds[2])
-        self.answer = _buffers(channel_sizes, N_ANSWER, dtype, seeds[3])
+        self.prompt = _random_buffers(channel_sizes, N_PROMPT, dtype, seeds[2])
+        self.answer = _random_buffers(channel_sizes, N_ANSWER, dtype, seeds[3])
         keys, values = (buffer[:, :, :N_PROMPT] for buffer in self.prompt)
         index = KeyIndex(keys, self.queries)
         index.append(keys)
         with mx.stream(mx.cpu):  # because GPUs may round the inputs of float32 matrix products
-            self._scores = index.relevance(Queries(self.queries, range(1), self.scale), STOP)
-        self.codes, self.powers = index.codes.in_memory[:2]
-        self.projection = index.state[2]
+            self._scores = index.relevance(Queries(self.queries, range(1), self.scale), CHOICE_STOP)
+        self.codes, self.powers, *_ = index.codes.in_memory
+        self.projection = index.projection
         ids, mean_keys = k_means(keys, N_CLUSTERS)
         clusters = Clusters(ids, mean_keys, mean_by_cluster(values, ids, N_CLUSTERS))
         shape = 1, N_KV_HEADS, group, 1, 1
         log_mass = mx.random.uniform(-2, 0.5, shape, key=seeds[4])
-        log_mass[0, 0, 0] = HIDDEN_LOGIT  # a head without a residual
+        log_mass[0, 0, 0] = HIDDEN_LOGIT  # one head has no residual
         temperature = mx.random.uniform(0.5, 1, shape, key=seeds[5])
-        choosable = clusters.sizes_between(N_SINK, STOP)
+        choosable = clusters.sizes_between(N_SINK, CHOICE_STOP)
         self.residual = Residual(clusters, choosable, log_mass, temperature)
         self.sinks = mx.random.normal((n_heads,), key=seeds[6])
-        mx.eval(self.__dict__)
+        mx.eval(vars(self))
 
-    def are_best(self, positions: mx.array) -> bool:
-        """Return whether `positions` are ascending and have the K highest scores, up to half-precision rounding."""
+    def are_best_positions(self, positions: mx.array) -> bool:
+        """Return whether `positions` are ascending and have the highest scores, up to half-precision rounding."""
         scores_by_head = np.array(self._scores)[0, :, N_SINK:]
         indices_by_head = np.array(positions)[0].astype(np.int64) - N_SINK
         for scores, indices in zip(scores_by_head, indices_by_head):
@@ -148,7 +148,8 @@ class _Case:
                 return False
             lowest_chosen = scores[indices].min()
             highest_other = np.delete(scores, indices).max()
-            if highest_other - lowest_chosen > HALF_ROUNDING * (1 - highest_other):
+            rounding_error = HALF_ROUNDING * (1 - highest_other)  # scores are at most 0
+            if highest_other - lowest_chosen > rounding_error:
                 return False
         return True
 
@@ -159,7 +160,7 @@ class _Case:
     def compute_attention(self, positions: mx.array) -> mx.array:
         """Compute the attention with the plain path in float32, `(1, n_heads, 1, head_dim)`."""
         queries = self.queries.astype(mx.float32)
-        sink_and_window = mx.concatenate([mx.arange(N_SINK), mx.arange(STOP, N_PROMPT)])
+        sink_and_window = mx.concatenate([mx.arange(N_SINK), mx.arange(CHOICE_STOP, N_PROMPT)])
         always_read = mx.broadcast_to(
             sink_and_window.astype(mx.uint32), (1, N_KV_HEADS, sink_and_window.size)
         )
@@ -183,7 +184,7 @@ class _Case:
         )
 
 
-def _buffers(channel_sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
+def _random_buffers(channel_sizes: mx.array, n: int, dtype: mx.Dtype, seed: mx.array) -> Buffer:
     """Return buffers with `n` random entries. Unused rows are NaN, so that the test fails if a kernel reads them."""
     shape = 1, N_KV_HEADS, n, channel_sizes.shape[-1]
     key_seed, value_seed = mx.random.split(seed)

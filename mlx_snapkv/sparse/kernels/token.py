@@ -27,13 +27,14 @@ def why_plain_path(ranking: TokenRanking, queries: mx.array) -> str | None:
     if ranking.prompt_buffers is None:
         return "the kernels read plain entries in memory"
     keys, values = ranking.prompt_buffers
+    n_kv_heads = keys.shape[1]
     if keys.shape != values.shape or keys.shape[3] != head_dim:
         return "keys, values and queries differ in size"
     if not keys.dtype == values.dtype == queries.dtype:
         return "keys, values and queries differ in dtype"
     if ranking.n_chosen == 0:
         return "a token chooses no entries"
-    return why_unused(head_dim, n_heads // keys.shape[1], queries.dtype)
+    return why_unused(head_dim, n_heads // n_kv_heads, queries.dtype)
 
 
 def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int) -> mx.array:
@@ -56,9 +57,9 @@ def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int
         ranking.answer_buffers,
         captured.scale,
         n_prompt=ranking.n_prompt,
-        n=position + 1,
-        first=ranking.n_sink,
-        stop=ranking.choice_stop,
+        n_entries=position + 1,
+        n_sink=ranking.n_sink,
+        choice_stop=ranking.choice_stop,
         positions=positions,
         means=means,
         sinks=captured.sinks,
@@ -77,7 +78,8 @@ def _choose(
     has_too_many_means = ranking.n_means > MAX_MEANS
     if index is None or code_buffers is None or has_too_many_means:
         positions = ranking.choose(captured, position)
-        return positions, None if residual is None else residual.unread(positions)
+        n_unread = None if residual is None else residual.count_unread(positions)
+        return positions, n_unread
     codes, powers = code_buffers
     return choose(
         captured.queries,
@@ -85,9 +87,9 @@ def _choose(
         projection=index.projection,
         codes=codes,
         powers=powers,
-        k=ranking.n_chosen,
-        first=ranking.n_sink,
-        stop=ranking.choice_stop,
+        n_chosen=ranking.n_chosen,
+        n_sink=ranking.n_sink,
+        choice_stop=ranking.choice_stop,
         ids=None if residual is None else residual.clusters.ids,
         choosable=None if residual is None else residual.choosable,
     )

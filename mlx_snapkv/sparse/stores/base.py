@@ -142,10 +142,10 @@ class JoinedView(EntryView):
         """Yield the overlap of each view with `[start, stop)`, unless it is empty."""
         view_start = 0  # position of the view's first entry
         for view in self._views:
-            first = max(start - view_start, 0)
-            end = min(stop - view_start, view.n_entries)
-            if first < end:
-                yield _Overlap(view, view_start, first, end)
+            first_in_view = max(start - view_start, 0)
+            stop_in_view = min(stop - view_start, view.n_entries)
+            if first_in_view < stop_in_view:
+                yield _Overlap(view, view_start, first_in_view, stop_in_view)
             view_start += view.n_entries
 
     def stored(self, which: int, start: int, stop: int) -> Stored:
@@ -171,7 +171,8 @@ class JoinedView(EntryView):
                 return view.gather(positions)
             # Clip positions that belong to other views. This gathers placeholders, which are replaced below.
             view_stop = view_start + n_in_view
-            entries = view.gather(mx.clip(positions, view_start, view_stop - 1) - view_start)
+            clipped_positions = mx.clip(positions, view_start, view_stop - 1)
+            entries = view.gather(clipped_positions - view_start)
             if earlier_entries is not None:
                 is_in_view = (positions >= view_start)[..., None]
                 pairs = zip(entries, earlier_entries)

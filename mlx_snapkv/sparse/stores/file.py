@@ -60,14 +60,15 @@ class Layout:
     def from_bytes(self, items: np.ndarray) -> Stored:
         """Convert the file's items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`."""
         item_bytes = np.ascontiguousarray(items).view(np.uint8)
-        row_bytes = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
+        rows_as_bytes = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
         part_sizes = [dtype.size * width for dtype, width in self.parts]
         part_edges = np.cumsum(part_sizes)[:-1].tolist()
-        parts = tuple(
-            mx.contiguous(part_bytes).view(dtype)
-            for part_bytes, (dtype, _) in zip(mx.split(row_bytes, part_edges, axis=-1), self.parts)
-        )
-        return parts[0] if len(parts) == 1 else parts
+        arrays: list[mx.array] = []
+        parts_as_bytes = mx.split(rows_as_bytes, part_edges, axis=-1)
+        for part_as_bytes, (dtype, _width) in zip(parts_as_bytes, self.parts):
+            arrays.append(mx.contiguous(part_as_bytes).view(dtype))
+        is_plain = len(arrays) == 1
+        return arrays[0] if is_plain else tuple(arrays)
 
 
 class EntryFile:
@@ -101,21 +102,24 @@ class EntryFile:
         """Drop everything after the first `n` rows, including incomplete rows."""
         self.n_rows = n
         new_size = n * self.layout.token_bytes
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # too long a file does no harm
             if self._file_size > new_size:
                 os.ftruncate(self._file.fileno(), new_size)
 
     def read(self, start: int, stop: int) -> Stored:
         """Return the rows of tokens `[start, stop)`."""
         rows = self._map_rows(np.arange(start, stop))[start:stop]
-        return self.layout.from_bytes(rows.transpose(1, 2, 0))
+        items = rows.transpose(1, 2, 0)  # (B, n_kv_heads, n)
+        return self.layout.from_bytes(items)
 
     def gather(self, positions: np.ndarray) -> Stored:
         """Return the rows at `positions` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
-        batch, head = np.ogrid[:B, :H]
+        # The index of each batch element and head, to be broadcast against `positions`.
+        batch_indices, head_indices = np.ogrid[:B, :H]
         rows = self._map_rows(positions)
-        return self.layout.from_bytes(rows[positions, batch[..., None], head[..., None]])
+        items = rows[positions, batch_indices[..., None], head_indices[..., None]]
+        return self.layout.from_bytes(items)
 
     @property
     def _file_size(self) -> int:
@@ -125,7 +129,8 @@ class EntryFile:
         """Check that the rows at `positions` exist, and map the file as items `(n, B, n_kv_heads)`, one per row."""
         n_needed = int(positions.max(initial=0)) + 1
         self._require_size(n_needed * self.layout.token_bytes)
-        if self._map is None or len(self._map) < n_needed:  # the file has grown
+        is_map_too_short = self._map is None or len(self._map) < n_needed
+        if is_map_too_short:  # the file has grown
             row_dtype = np.dtype((np.void, self.layout.row_bytes))
             n_in_file = self._file_size // self.layout.token_bytes
             shape = n_in_file, *self.layout.heads
@@ -166,16 +171,15 @@ class SavedFile(EntryFile):
             super().__init__(layout, path.open("rb", buffering=0))
         self.n_rows = n_rows
         self._checksums = checksums
-        self._piece = piece
-        self._unchecked = np.ones(len(checksums), np.bool_)  # one flag per piece
+        self._piece_size = piece
+        self._is_unchecked = np.ones(len(checksums), np.bool_)  # one flag per piece
         self._require_size(n_rows * layout.token_bytes)
 
     def _map_rows(self, positions: np.ndarray) -> np.ndarray:
         """Map the file, and verify the checksums of pieces that have not been read before."""
         rows = super()._map_rows(positions)
-        pieces_to_read = positions // self._piece
-        is_unchecked = self._unchecked[pieces_to_read]
-        unchecked_pieces = np.unique(pieces_to_read[is_unchecked])
+        pieces_to_read = positions // self._piece_size
+        unchecked_pieces = np.unique(pieces_to_read[self._is_unchecked[pieces_to_read]])
         if unchecked_pieces.size:
             self._verify_checksums(rows, unchecked_pieces)
         return rows
@@ -184,16 +188,17 @@ class SavedFile(EntryFile):
         """Verify the checksums of the given pieces. Raises: EntryFileError: a checksum does not match."""
 
         def checksum(piece: int) -> int:
-            piece_rows: Any = rows[piece * self._piece : (piece + 1) * self._piece]
+            piece_start = piece * self._piece_size
+            piece_rows: Any = rows[piece_start : piece_start + self._piece_size]
             return zlib.crc32(piece_rows.view(np.uint8))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             checksums = list(threads.map(checksum, pieces.tolist()))
         is_intact = self._checksums[pieces] == checksums
-        self._unchecked[pieces[is_intact]] = False
+        self._is_unchecked[pieces[is_intact]] = False
         if not is_intact.all():
             first_damaged_piece = pieces[~is_intact][0]
-            damage_start = first_damaged_piece * self._piece * self.layout.token_bytes
+            damage_start = first_damaged_piece * self._piece_size * self.layout.token_bytes
             raise EntryFileError(
                 f"{self.path} is damaged: a checksum does not fit from byte {damage_start:,} on; "
                 "put back the file that was saved, or save the prompt again",
@@ -293,7 +298,7 @@ class FileStore(JoinedView, Store):
         plain_entries = entries.with_quantization(None)
         keys_and_values = plain_entries.stored_keys, plain_entries.stored_values
         earlier_pairs = self._views
-        pair = None
+        pair = None  # the pair of files to append to
         if self._views and self._views[-1].may_grow:
             *earlier_pairs, pair = self._views
         try:
@@ -304,7 +309,7 @@ class FileStore(JoinedView, Store):
         except (OSError, EntryFileError) as error:
             if pair is not None:
                 for file in pair.files:
-                    file.truncate(pair.n_entries)
+                    file.truncate(pair.n_entries)  # remove what was written
             if isinstance(error, OSError):
                 raise write_error(error, self.folder) from error
             raise
@@ -320,7 +325,8 @@ class FileStore(JoinedView, Store):
         """Drop all but the first `n` entries. Files that belong to a copy or a saved prompt are not truncated."""
         while self.n_entries > n:
             last_pair = self._views.pop()
-            n_left_in_pair = n - self.n_entries
+            n_in_earlier_pairs = self.n_entries
+            n_left_in_pair = n - n_in_earlier_pairs
             if n_left_in_pair <= 0:
                 continue
             self._views.append(replace(last_pair, n_entries=n_left_in_pair))

@@ -59,12 +59,13 @@ class MemoryStore(Store):
         n_new = len(new_entries)
         n_before = self.n_entries
         cache = self.cache
-        if cache.keys is None or n_before + n_new > count_rows(cache.keys):
+        must_reallocate = cache.keys is None or n_before + n_new > count_rows(cache.keys)
+        if must_reallocate:
             buffers = (cache.keys, cache.values) if n_before else new_rows
             earlier_rows = slice_rows(buffers, 0, n_before)
             # Reallocation copies all entries, so buffers grow by at least an eighth.
-            n_allocated = max(KVCache.step, n_new, n_before // 8)
-            cache.keys, cache.values = with_new_rows(earlier_rows, n_allocated)
+            n_added = max(KVCache.step, n_new, n_before // 8)
+            cache.keys, cache.values = with_new_rows(earlier_rows, n_added)
         write_rows((cache.keys, cache.values), n_before, new_rows)
         cache.offset += n_new
         mx.eval(cache.keys)

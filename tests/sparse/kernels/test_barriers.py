@@ -71,4 +71,6 @@ def test_a_barrier_that_diverges_is_an_error(shim, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "kernel", Shim(tmp_path, bodies=tmp_path).kernel)
     query, entries = mx.zeros((1, 1, 1, 64)), [mx.zeros((1, 1, 1, 64))] * 2
     with pytest.raises(ShimError, match="wait at different places"):
-        launch.attend(query, entries, entries, 1.0, n_prompt=1, n=1, first=0, stop=0)
+        launch.attend(
+            query, entries, entries, 1.0, n_prompt=1, n_entries=1, n_sink=0, choice_stop=0
+        )

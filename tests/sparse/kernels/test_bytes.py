@@ -21,14 +21,14 @@ def attend(prompt):
     choosable = np.bincount(ids[N_SINK : N - N_WINDOW], minlength=n_means).astype(np.int32)
     queries = normal(rng, 1, GROUP, 1, D, dtype=mx.bfloat16)
     answer = [x[:, :, :1] for x in prompt]
-    borders = {"first": N_SINK, "stop": N - N_WINDOW}
+    borders = {"n_sink": N_SINK, "choice_stop": N - N_WINDOW}
     scale = D**-0.5
     positions, unread = launch.choose(
         queries,
         scale,
         **Index(rng, 1, N, D).arguments(),
         **borders,
-        k=N_READ - N_SINK - N_WINDOW,
+        n_chosen=N_READ - N_SINK - N_WINDOW,
         ids=mx.array(ids)[None, None],
         choosable=mx.array(choosable)[None, None],
     )
@@ -41,7 +41,7 @@ def attend(prompt):
         answer,
         scale,
         n_prompt=N,
-        n=N + 1,
+        n_entries=N + 1,
         **borders,
         positions=positions,
         means=means,

@@ -14,7 +14,7 @@ def scored(queries, index, scale, n_groups):
     n_heads, H, n = queries.shape[1], index.codes.shape[1], index.n
     n_blocks = -(-n // SCORE_BLOCK)
     params = make_params(
-        n_means=0, n_chosen=1, first=0, stop=n, scale=scale, code_capacity=index.codes.shape[2],
+        n_means=0, n_chosen=1, n_sink=0, choice_stop=n, scale=scale, code_capacity=index.codes.shape[2],
         n_score_groups=n_groups,
     )  # fmt: skip
     arrays = index.arguments()
@@ -88,7 +88,7 @@ def test_selection_equals_a_stable_sort(shim, kind, group, n, first, k):
     counts = [np.bincount(row[first:n], minlength=n_means) for row in ids]
     shape = Shape(H * group, H, head_dim, dtype)
     params = make_params(
-        n_means=n_means, n_chosen=k, first=first, stop=n, scale=1, id_capacity=n + spare
+        n_means=n_means, n_chosen=k, n_sink=first, choice_stop=n, scale=1, id_capacity=n + spare
     )
     inputs = [*map(mx.array, (maxima, below, ids, np.stack(counts).astype(np.int32))), params]
     outputs = run("select", shape, inputs, (H, 1), [(H, k), (H, n_means), (H, n)])
@@ -107,7 +107,9 @@ def test_selection_handles_a_long_text_and_many_clusters(shim):
     n, k, n_means = 70_001, 4375, launch.MAX_MEANS
     maxima, below = blocks(rng, "ties", 1, n)
     ids = (np.arange(n) * n_means // n).astype(np.uint16)
-    params = make_params(n_means=n_means, n_chosen=k, first=4, stop=n, scale=1, id_capacity=n)
+    params = make_params(
+        n_means=n_means, n_chosen=k, n_sink=4, choice_stop=n, scale=1, id_capacity=n
+    )
     counts = np.bincount(ids[4:], minlength=n_means).astype(np.int32)
     outputs = run(
         "select", Shape(1, 1, 64, mx.float32), [*map(mx.array, (maxima, below, ids, counts)), params],
@@ -127,7 +129,7 @@ def test_chosen_entries_are_the_best_by_the_index_with_and_without_means(
     H, n, first, k = 2, 1500, 4, 93
     index = Index(rng, H, n, head_dim)
     queries = normal(rng, 1, H * group, 1, head_dim, dtype=dtype)
-    arguments = dict(index.arguments(), k=k, first=first, stop=n)
+    arguments = dict(index.arguments(), n_chosen=k, n_sink=first, choice_stop=n)
     positions, unread = choose(queries, 0.1, **arguments)
     assert unread is None and positions.shape == (1, H, k) and positions.dtype == mx.uint32
     logits = index.logits(queries, 0.1)

@@ -124,15 +124,15 @@ def test_a_token_launches_four_kernels_and_nothing_else(with_means):
             projection=projection,
             codes=codes,
             powers=powers,
-            k=k,
-            first=4,
-            stop=2000,
+            n_chosen=k,
+            n_sink=4,
+            choice_stop=2000,
             **clusters,
         )
         means = Means(mean_keys, mean_keys, unread, factors, factors) if with_means else None
         output = launch.attend(
-            queries, (keys, keys), (own, own), 0.1, n_prompt=n, n=n + 3, first=4, stop=2000, positions=positions,
-            means=means,
+            queries, (keys, keys), (own, own), 0.1, n_prompt=n, n_entries=n + 3, n_sink=4,
+            choice_stop=2000, positions=positions, means=means,
         )  # fmt: skip
         return [output]
 

@@ -56,9 +56,9 @@ def gpu(monkeypatch):
     """Make the self-test see a machine with Metal on which the kernels fail."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    self_test._failure.cache_clear()
+    self_test._self_test_failure.cache_clear()
     yield
-    self_test._failure.cache_clear()
+    self_test._self_test_failure.cache_clear()
 
 
 @pytest.mark.parametrize(
