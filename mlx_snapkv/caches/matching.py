@@ -78,8 +78,8 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
         model_cache: the model's own cache for the layer, after one token.
     """
     has_same_class = type(cache) is type(model_cache)
-    may_replace = type(model_cache) is KVCache and isinstance(cache, KV_CACHE_CLASSES)
-    if not has_same_class and not may_replace:
+    may_replace_model_cache = type(model_cache) is KVCache and isinstance(cache, KV_CACHE_CLASSES)
+    if not has_same_class and not may_replace_model_cache:
         return f"is where the model has a {type(model_cache).__name__}"
     if cache.empty() or model_cache.empty():
         both_are_empty = cache.empty() == model_cache.empty()

@@ -34,17 +34,17 @@ class AttentionCount:
         return replace(self, waiting_queries=[*self.waiting_queries, queries])
 
     def total_attention(
-        self, shape: tuple[int, ...], count_votes: Callable[[mx.array], mx.array]
+        self, entries_shape: tuple[int, ...], count_votes: Callable[[mx.array], mx.array]
     ) -> mx.array | None:
         """Return the attention received so far, including from waiting queries, or None if unknown.
 
         Args:
-            shape: shape of the result, `(B, n_kv_heads, n)`.
+            entries_shape: shape of the entries and of the result, `(B, n_kv_heads, n)`.
             count_votes: maps queries `(B, n_heads, L, head_dim)` to the attention that each entry receives from them.
         """
         if not self.is_counting and self.received_attention is None:
             return None
-        B, H, n_entries = shape
+        B, H, n_entries = entries_shape
         received_attention = self.received_attention
         if received_attention is None:
             received_attention = mx.zeros((B, H, 0))

@@ -77,7 +77,7 @@ class BlockKVCache(EvictingCache):
             newest = policy.obs_window
         super().__init__(last=last, newest=newest)
         self.keys = self.values = None
-        self.offset = self._n = 0
+        self.offset = self._n_entries = 0
         self.policy = policy
         self.quota = quota
         self.block = block
@@ -125,38 +125,38 @@ class BlockKVCache(EvictingCache):
     def _n_since_eviction(self) -> int:
         """Return the number of tokens read since the last eviction."""
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
-        return self._n - n_kept
+        return self._n_entries - n_kept
 
     @property
     def room(self) -> float:  # type: ignore[override]
         """Return the number of tokens that fit before the next eviction."""
-        return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
+        return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n_entries
 
     def append(self, keys: Stored, values: Stored) -> None:
         """Append the stored keys and values of `L` tokens. If they don't fit, evict entries first."""
         L = count_rows(keys)
         if self.must_evict(L):
             self.evict()
-        first_row = self._n
-        self._n += L
+        first_row = self._n_entries
+        self._n_entries += L
         self._write(first_row, keys, values)
         self.offset += L
 
     def claim_row(self) -> int:
         """Count a new token, and return the row where the caller must write its entry."""
-        self._n += 1
+        self._n_entries += 1
         self.offset += 1
-        return self._n - 1
+        return self._n_entries - 1
 
     @property
     def n_after_next(self) -> int:
         """Return the number of entries after one more token."""
-        n_before = self.quota.entries if self.must_evict() else self._n
+        n_before = self.quota.entries if self.must_evict() else self._n_entries
         return n_before + 1
 
     def evict(self) -> None:
         """Evict all but the `quota.entries` highest-scoring entries."""
-        if self._n <= self.quota.entries:
+        if self._n_entries <= self.quota.entries:
             return
         assert self.policy is not None
         # Queries before the window can't vote, because entries that they saw may have been evicted.
@@ -177,7 +177,7 @@ class BlockKVCache(EvictingCache):
     def replace_entries(self, entries: Entries) -> None:
         """Replace all entries with `entries`, sorted by position and all before `offset`."""
         entries = entries.with_quantization(self.quantization)
-        self._n = len(entries)
+        self._n_entries = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
         self.attention_count = self.attention_count.restarted_from(entries.received_attention)
@@ -213,7 +213,7 @@ class BlockKVCache(EvictingCache):
 
     def _received_attention(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
-        entries_shape = (*self._batch_and_heads, self._n)
+        entries_shape = (*self._batch_and_heads, self._n_entries)
 
         def count_votes(queries: mx.array) -> mx.array:
             # The waiting queries belong to the newest tokens before `last`.
@@ -241,13 +241,13 @@ class BlockKVCache(EvictingCache):
         n_next = L
         if self.offset in self.steady:  # the first steady token: make sure that all of them fit
             n_next = max(L, len(self.steady))
-        has_room = self._n + n_next <= self.capacity
-        return not has_room and self._n > self.quota.entries
+        has_room = self._n_entries + n_next <= self.capacity
+        return not has_room and self._n_entries > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Write stored entries to rows `[start, size())`, enlarging the buffers first if necessary."""
         n_allocated = 0 if self.keys is None else count_rows(self.keys)
-        if self.keys is None or self._n > n_allocated:
+        if self.keys is None or self._n_entries > n_allocated:
             # The first buffers get the format of the new entries.
             buffers = (self.keys, self.values) if n_allocated else slice_rows((keys, values), 0, 0)
             n_needed = self._n_rows_to_allocate(n_allocated)
@@ -257,11 +257,11 @@ class BlockKVCache(EvictingCache):
     def _n_rows_to_allocate(self, n_allocated: int) -> int:
         """Return how many rows new buffers need, at least `size()`. The current ones have `n_allocated`."""
         is_unlimited = self.quota.entries >= UNLIMITED
-        n_rows = rows_to_allocate(self._n) if is_unlimited else self.capacity
+        n_rows = rows_to_allocate(self._n_entries) if is_unlimited else self.capacity
         are_first_buffers = n_allocated == 0
         if are_first_buffers and self.expected_size:
             n_rows = min(n_rows, self.expected_size)
-        return max(self._n, n_rows)
+        return max(self._n_entries, n_rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, "causal", or bool `(N, size() + N)`."""
@@ -271,7 +271,9 @@ class BlockKVCache(EvictingCache):
             return None
         if not return_array:
             return "causal"
-        n_before = min(self._n, self.quota.entries) if self.must_evict(N) else self._n
+        n_before = self._n_entries
+        if self.must_evict(N):
+            n_before = min(n_before, self.quota.entries)
         return create_causal_mask(N, offset=n_before)
 
     @property

@@ -41,10 +41,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """
 
-    # Attributes to save as JSON. All but the first two belong to `Recorder`.
+    # Attributes to save as JSON. All but the first belong to `Recorder`.
     SAVED_NUMBERS: ClassVar[tuple[str, ...]] = (
         "offset",
-        "_n",
         "first",
         "last",
         "newest",
@@ -58,7 +57,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     policy: Policy | None = None
     is_compressed = needs_layer = stacks = True
     positions: mx.array
-    _n = 0  # number of entries
+    _n_entries = 0  # per KV head
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
@@ -90,9 +89,9 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
         buffers = self.keys, self.values
-        is_full = count_rows(buffers) == self._n
+        is_full = count_rows(buffers) == self._n_entries
         # Don't slice full buffers: with a second reference, an eviction could not write in place.
-        return buffers if is_full else slice_rows(buffers, 0, self._n)
+        return buffers if is_full else slice_rows(buffers, 0, self._n_entries)
 
     @property
     def state(self) -> tuple[str, dict[str, Any]]:
@@ -114,6 +113,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             "quantization": None if self.quantization is None else vars(self.quantization),
             "n_counted": self.moments.n_counted,
             "counted_to": self.moments.counted_to,
+            "_n": self._n_entries,
             **{name: getattr(self, name) for name in self.SAVED_NUMBERS},
         }
 
@@ -137,7 +137,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             self.keys, self.values = arrays["keys"], arrays["values"]
         else:
             self.quantization = Quantization(**quantization_fields)
-            # The packed values, scales and biases of each.
+            # Each is a tuple of packed values, scales and biases.
             self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))
@@ -146,6 +146,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             n_counted=numbers["n_counted"],
             counted_to=numbers["counted_to"],
         )
+        self._n_entries = numbers["_n"]
         for name in self.SAVED_NUMBERS:
             setattr(self, name, numbers[name])
 
@@ -160,7 +161,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def size(self) -> int:
         """Return the number of entries per KV head."""
-        return self._n
+        return self._n_entries
 
     def validate(self) -> str | None:
         """Describe what is wrong with a loaded cache, or return None if it is consistent."""
@@ -168,7 +169,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         if problem is not None:
             return problem
         positions = np.sort(np.array(self.positions).astype(int), axis=-1)
-        are_complete = positions.shape[2] == self._n
+        are_complete = positions.shape[2] == self._n_entries
         are_unique = (np.diff(positions) > 0).all()
         if not are_complete or not are_unique or positions.max() >= self.offset:
             return "has positions that can't be"
@@ -216,5 +217,5 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
                 f"{policy_name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        entries_shape = (*self._batch_and_heads, self._n)
+        entries_shape = (*self._batch_and_heads, self._n_entries)
         return self.make_voters(self.queries[:, :, -n:], positions, entries_shape)

@@ -86,7 +86,7 @@ class SnapKVCache(EvictingCache):
         self.n_pin = n_pin
         self.n_window = n_window
         self._pinned_positions = positions.astype(mx.uint32)
-        self._n = n_keys
+        self._n_entries = n_keys
         self._oldest = 0  # ring pointer: row n_pin + _oldest has the window's oldest entry
 
     def _saved_arrays(self) -> dict[str, Any]:
@@ -103,12 +103,12 @@ class SnapKVCache(EvictingCache):
         L = count_rows(keys)
         self._move_pending_entries()
         self._free_unneeded_rows(L)
-        overwrites_oldest = L == 1 and self._n == self.capacity
+        overwrites_oldest = L == 1 and self._n_entries == self.capacity
         if overwrites_oldest:
             first_row = self.claim_row()  # also counts the token
         else:
-            first_row = self._n
-            self._n += L
+            first_row = self._n_entries
+            self._n_entries += L
             self.offset += L
             self._enlarge_buffers()
         write_rows((self.keys, self.values), first_row, (keys, values))
@@ -117,21 +117,21 @@ class SnapKVCache(EvictingCache):
         """Enlarge the buffers if necessary. A sliding window is allocated in full."""
         n_allocated = count_rows(self.keys)
         if self.grows:
-            has_room = self._n <= n_allocated
-            n_needed = n_allocated if has_room else rows_to_allocate(self._n)
-        elif self._n <= self.capacity:
+            has_room = self._n_entries <= n_allocated
+            n_needed = n_allocated if has_room else rows_to_allocate(self._n_entries)
+        elif self._n_entries <= self.capacity:
             n_needed = self.capacity
         else:
-            n_needed = max(self._n, self.capacity + SLACK)
+            n_needed = max(self._n_entries, self.capacity + SLACK)
         if n_needed > n_allocated:
             n_new = n_needed - n_allocated
             self.keys, self.values = with_new_rows((self.keys, self.values), n_new)
 
     def claim_row(self) -> int:
         """Count a new token, and return the row where the caller must write its entry."""
-        if self._n < self.capacity:
-            row = self._n
-            self._n += 1
+        if self._n_entries < self.capacity:
+            row = self._n_entries
+            self._n_entries += 1
         else:
             row = self.n_pin + self._oldest
             self._oldest = (self._oldest + 1) % self.n_window
@@ -151,7 +151,7 @@ class SnapKVCache(EvictingCache):
     @property
     def n_after_next(self) -> int:
         """Return the number of entries after one more token."""
-        return min(self._n + 1, self.capacity)
+        return min(self._n_entries + 1, self.capacity)
 
     def _free_unneeded_rows(self, L: int) -> None:
         """Free the rows after the window that an update of `L` tokens won't need."""
@@ -167,24 +167,25 @@ class SnapKVCache(EvictingCache):
 
     def _move_pending_entries(self) -> None:
         """Move the pending entries into the ring, overwriting its oldest entries."""
-        n_pending = self._n - self.capacity
+        n_pending = self._n_entries - self.capacity
         if n_pending <= 0:
             return
         self._oldest = (self._oldest + n_pending) % self.n_window
         n_moved = min(n_pending, self.n_window)
-        newest_entries = slice_rows((self.keys, self.values), self._n - n_moved, self._n)
+        first_moved = self._n_entries - n_moved
+        newest_entries = slice_rows((self.keys, self.values), first_moved, self._n_entries)
         # The newest entries of a full ring come just before the oldest one.
         ring_indices = mx.arange(self._oldest - n_moved, self._oldest) % self.n_window
         write_rows((self.keys, self.values), self.n_pin + ring_indices, newest_entries)
-        self._n = self.capacity
+        self._n_entries = self.capacity
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask from `visibility_mask`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         # The next update starts by moving pending entries into the ring.
-        n_pending = max(0, self._n - self.capacity)
-        n_in_window = self._n - self.n_pin - n_pending
+        n_pending = max(0, self._n_entries - self.capacity)
+        n_in_window = self._n_entries - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window
         is_window_full = n_in_window == self.n_window
@@ -201,15 +202,15 @@ class SnapKVCache(EvictingCache):
 
     def trim(self, n: int) -> int:  # type: ignore[override]
         """Drop the `n` newest tokens of a growing window, or all if there are fewer. Return the number dropped."""
-        n = min(n, self._n - self.n_pin)
-        self._n -= n
+        n = min(n, self._n_entries - self.n_pin)
+        self._n_entries -= n
         self.offset -= n
         return n
 
     @property
     def positions(self) -> mx.array:  # type: ignore[override]
         """Return the original position of each row's entry, uint32 `(B, n_kv_heads, size())`."""
-        n_recent = self._n - self.n_pin
+        n_recent = self._n_entries - self.n_pin
         n_ring = min(n_recent, self.n_window)
         # Rank of each recent row by position: 0 for the oldest entry, n_recent - 1 for the newest.
         ring_ranks = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)

@@ -84,7 +84,8 @@ def count_above_average(keys: Keys, queries: Queries) -> mx.array:
     Returns: `(B, n_kv_heads, T)` float32, averaged over the query heads of each GQA group.
     """
     group_size = _group_size(keys, queries)
-    n_visible = np.minimum(_last_visible_indices(queries, group_size) + 1, keys.shape[2])
+    n_entries = keys.shape[2]
+    n_visible = np.minimum(_last_visible_indices(queries, group_size) + 1, n_entries)
     average_weights = mx.array((1 / n_visible[:, None]).astype(np.float32))
 
     def count_queries(weights: mx.array, rows: slice) -> mx.array:
@@ -139,7 +140,9 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     """
     B, H, T, D = keys.shape
     n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
-    copied_floats_per_key = 0 if keys.dtype == mx.float32 else D  # keys are copied to float32
+    copied_floats_per_key = (
+        0 if keys.dtype == mx.float32 else D
+    )  # other dtypes are copied to float32
     bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + copied_floats_per_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:
         yield slice(0, H), [slice(0, n_rows)]

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from .attention import (
+    FLOAT_BYTES,
     KeyReader,
     attention_weights,
     count_above_average,
@@ -167,8 +168,8 @@ class Entries:
             return function(keys.astype(mx.float32))
 
         B, n_kv_heads, _, head_dim = self.key_reader().shape
-        float32_bytes = 4
-        block_size = entries_per_block(float32_bytes * B * n_kv_heads * max(head_dim, width))
+        bytes_per_key = FLOAT_BYTES * B * n_kv_heads * max(head_dim, width)
+        block_size = entries_per_block(bytes_per_key)
         return self.map_blocks(map_block, spans(0, len(self), block_size))
 
     @cached_property

@@ -219,15 +219,17 @@ class Recorder:
         """Return statistics of the queries so far, with heads in the model's order, or None if there are no queries."""
         return self.moments.statistics(self.scale, int(min(self.last, self.offset)))
 
-    def make_voters(self, queries: mx.array, positions: range, shape: tuple[int, ...]) -> Queries:
+    def make_voters(
+        self, queries: mx.array, positions: range, entries_shape: tuple[int, ...]
+    ) -> Queries:
         """Convert queries to voters, with entry indices in place of positions.
 
         Args:
             queries: `(B, n_heads, n, head_dim)`, with heads in the model's order.
             positions: prompt positions of the queries.
-            shape: shape of the entries, `(B, n_kv_heads, T)`. The last entry belongs to the newest token.
+            entries_shape: shape of the entries, `(B, n_kv_heads, T)`. The last entry belongs to the newest token.
         """
-        _, n_kv_heads, n_entries, *_ = shape
+        _, n_kv_heads, n_entries, *_ = entries_shape
         # The newest token is at position `offset - 1`, and its entry at index `n_entries - 1`.
         n_evicted = self.offset - n_entries
         indices = range(positions.start - n_evicted, positions.stop - n_evicted)

@@ -129,7 +129,8 @@ class Sparse(Hyperparameters):
         super().__post_init__()
         if self.top_k is not None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
-            self._require("n_window", budget is not None, "less than all of the budget")
+            leaves_room_for_top_k = budget is not None
+            self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             if self.budget not in (None, budget):
                 raise SnapKVError("sparse options top_k and budget say the same: give only one")
             object.__setattr__(self, "budget", budget)
@@ -157,7 +158,8 @@ class Sparse(Hyperparameters):
             raise SnapKVError(
                 f"sparse option budget={self.budget} is less than one entry of this prompt"
             )
-        return Quota(n_entries, self.n_sink, amount(self.n_window, n_entries)).shrunk_to_fit()
+        n_window = amount(self.n_window, n_entries)
+        return Quota(n_entries, self.n_sink, n_window).shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether an answer token would read every entry of a prompt with `n_prompt` tokens."""

@@ -283,7 +283,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         first_entry = (first_key, first_value)
         # Raises an error that says how to load the files, until they are opened.
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
-        self.__init__(0, 0, KVCache.step, None, store)  # type: ignore[misc]
+        self.__init__(first=0, last=0, capacity=KVCache.step, store=store)  # type: ignore[misc]
         self.index = None
         if index_state is not None:
             self.index = KeyIndex.from_state(index_state, first_key, SpillFile)

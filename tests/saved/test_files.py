@@ -116,8 +116,8 @@ def foreign_caches(model, tokens):
     for state in [*states, (keys, None, 200), ("keys", "values", 200)]:
         yield [KVCache.from_state(state), good[1]]
     for policy, wrong in (
-        (f"{SNAPKV},on_full=slide", {"_n": 0, "_pinned_positions": mx.zeros(3)}),
-        (KEYDIFF, {"_n": 10_000, "offset": 1.5, "_kept_positions": mx.zeros(3)}),
+        (f"{SNAPKV},on_full=slide", {"_n_entries": 0, "_pinned_positions": mx.zeros(3)}),
+        (KEYDIFF, {"_n_entries": 10_000, "offset": 1.5, "_kept_positions": mx.zeros(3)}),
     ):
         compressed = read(model, tokens, policy)
         for name, value in wrong.items():

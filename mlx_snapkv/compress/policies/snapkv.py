@@ -76,7 +76,8 @@ class SnapKV(Policy):
         # `budget` and `top_k` determine each other, unless `budget` is a share of the prompt.
         if self.budget is None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
-            self._require("n_window", budget is not None, "less than all of the budget")
+            leaves_room_for_top_k = budget is not None
+            self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             object.__setattr__(self, "budget", budget)
         else:
             self._derive_top_k()

@@ -287,7 +287,8 @@ class FileStore(JoinedView, Store):
         self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
-        super().__init__([_FilePair(files, n_entries)] if n_entries else [])
+        saved_pairs = [_FilePair(files, n_entries)] if n_entries else []
+        super().__init__(saved_pairs)
 
     def make_spill(self) -> SpillFile:
         """Create a spill file for rows that are computed from the entries."""
