@@ -145,7 +145,7 @@ class TokenRanking:
             return
         clusters = self.residual.clusters
         if reaches_new_entries:
-            new_clusters = cluster_entries(self.view, start=n_in_view)
+            new_clusters = cluster_entries(self.view, n_in_view)
             clusters = clusters.followed_by(new_clusters)
         choosable = self._count_choosable(clusters)
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
@@ -214,7 +214,7 @@ class TokenRanking:
         clusters = earlier_clusters.to_clusters()
         if n_clustered == len(self.view):
             return clusters
-        later_clusters = cluster_entries(self.view, start=n_clustered)
+        later_clusters = cluster_entries(self.view, n_clustered)
         return clusters.followed_by(later_clusters)
 
     def _mask_of_read_entries(self, query: Queries) -> mx.array:
