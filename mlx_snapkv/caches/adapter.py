@@ -92,7 +92,7 @@ class FullCache(LayerCache):
 
 
 class StateCache(LayerCache):
-    """Adapter for mlx-lm's other caches, linear states and sliding windows. Policies leave them alone."""
+    """Adapter for mlx-lm's other caches (linear states and sliding windows), which policies leave alone."""
 
     kv_nbytes = 0  # type: ignore[assignment]
 

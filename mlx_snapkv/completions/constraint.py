@@ -15,8 +15,11 @@ from .grammar import AnswerFormat
 from .matcher import error_reason, llguidance_tokenizer, make_matcher
 from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 
+# A "short end" is a short sequence of tokens that completes the JSON.
+
 NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
-# Inside a string, a token lengthens the short end by at most this many tokens, to complete a character.
+# Inside a string, a token can make the short end longer only by leaving a character incomplete. This is the maximum
+# number of tokens that it takes to complete the character.
 MAX_END_GROWTH_IN_STRING = 3
 MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
 MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts

@@ -14,7 +14,7 @@ from ..models.distributed import n_ranks
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
-MAX_PAIR_BYTES = 3 * 4  # upper bound on score bytes per query-entry pair and head
+MAX_PAIR_BYTES = 3 * 4  # upper bound on a head's score bytes per (query, entry) pair
 
 
 class Pieces:
@@ -33,7 +33,7 @@ class Pieces:
         """Compute the exact size of the scores, unless an upper bound is below the limit."""
         self._model = model
         self._layers = layers
-        self._pair_bytes = 0  # score bytes per query-entry pair; 0 means that chunks are not split
+        self._pair_bytes = 0  # bytes of scores per (query, entry) pair; if 0, chunks are not split
         n_heads = max(n_query_heads(layer.attention) for layer in layers)
         n_pairs = max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
         score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs

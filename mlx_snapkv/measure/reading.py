@@ -38,8 +38,9 @@ ANSWER_CAPACITY = 256  # answer tokens to preallocate buffers for
 def shares_reading(setting: Setting | None) -> bool:
     """Return whether a policy can choose from full caches that it shares with other policies.
 
-    The full cache (None) can. Some settings must read the prompt themselves: block policies evict during prefill, h2o
-    accumulates the attention of all queries, and with sparse attention each chunk chooses what it reads.
+    Also return True for the full cache (None). Some settings need their own pass over the prompt: block policies evict
+    during prefill, h2o accumulates the attention of all queries, and with sparse attention each chunk chooses what it
+    reads.
     """
     if setting is None:
         return True
@@ -158,7 +159,7 @@ class Reading:
             layer.put(self._caches, shared_cache)
 
     def followed_by(self, suffix: Sequence[int]) -> "Reading":
-        """Return a reading of the prompt plus one of its `suffixes`. Only the suffix is read, into copied caches."""
+        """Read one of the `suffixes` after the prompt, into copies of the caches, and return the new reading."""
         return Reading(
             self.model,
             tokens=[*self.tokens, *suffix],

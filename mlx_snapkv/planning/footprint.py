@@ -30,7 +30,9 @@ class Need(NamedTuple):
     kept_bytes: int  # size of the entries after compression
     cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # entries that tokens choose from, on top of `cache_bytes_at_end`
+    extra_in_answer: int = (
+        0  # sparse attention only: all entries, if not included in `cache_bytes_at_end`
+    )
     chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
     step_bytes: int = 0  # copies for one answer token
 

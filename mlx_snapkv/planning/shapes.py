@@ -29,7 +29,7 @@ class LayerShape:
     """The memory that a decoder layer needs to read a chunk, not counting its cache."""
 
     token_bytes: int  # bytes per token in the chunk: outputs of the layer's projections
-    pair_bytes: int = 0  # score bytes per query-entry pair; 0 with a fused kernel
+    pair_bytes: int = 0  # bytes of attention scores per (query, entry) pair; 0 with a fused kernel
     window: int = 0  # maximum number of entries that a query can see
     entry_bytes: int = 0  # bytes per visible entry: MLA latents expanded for every head
 

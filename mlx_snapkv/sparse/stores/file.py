@@ -102,7 +102,7 @@ class EntryFile:
         """Drop everything after the first `n` rows, including incomplete rows."""
         self.n_rows = n
         new_size = n * self.layout.token_bytes
-        with contextlib.suppress(OSError):  # too long a file does no harm
+        with contextlib.suppress(OSError):  # a file that stays too long is harmless
             if self._file_size > new_size:
                 os.ftruncate(self._file.fileno(), new_size)
 
