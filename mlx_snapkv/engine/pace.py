@@ -102,7 +102,7 @@ class Pace:
             return False
         self._is_trial = False
         self._plan_next_trial()
-        return self.prefers_all != self.reads_all
+        return self.prefers_all != self.reads_all  # the tried mode was not faster
 
     def _max_until_trial(self) -> int:
         """Return the maximum number of tokens until the other mode is tried."""

@@ -89,7 +89,7 @@ class AttentionFamily:
         return getattr(module, self.class_name)
 
     def attentions_of(self, layer) -> list[Any]:
-        """Return a decoder layer's attention modules of this family, in order, or `[None]` if the layer is idle."""
+        """Return a decoder layer's attention modules of this family, sorted by name, or `[None]` if it is idle."""
         if self.is_idle and self.is_idle(layer):
             return [None]
         attention_class = self.attention_class()

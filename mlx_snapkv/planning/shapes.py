@@ -163,23 +163,24 @@ def _with_attention(
 def score_bytes(
     attention: Any, family: AttentionFamily | None, head_size: int, bytes_per_number: int
 ) -> int:
-    """Return the score bytes per query-entry pair for all heads, with `bytes_per_number` bytes per score.
+    """Return the score bytes per (query, entry) pair for all heads, with `bytes_per_number` bytes per score.
 
-    Return 0 if a fused kernel supports this head size. MLA computes and stores the scores of the positional parts
-    separately, unless its family joins both parts.
+    A fused kernel stores no scores. MLA computes the scores of the positional parts separately, and stores them even
+    with a fused kernel, unless its family joins both parts.
     """
     is_mla = hasattr(attention, "embed_q")
-    has_positional_scores = is_mla and (family is None or family.query_factor is None)
+    joins_positional_part = family is not None and family.query_factor is not None
+    has_positional_scores = is_mla and not joins_positional_part
     has_sinks = not is_mla and family is not None and family.sinks_of(attention) is not None
-    # How many arrays of scores are in memory at the same time.
-    n_arrays = 1
+    # Arrays of scores that are in memory at the same time.
+    n_positional = 1 if has_positional_scores else 0
     if is_fused(head_size):
-        n_arrays = 1 if has_positional_scores else 0  # a fused kernel stores no other scores
-    elif has_positional_scores:
-        n_arrays = 2
+        n_others = 0
     elif has_sinks:
-        n_arrays = 3  # a column for the sinks is appended and later removed
-    return bytes_per_number * n_query_heads(attention) * n_arrays
+        n_others = 3  # the scores, and copies with a column for the sinks and without
+    else:
+        n_others = 1
+    return bytes_per_number * n_query_heads(attention) * (n_positional + n_others)
 
 
 def _n_projected_numbers(modules: list[Any]) -> int:

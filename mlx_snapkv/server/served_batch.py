@@ -210,8 +210,8 @@ class ServedBatch:
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
-            has_no_tokens = request.answer is not None and request.answer.n_tokens == 0
-            if has_no_tokens:
+            answer_is_empty = request.answer is not None and request.answer.n_tokens == 0
+            if answer_is_empty:
                 request.answer = None
                 request.report = None
                 request.stored_prefix = None

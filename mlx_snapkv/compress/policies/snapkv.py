@@ -103,7 +103,7 @@ class SnapKV(Policy):
     def implied_option(self) -> str | None:  # type: ignore[override]
         """Return the option ("budget" or "top_k") that follows from the other, so the policy's string omits it."""
         if not isinstance(self.budget, int):
-            return None
+            return None  # a share of the prompt, which implies no `top_k`
         budget_of_top_k = smallest_budget(self.top_k, self.n_sink, self.n_window)
         return "budget" if self.budget == budget_of_top_k else "top_k"
 
