@@ -170,6 +170,7 @@ def main() -> None:
     parser = shared_options(__doc__, "long-answers")
     parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--folder", type=Path, default=ROOT / "real-models", help="essays and code")
+    parser.add_argument("--kinds", nargs="+", choices=REQUESTS, default=[*REQUESTS])
     parser.add_argument("--length", type=int, default=1400, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=4, help="texts of each kind")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer, at most")
@@ -180,7 +181,8 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.models:
         model, tokenizer = load_model(name)
-        for kind, (folder, request) in REQUESTS.items():
+        for kind in args.kinds:
+            folder, request = REQUESTS[kind]
             frame = frame_of(tokenizer, request)
             texts = Texts([str(args.folder / folder)])
             pieces = texts.pieces(tokenizer, args.length, 0, args.texts)

@@ -48,8 +48,9 @@ def long_answers() -> list[str]:
             "never" if position == length else str(position)
             for position, length in positions_and_lengths
         ]
-        names = (f"`{row['model']}`", row["kind"], f"`{row['method']}`")
+        kind_and_texts = f"{row['kind']} ({len(row['tokens'])})"
+        names = (f"`{row['model']}`", kind_and_texts, f"`{row['method']}`")
         span_cells = (cells.get(start, "") for start in starts)
         table_rows.append((*names, *span_cells, ", ".join(differs)))
-    header = ("model", "answer", "method", *span_headings, "first differs")
+    header = ("model", "answer (texts)", "method", *span_headings, "first differs")
     return [*measured(result), *table(header, table_rows)]
