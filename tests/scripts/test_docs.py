@@ -80,7 +80,7 @@ def test_the_page_of_quality_has_a_section_for_each_further_measurement(monkeypa
         monkeypatch.setattr(quality_page, "is_measured", measured.__eq__)
         found = quality_page.page(page)
         assert found.count("\n## ") == 1 + titles
-        row = "| `m` | summary | `p` | 0.250, 0.50 | 3, never |"
+        row = "| `m` | summary (2) | `p` | 0.250, 0.50 | 3, never |"
         assert (row in found) == (measured == "long-answers")
 
 
