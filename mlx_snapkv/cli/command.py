@@ -124,10 +124,16 @@ class Command(TyperCommand):
 
         If any of `SETTING_OPTIONS` was typed, the configured values of all three are reset. A configured store is
         reset unless sparse attention may use it. The policy "none" becomes None.
+
+        Raises: SnapKVError: "none" was typed for a command that compares several policies.
         """
         params = ctx.params
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
+        if params.get("policy") == ["none"] and is_typed(ctx, "policy"):
+            raise SnapKVError(
+                "--policy none adds nothing here, since the full cache is always included: drop it"
+            )
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
         may_use_sparse = (

@@ -123,7 +123,7 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
     schemas: dict[str, Schema] = {}  # keyed by tool name
     for tool in tools:
         name = tool_name(tool)
-        schemas[name] = _arguments_schema(tool["function"].get("parameters"))
+        schemas[name] = _arguments_schema(name, tool["function"].get("parameters"))
     try:
         return _format_of_tool_call(schemas, tokenizer, state)
     except TooLargeTogether:
@@ -187,20 +187,25 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     return " | ".join(calls)
 
 
-def _arguments_schema(parameters: Any) -> Schema:
+def _arguments_schema(name: str, parameters: Any) -> Schema:
     """Return the schema of a call's arguments, which must be an object.
 
     If `properties` includes all required properties, no others are allowed. The same rule applies to nested objects
     that name properties.
+
+    Raises: SnapKVError: the parameters of the tool `name` can't be an object.
     """
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
+    types = parameters.get("type") or "object"
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise SnapKVError(f"the parameters of {name} must be an object, got the type {types!r}")
     schema = parameters if _combines_schemas(parameters) else _close_objects(parameters)
     if _lists_all_properties(parameters):
-        return {"type": "object", "additionalProperties": False, **schema}
-    return {"type": "object", **schema}
+        return {"additionalProperties": False, **schema, "type": "object"}
+    return {**schema, "type": "object"}
 
 
 def _lists_all_properties(schema: dict[str, Any]) -> bool:

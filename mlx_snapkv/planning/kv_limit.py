@@ -1,5 +1,7 @@
 """Limits on KV memory, and advice for requests that exceed them."""
 
+from collections.abc import Callable
+
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL_PROMPT
@@ -9,7 +11,7 @@ from .footprint import Footprint
 from .machine import this_machine
 
 NO_KV_LIMIT = 0  # the value of `--max-kv-bytes` that turns off the limit
-N_FRACTIONS = 16  # `longest_prompt` tries multiples of 1/N_FRACTIONS of a prompt's length
+N_FRACTIONS = 16  # lengths are tried in multiples of 1/N_FRACTIONS of the requested length
 
 
 def machine_kv_limit(footprint: Footprint) -> int:
@@ -58,18 +60,21 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
         smaller = _with_config(footprint, config)
         if smaller is not None and request_fits(smaller, n_prompt, max_tokens, limit):
             return f"{config.flags} would fit"
-    n_fitting = longest_prompt(footprint, n_prompt, max_tokens, limit)
-    if n_fitting == 0:
-        return "no prompt would fit"
-    return f"a prompt of {n_fitting:,} tokens would fit"
+    n_fitting = _largest(n_prompt, lambda n: request_fits(footprint, n, max_tokens, limit))
+    if n_fitting > 0:
+        return f"a prompt of {n_fitting:,} tokens would fit"
+    n_fitting = _largest(max_tokens, lambda n: request_fits(footprint, n_prompt, n, limit))
+    if n_fitting > 0:
+        return f"an answer of {n_fitting:,} tokens would fit (max_tokens)"
+    return "no shorter prompt or answer would fit"
 
 
-def longest_prompt(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> int:
-    """Return the longest prompt that fits, as a multiple of 1/`N_FRACTIONS` of `n_prompt`. Return 0 if none fits."""
+def _largest(n_tokens: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest multiple of `n_tokens / N_FRACTIONS`, below `n_tokens`, that fits. Return 0 if none does."""
     for numerator in range(N_FRACTIONS - 1, 0, -1):
-        n_shorter = n_prompt * numerator // N_FRACTIONS
-        if n_shorter > 0 and request_fits(footprint, n_shorter, max_tokens, limit):
-            return n_shorter
+        n_fewer = n_tokens * numerator // N_FRACTIONS
+        if n_fewer > 0 and fits(n_fewer):
+            return n_fewer
     return 0
 
 

@@ -160,10 +160,13 @@ class Gate:
         self._count_and_log(scope, status, seconds=time.monotonic() - arrival)
 
     def _require_access(self, scope: Scope, headers: Headers) -> None:
-        """Check the key if the server has one, and otherwise the host and the origin.
+        """Check the key if the server has one, and otherwise the host and the origin. Reject preflights.
 
         Raises: ApiError: the request is not allowed.
         """
+        is_preflight = scope["method"] == "OPTIONS" and "origin" in headers
+        if is_preflight:  # `AllowedOrigins` answers the preflights of allowed pages
+            raise _page_not_allowed(headers["origin"])
         key = self._settings.api_key
         needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"
         if key is None:
@@ -199,8 +202,13 @@ class Gate:
             return
         _, _, origin_host = origin.partition("://")
         if _host_name(origin_host) not in self._server_names:
-            advice = "start the server with --allow-origin"
-            raise ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
+            raise _page_not_allowed(origin)
+
+
+def _page_not_allowed(origin: str) -> ApiError:
+    """Return an error for requests from a page whose origin is not allowed."""
+    advice = "start the server with --allow-origin"
+    return ApiError(403, f"pages of {origin[:80]!r} may not send requests: {advice}")
 
 
 def _normalize_request(scope: Scope) -> Scope:

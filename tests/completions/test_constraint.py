@@ -224,6 +224,13 @@ def test_parameters_of_a_tool_may_have_nulls_and_missing_properties(demo_llama, 
     assert '{"name": "\u6253\u5f00"' in found.reply.text  # max_tokens cuts the call
 
 
+@pytest.mark.parametrize("kind", ["array", "null", ["array", "null"]])
+def test_parameters_that_are_no_object_can_not_be_forced(demo_llama, kind):
+    tools = [tool("open", {"type": kind})]
+    with pytest.raises(SnapKVError, match="the parameters of open must be an object, got"):
+        list(answers((demo_llama[0], calling(json_tools)), tools=tools, tool_choice="required"))
+
+
 @pytest.mark.parametrize("parameters", [{"type": "object"}, {"properties": {}}, None, {}])
 def test_a_forced_call_invents_no_arguments(demo_llama, parameters):
     loaded = demo_llama[0], calling(json_tools)

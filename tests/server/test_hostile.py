@@ -107,6 +107,9 @@ def test_a_page_of_another_site_may_not_ask(served):
     preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     response = served.client.options(CHAT, headers=preflight)
     assert "access-control-allow-origin" not in response.headers
+    for origin in ("http://evil.example", "http://localhost:3001"):
+        refused = served.client.options(CHAT, headers=preflight | {"Origin": origin})
+        assert_refused(refused, [403], "start the server with --allow-origin")
     for origin in ("null", "http://localhost.evil.example"):
         assert_refused(served.post(CHAT, HELLO, headers={"Origin": origin}), [403])
     assert served.post(CHAT, HELLO, headers={"Origin": served.url}).status_code == 200

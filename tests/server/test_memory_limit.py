@@ -70,6 +70,13 @@ def test_a_model_without_sparse_attention_is_advised_a_shorter_prompt():
         memory.need(4000, 10)
 
 
+def test_a_short_prompt_with_a_long_answer_is_advised_a_shorter_answer(demo_llama):
+    whole = Memory(EntrySizes(demo_llama[0]), {}, 1 << 40).need(4, 3000)
+    memory = Memory(EntrySizes(demo_llama[0]), {}, whole.peak_entry_bytes)
+    with pytest.raises(NeverFits, match=r"raise it; an answer of 3,\d+ tokens would fit"):
+        memory.need(4, 4000)
+
+
 def test_a_server_refuses_a_prompt_that_its_machine_can_not_hold(demo_llama, monkeypatch):
     let_limit_be(monkeypatch, demo_llama[0], 8_000_000)
     with serving(policy=None, limits=Limits()) as served:
