@@ -39,7 +39,7 @@ METHODS = (
     "sparse:budget=6.25%",
     "sparse:budget=3.125%",
 )
-# By default, a token never reads fewer entries. In short texts, the budgets above are much smaller.
+# A token reads at least this many entries by default. In short texts, the budgets above are much smaller.
 SMALLEST_DEFAULT = f"sparse:budget={MIN_BUDGET}"
 
 
