@@ -51,9 +51,8 @@ class StateBeforeTurn:
     @property
     def is_worth_keeping(self) -> bool:
         """Return whether the copy takes no more memory than the cache. Return False if the cache was empty."""
-        was_empty = not self._fields["read"]
-        cache_bytes = kv_bytes(self._conversation.prompt_cache)
-        return not was_empty and self.caches.kv_nbytes <= cache_bytes
+        had_entries = bool(self._fields["read"])
+        return had_entries and self.caches.kv_nbytes <= kv_bytes(self._conversation.prompt_cache)
 
 
 def load_saved(
@@ -80,7 +79,7 @@ def load_saved(
     attributes = {name: notes[name] for name in STATE_FIELDS if name in notes}
     if "text" in notes:
         attributes["attached"] = [notes["text"]]
-    if prompt.tokens is None:
+    if prompt.is_from_mlx_lm:
         n_unknown = n_tokens(prompt.prompt_cache)
         attributes |= {"n_unknown": n_unknown, "read": [0] * n_unknown}
     else:
@@ -94,7 +93,7 @@ def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
 
     Raises: SnapKVError: the file contains a different kind of prompt.
     """
-    if prompt.tokens is None:
+    if prompt.is_from_mlx_lm:
         return {}
     if "messages" not in prompt.notes and "text" not in prompt.notes:
         raise SnapKVError(

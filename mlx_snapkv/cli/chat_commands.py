@@ -55,9 +55,10 @@ def _command(synopsis: str = "", *completions: str) -> Callable[[Handler], Handl
         synopsis: the arguments, as shown in the help; `FILE` means a file name.
         *completions: completions for arguments that are not file names.
     """
-    completer: Completer = WordCompleter([*completions])
-    if synopsis == FILE:
-        completer = PathCompleter(expanduser=True)
+    takes_file = synopsis == FILE
+    completer: Completer = (
+        PathCompleter(expanduser=True) if takes_file else WordCompleter([*completions])
+    )
 
     def register(handler: Handler) -> Handler:
         name = handler.__name__.replace("_", "/")

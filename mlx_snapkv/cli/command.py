@@ -125,12 +125,14 @@ class Command(TyperCommand):
         If any of `SETTING_OPTIONS` was typed, the configured values of all three are reset. A configured store is
         reset unless sparse attention may use it. The policy "none" becomes None.
 
-        Raises: SnapKVError: "none" was typed for a command that compares several policies.
+        Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
         """
         params = ctx.params
+        overrides_setting = not SETTING_OPTIONS.isdisjoint(ctx.meta["config"])
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
-        if params.get("policy") == ["none"] and is_typed(ctx, "policy"):
+        is_typed_none = params.get("policy") == ["none"] and is_typed(ctx, "policy")
+        if is_typed_none and self.name == "compare" and not overrides_setting:
             raise SnapKVError(
                 "--policy none adds nothing here, since the full cache is always included: drop it"
             )

@@ -121,8 +121,7 @@ def _constraint_keywords(
     if prompt.prefill_response is not None:
         raise SnapKVError("--json-schema constrains a whole answer: drop --prefill-response")
     start_state = None
-    uses_chat_template = tokenizer.has_chat_template and not prompt.ignore_chat_template
-    if uses_chat_template:
+    if prompt.uses_chat_template(tokenizer):
         messages = [{"role": "user", "content": text}]
         chat = Rendered(tokens, messages, {"add_generation_prompt": True})
         start_state = initial_state(tokenizer, chat)

@@ -87,6 +87,10 @@ class PromptOptions(TextOptions):
         tokens = console.wait_for(partial(self.encode, tokenizer, text))
         return model, tokenizer, tokens
 
+    def uses_chat_template(self, tokenizer: Any) -> bool:
+        """Return whether the prompt is a user message in the tokenizer's chat template."""
+        return tokenizer.has_chat_template and not self.ignore_chat_template
+
     def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
         """Encode text as a prompt.
 
@@ -100,7 +104,7 @@ class PromptOptions(TextOptions):
 
         Raises: SnapKVError: an option needs a chat template, or the template fails.
         """
-        uses_chat_template = tokenizer.has_chat_template and not self.ignore_chat_template
+        uses_chat_template = self.uses_chat_template(tokenizer)
         for name in ("system_prompt", "prefill_response"):
             if getattr(self, name) is not None and not uses_chat_template:
                 raise SnapKVError(

@@ -58,7 +58,7 @@ class SavedPrompt:
         self._policy_flag = compression.flag
         self._is_auto = compression.is_auto
         self._caches = self._saved.prompt_cache
-        if self._is_from_mlx_lm:
+        if self._saved.is_from_mlx_lm:
             self._require_model(name)
         self.n_tokens = n_tokens(self._caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
@@ -77,11 +77,6 @@ class SavedPrompt:
                 self.report = self._compress(model, answer_setting, quantization)
                 answer_setting = None
         self.options = {"policy": answer_setting, "prompt_cache": self._caches}
-
-    @property
-    def _is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file. Such files have no tokens, and different notes."""
-        return self._saved.tokens is None
 
     def _require_model(self, name: str) -> None:
         """Check that mlx-lm saved the file with a model of this name. Raises: SnapKVError."""
@@ -148,7 +143,7 @@ class SavedPrompt:
         Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not support
             questions.
         """
-        if self._is_from_mlx_lm:
+        if self._saved.is_from_mlx_lm:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
         if ignore_chat_template:
             raise SnapKVError(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
+from .argument_types import types_of
 from .matcher import (
     MAX_OPTIONAL_PROPERTIES,
     llguidance_tokenizer,
@@ -199,8 +200,8 @@ def _arguments_schema(name: str, parameters: Any) -> Schema:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict):
         return ANY_OBJECT
-    types = parameters.get("type") or "object"
-    if "object" not in (types if isinstance(types, list) else [types]):
+    types = parameters.get("type")
+    if types and "object" not in types_of({"type": types}, {}):
         raise SnapKVError(f"the parameters of {name} must be an object, got the type {types!r}")
     schema = parameters if _combines_schemas(parameters) else _close_objects(parameters)
     if _lists_all_properties(parameters):

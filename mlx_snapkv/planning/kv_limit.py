@@ -48,7 +48,7 @@ def request_fits(footprint: Footprint, n_prompt: int, max_tokens: int, limit: in
 
 
 def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: int) -> str:
-    """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt.
+    """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt or the answer.
 
     Args:
         footprint: estimates the memory of requests. With its config, this request is too large.

@@ -55,6 +55,11 @@ class SavedPrompt:
     policy: str = NO_POLICY
     notes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_from_mlx_lm(self) -> bool:
+        """Return whether mlx-lm saved the file. Such files have no tokens, and different notes."""
+        return self.tokens is None
+
 
 def save(
     path: str | Path,

@@ -68,6 +68,8 @@ def test_a_key_of_several_commands_is_used_by_the_commands_that_accept_its_value
     asked = ["compare", "--model", "demo", "--prompt", LEAD, "-m", "2", "--json", "-q"]
     code, out, _ = run("policy = 'keydiff'\n", *asked, MLX_SNAPKV_POLICY="none")
     assert code == 0 and [x["name"] for x in json.loads(out)["methods"]][1] != "keydiff"
+    code, out, _ = run("policy = 'keydiff'\n", *asked, "--policy", "none")
+    assert code == 0 and [x["name"] for x in json.loads(out)["methods"]][1] != "keydiff"
 
 
 def test_keys_that_a_saved_prompt_overrides_are_no_mistake(run, tmp_path):
