@@ -122,13 +122,13 @@ def _sum_over_blocks(
     for kv_heads, row_blocks in _blocks(keys, queries):
         block_keys = _float32_keys(keys, kv_heads, after=sums[-1:])
         block_queries = _float32_queries(queries, kv_heads, group_size)
-        total: mx.array | None = None
-        for rows in row_blocks:
-            after = [] if total is None else [total]
-            weights = _softmax_weights(block_keys, block_queries, rows, after=after)
-            sums_of_rows = sum_queries(weights, rows)
-            total = sums_of_rows if total is None else total + sums_of_rows
-        assert total is not None
+        # Keep no reference to the weights, or two blocks of them would be in memory.
+        first_rows, *other_rows = row_blocks
+        total = sum_queries(_softmax_weights(block_keys, block_queries, first_rows), first_rows)
+        for rows in other_rows:
+            total = total + sum_queries(
+                _softmax_weights(block_keys, block_queries, rows, after=[total]), rows
+            )
         sums.append(total)
     return mx.concatenate(sums, axis=1)
 
@@ -140,9 +140,8 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     """
     B, H, T, D = keys.shape
     n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
-    copied_floats_per_key = (
-        0 if keys.dtype == mx.float32 else D
-    )  # other dtypes are copied to float32
+    # Keys of other dtypes are copied to float32.
+    copied_floats_per_key = 0 if keys.dtype == mx.float32 else D
     bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + copied_floats_per_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:
         yield slice(0, H), [slice(0, n_rows)]

@@ -164,8 +164,9 @@ class Entries:
         """
 
         def map_block(start: int, stop: int, previous_result: list[mx.array]) -> mx.array:
-            keys = self.read_keys(start, stop, after=previous_result)
-            return function(keys.astype(mx.float32))
+            # One name for both, or the keys as read would stay in memory beside their copy.
+            keys = self.read_keys(start, stop, after=previous_result).astype(mx.float32)
+            return function(keys)
 
         B, n_kv_heads, _, head_dim = self.key_reader().shape
         bytes_per_key = FLOAT_BYTES * B * n_kv_heads * max(head_dim, width)

@@ -80,7 +80,7 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
     with mx.stream(mx.cpu):
         if not case.are_best_positions(positions):
             return "the kernels choose other entries than the plain path"
-        if not mx.array_equal(n_unread, case.count_unread(positions)).item():
+        if not mx.array_equal(n_unread, case.residual.count_unread(positions)).item():
             return "the kernels count other unread entries than the plain path"
     output = attend(
         case.queries,
@@ -152,10 +152,6 @@ class _Case:
             if highest_other - lowest_chosen > rounding_error:
                 return False
         return True
-
-    def count_unread(self, positions: mx.array) -> mx.array:
-        """Count the unread entries in each cluster, `(1, n_kv_heads, n_clusters)`."""
-        return self.residual.choosable - self.residual.clusters.sizes(positions)
 
     def compute_attention(self, positions: mx.array) -> mx.array:
         """Compute the attention with the plain path in float32, `(1, n_heads, 1, head_dim)`."""
