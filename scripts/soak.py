@@ -47,7 +47,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 N_SHOWN = 3  # failures shown in full
 # A line such as `mlx_snapkv_kv_bytes{kind="prefixes"} 1024.0` or `mlx_snapkv_open_requests 2.0`.
 METRIC = re.compile(
-    r'mlx_snapkv_(?:kv_bytes\{kind="(?P<kind>\w+)"\}|(?P<name>open_requests)) (?P<value>\S+)'
+    r'mlx_snapkv_(?:\w+_bytes\{kind="(?P<kind>\w+)"\}|(?P<name>open_requests)) (?P<value>\S+)'
 )
 
 
@@ -58,12 +58,14 @@ class Reading:
     Attributes:
         resident: memory of the process.
         prefixes, requests: KV memory of the prefix cache and of running requests, as reported by the server.
+        freed_buffers: memory that MLX keeps for new arrays, as reported by the server.
         open_requests: number of requests that are waiting or being answered.
     """
 
     resident: int
     prefixes: int
     requests: int
+    freed_buffers: int
     open_requests: int
 
     @classmethod
@@ -77,18 +79,20 @@ class Reading:
             resident=memory_of(pid),
             prefixes=metrics["prefixes"],
             requests=metrics["requests"],
+            freed_buffers=metrics["freed_buffers"],
             open_requests=metrics["open_requests"],
         )
 
     @property
     def remaining(self) -> int:
-        """Return the process's memory without prefixes and running requests."""
-        return self.resident - self.prefixes - self.requests
+        """Return the process's memory without prefixes, running requests and freed buffers."""
+        return self.resident - self.prefixes - self.requests - self.freed_buffers
 
     def __str__(self) -> str:
         """Summarise the figures."""
-        sizes = map(format_bytes, (self.resident, self.prefixes, self.requests))
-        return "resident {}, prefixes {}, requests {}".format(*sizes)
+        amounts = self.resident, self.prefixes, self.requests, self.freed_buffers
+        sizes = map(format_bytes, amounts)
+        return "resident {}, prefixes {}, requests {}, freed buffers {}".format(*sizes)
 
 
 @dataclass
@@ -192,7 +196,10 @@ class Soak:
         before = median(reading.remaining for reading in early[-n_readings:])
         after = median(reading.remaining for reading in late[-n_readings:])
         sizes = f"{format_bytes(round(before))} at the warm-up's end, {format_bytes(round(after))} at the end"
-        sentence = f"memory beside prefixes and requests grew to {after / before:.2f} ({sizes})"
+        sentence = (
+            "memory beside prefixes, requests and freed buffers grew to "
+            f"{after / before:.2f} ({sizes})"
+        )
         self._check(after <= self.max_growth * before, sentence)
 
     def _check_idle(self, reading: Reading) -> None:

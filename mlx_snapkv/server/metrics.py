@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 FIRST_TOKEN_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
@@ -31,6 +32,9 @@ class Metrics:
             registry=self._registry,
         )
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
+        memory_bytes = gauge("mlx_snapkv_memory_bytes", "Bytes that MLX has allocated", ["kind"])
+        memory_bytes.labels("arrays").set_function(mx.get_active_memory)
+        memory_bytes.labels("freed_buffers").set_function(mx.get_cache_memory)
 
     def track(self, engine: Any) -> None:
         """Report an engine's KV bytes whenever the metrics are read."""
