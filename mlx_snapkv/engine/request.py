@@ -3,36 +3,29 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
 from ..models import attention_classes, patch
+from ..planning.prompt_plan import uncompressed_reason
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, record_measurements, speed_of
 from ..sparse.prompt_caches import copy_to_store
-from .compress import KeptCallback, measuring_compression
-from .compress_mode import PolicyMode
+from .compress import (
+    KeptCallback,
+    choose_entries,
+    measuring_compression,
+    note_choices,
+    put_compressed_cache,
+)
 from .loop_model import RequestModel
 from .pieces import Pieces
 from .read import prefill_caches, require_unchanged
 from .report import CompressionReport
 from .sparse_mode import SparseMode
-
-
-class Mode(Protocol):
-    """How a request reads and compresses its prompt.
-
-    Implemented for policies (`compress_mode.py`) and for sparse attention (`sparse_mode.py`).
-    """
-
-    def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model on prompt tokens `(1, L)`, and return the last logits `(1, n, vocab_size)`."""
-
-    def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace the prefill caches with the caches for decoding, in place."""
 
 
 @final
@@ -66,14 +59,14 @@ class Request:
         self.report = CompressionReport(str(plan.config.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model = model
+        self._on_kept = on_kept
         self._attention_classes = attention_classes(model)
-        pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
+        self._call_in_pieces = Pieces(model, self.layers, plan)
         self._sparse_mode: SparseMode | None = None
         if plan.sparse is not None:
-            self._sparse_mode = SparseMode(model, plan, self.layers, prompt_cache, pieces)
-        self._mode: Mode = self._sparse_mode or PolicyMode(
-            model, plan, self.layers, prompt_cache, pieces, on_kept
-        )
+            self._sparse_mode = SparseMode(
+                model, plan, self.layers, prompt_cache, self._call_in_pieces
+            )
         pace = None if self._sparse_mode is None else self._sparse_mode.pace
         self.caches = prefill_caches(plan, self.layers, prompt_cache, pace)
         self.is_compressed = False
@@ -97,9 +90,11 @@ class Request:
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on prompt or answer tokens `(1, L)` for mlx-lm's loop, and return the logits."""
-        if not self.is_compressed:
-            return self._mode.read(inputs, cache)
-        return self._model(inputs, cache=cache)
+        if self.is_compressed:
+            return self._model(inputs, cache=cache)
+        if self._sparse_mode is not None:
+            return self._sparse_mode.read(inputs, cache)
+        return self._call_in_pieces(inputs, cache)
 
     def record_prefill_time(self) -> None:
         """Record the prefill time. Only the first call has an effect."""
@@ -116,9 +111,27 @@ class Request:
         with measuring_compression(
             self.plan, self.layers, self.prompt_cache, self.caches, self.report
         ):
-            self._mode.compress(self.caches, self.report)
+            if self._sparse_mode is not None:
+                self._sparse_mode.compress(self.caches, self.report)
+            else:
+                self._evict()
         self.is_compressed = True
         return self.report
+
+    def _evict(self) -> None:
+        """Replace `caches` with caches of the entries that the policy keeps, then update the caller's prompt cache.
+
+        Layers are queued without waiting for the device. Python blocks only once, in `note_choices`.
+        """
+        require_unchanged(self.plan, self.layers, self.prompt_cache)
+        choices = []
+        for layer in self.layers:
+            choice = choose_entries(layer, self.caches, self.plan)
+            put_compressed_cache(layer, self.caches, self.plan, choice, self._on_kept)
+            choices.append(choice)
+        note_choices(choices, self.layers, self.caches, self.report)
+        self.prompt_cache[:] = self.caches
+        self.report.reason = _why_none_evicted(self.plan, self.report)
 
     def use_full_attention(self) -> None:
         """Make the tokens of a sparse answer read all entries until `compress` is called again."""
@@ -152,6 +165,14 @@ class Request:
         assert self._sparse_mode is not None
         self._sparse_mode.finish(self.caches, self.report)
         return self.report
+
+
+def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
+    """With schedule="block", explain why no prompt entries were evicted. In all other cases, return None."""
+    if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
+        return None
+    reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)
+    return f"{reason}; the answer is kept within it"
 
 
 def make_request(

@@ -16,7 +16,7 @@ from mlx_snapkv import (
 )
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine import compress_mode as policy_mode
+from mlx_snapkv.engine import request as request_module
 from mlx_snapkv.planning.prompt_plan import policy_voters
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.options import PAGE_SIZE
@@ -134,7 +134,7 @@ AHEAD = f"{FEW},lookahead=5"
 def test_an_answer_that_ends_before_the_compression_costs_no_selection(
     tiny_model, tokens, n, monkeypatch
 ):
-    monkeypatch.delattr(policy_mode, "choose_entries")
+    monkeypatch.delattr(request_module, "choose_entries")
     reports = []
     options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == n
