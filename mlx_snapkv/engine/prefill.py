@@ -19,7 +19,7 @@ from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
 from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
-from .request import Request, make_request
+from .request import Request
 from .restore import CacheCopy
 from .token_ids import require_known_tokens, token_ids
 
@@ -79,7 +79,7 @@ def prefill(
         caches_after = caches_to_save(model, caches) if prompt_cache is None else caches
         report = CompressionReport.of_full_cache(plan)
     else:
-        request = make_request(model, plan, caches, uses_store=prompt_cache is None)
+        request = Request(model, plan, caches, uses_store=prompt_cache is None)
         with request.recording():
             caches_after = _read_request(request, tokens, loop_options)
             report = request.report

@@ -37,22 +37,37 @@ class Request:
 
     Args:
         model: the mlx-lm model.
-        plan: the request's plan.
-        prompt_cache: the caller's prompt cache. It is empty or contains earlier turns, compressed or not.
+        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
+        prompt_cache: the prompt cache that the plan was made for. It is empty or contains earlier turns, compressed or
+            not. By default, a new one is created.
+        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
         on_kept: called for each layer with the kept entries.
 
     Attributes:
         model: the model to pass to mlx-lm's loop.
         caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the
             caches for decoding.
+        prompt_cache: the caller's prompt cache or, if its entries were copied to a store, the caches of the store.
         is_compressed: whether `compress` has replaced the caches.
         report: the report. `compress` fills it in.
+
+    Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """
 
     def __init__(
-        self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
+        self,
+        model: Any,
+        plan: Plan,
+        prompt_cache: list | None = None,
+        *,
+        uses_store: bool = False,
+        on_kept: KeptCallback | None = None,
     ):
         """Create the prefill caches."""
+        if prompt_cache is None:
+            prompt_cache = make_prompt_cache(model)
+        if plan.sparse is not None and not uses_store:
+            prompt_cache = copy_to_store(model, prompt_cache, plan.sparse)
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
@@ -173,28 +188,3 @@ def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
         return None
     reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)
     return f"{reason}; the answer is kept within it"
-
-
-def make_request(
-    model: Any,
-    plan: Plan,
-    prompt_cache: list | None = None,
-    *,
-    uses_store: bool = False,
-    on_kept: KeptCallback | None = None,
-) -> Request:
-    """Create the request for a plan.
-
-    Args:
-        model: an mlx-lm model.
-        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
-        prompt_cache: the prompt cache that the plan was made for. By default, a new one is created.
-        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
-        on_kept: called for each layer with the kept entries.
-
-    Raises: SnapKVError: the store can't keep the prompt cache's entries.
-    """
-    caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if plan.sparse is not None and not uses_store:
-        caches = copy_to_store(model, caches, plan.sparse)
-    return Request(model, plan, caches, on_kept)

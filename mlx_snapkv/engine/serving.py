@@ -22,7 +22,7 @@ from .compress import KeptCallback
 from .loop_model import evicts, observing_queries, split_at_evictions, trimming_drafts, with_pacing
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
-from .request import Request, make_request
+from .request import Request
 from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
@@ -75,7 +75,7 @@ def serve(
     if plan.is_left_to_mlx_lm:
         callback(CompressionReport.of_full_cache(plan))
         return _run_in_mlx_lm(start, model, options)
-    request = make_request(model, plan, prompt_cache, uses_store=config.turns, on_kept=on_kept)
+    request = Request(model, plan, prompt_cache, uses_store=config.turns, on_kept=on_kept)
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
