@@ -41,7 +41,8 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
-        recorded_speed: the speed record. Later turns of a conversation rely on it until they have measured a chunk.
+        recorded_speed: the speed record, on which a later turn of a conversation relies until it has measured a chunk.
+            Empty for a first turn.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -65,13 +66,9 @@ class ReadingPace:
         # Seconds per token in the latest chunk that read all entries.
         self._full_seconds: float | None = None
         # Whether choosing is known to be faster.
-        self._is_sparse_faster = False
-        if plan.n_earlier > 0:
-            self._is_sparse_faster = bool(
-                recorded_speed.is_sparse_faster(
-                    READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO
-                )
-            )
+        self._is_sparse_faster = bool(
+            recorded_speed.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
+        )
         self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:

@@ -78,12 +78,13 @@ class Request:
         self._attention_classes = attention_classes(model)
         self._call_in_pieces = Pieces(model, self.layers, plan)
         self._sparse_mode: SparseMode | None = None
-        if plan.sparse is not None:
+        if plan.sparse is None:
+            self.caches = prefill_caches(plan, self.layers, prompt_cache)
+        else:
             self._sparse_mode = SparseMode(
                 model, plan, self.layers, prompt_cache, self._call_in_pieces
             )
-        pace = None if self._sparse_mode is None else self._sparse_mode.pace
-        self.caches = prefill_caches(plan, self.layers, prompt_cache, pace)
+            self.caches = self._sparse_mode.prefill_caches()
         self.is_compressed = False
         self._started: float | None = None
         self._prefill_seconds: float | None = None
