@@ -186,7 +186,7 @@ def _split_entries(
     """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
     cache = layer.layer_cache_in(caches)
     obs_window = plan.decode_policy.obs_window
-    n_queries = plan.n_voters if obs_window else 0
+    n_queries = len(plan.voters) if obs_window else 0
     entries = cache.held(n_queries)
     entries.layer = layer
     layer_queries = None if queries is None else queries[layer.index]

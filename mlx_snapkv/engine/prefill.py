@@ -115,7 +115,7 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
             request.record_speed()
         return caches_to_continue(model, request.prompt_cache, plan.config.store)
     request.record_prefill_time()
-    n_voting_answer_tokens = plan.end_of_voters - tokens.size
+    n_voting_answer_tokens = plan.voters.stop - tokens.size
     _decode_voters(model, request.caches, next_logprobs, n_voting_answer_tokens)
     request.compress()
     return request.prompt_cache

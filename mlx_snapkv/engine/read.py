@@ -32,7 +32,7 @@ def prefill_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list)
     for layer in layers:
         cache: LayerCache
         if only_records and earlier_are_full:
-            cache = RecordingKVCache(plan.first_voter, plan.end_of_voters, n_new, layer)
+            cache = RecordingKVCache(plan.voters.start, plan.voters.stop, n_new, layer)
             cache.statistics_from = plan.statistics_from
             if plan.n_earlier:
                 cache.fill(layer.layer_cache_in(prompt_cache).held())
@@ -68,8 +68,8 @@ def _block_cache(
         quota,
         policy.block,
         layer=layer,
-        last=plan.end_of_voters,
-        newest=max(policy.obs_window, plan.n_voters),
+        last=plan.voters.stop,
+        newest=max(policy.obs_window, len(plan.voters)),
         quantization=None if is_quantised_later else plan.config.quantization,
         attention_count=AttentionCount() if plan.accumulates_attention else None,
     )

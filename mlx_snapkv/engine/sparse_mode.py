@@ -76,7 +76,7 @@ class SparseMode:
         caches = list(self._prompt_cache)
         for layer in self.layers:
             stored_cache = layer.cache_in(self._prompt_cache)
-            stored_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
+            stored_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
             stored_cache.layer = layer
         reading = plan.sparse_reading
         if reading is None or self.pace is None:

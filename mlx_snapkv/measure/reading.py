@@ -230,7 +230,7 @@ class Reading:
         if answering:
             n_read += request.plan.n_fed_before_compression
         # Voters after the prompt are answer tokens, so feed these first.
-        self._feed_answer(max(n_read, request.plan.end_of_voters) - n_prompt)
+        self._feed_answer(max(n_read, request.plan.voters.stop) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             shared_cache = layer.cache_in(self._caches)

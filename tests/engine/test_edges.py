@@ -17,7 +17,6 @@ from mlx_snapkv import (
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine import request as request_module
-from mlx_snapkv.planning.prompt_plan import policy_voters
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.options import PAGE_SIZE
 
@@ -164,7 +163,7 @@ def test_there_is_one_report_however_many_tokens_are_taken(tokens, n_read, given
     for _ in range(n_read):
         next(answer)
     answer.close()
-    ahead = policy_voters(resolve_compress(policy=policy), tokens.size).n_fed_before_compression
+    ahead = max(1, resolve_compress(policy=policy).decode_policy.lookahead)
     # A caller who takes no token, or stops before the compression and gave no cache, gets no report.
     assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
     if given:
@@ -199,8 +198,5 @@ def test_turns_after_an_uncompressed_one_hold_the_budget_and_a_block(
         if len(compressed) == 2:
             monkeypatch.setattr(BlockKVCache, "append", watched)
     assert compressed == [False, True, True, True]
-    assert (
-        20
-        < max(held)
-        <= 20 + max(chosen.decode_policy.block, policy_voters(chosen, 1).n_fed_before_compression)
-    )
+    decode_policy = chosen.decode_policy
+    assert 20 < max(held) <= 20 + max(decode_policy.block, decode_policy.lookahead, 1)
