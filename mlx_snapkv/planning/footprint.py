@@ -62,8 +62,6 @@ class Footprint:
         step_size: maximum tokens per chunk.
         quantises_full: whether mlx-lm quantises long full caches. It does not do so in batches.
         row_bytes: KV bytes per token in the layers that can be compressed.
-
-    Raises: UnsupportedModelError: the config has a setting, but the model can't be compressed.
     """
 
     sizes: EntrySizes
@@ -72,11 +70,8 @@ class Footprint:
     quantises_full: bool = False
 
     def __post_init__(self):
-        """Compute `row_bytes`. Raises: UnsupportedModelError: see the class."""
-        self.quantization = self.config.quantization
-        if self.config.setting is not None and self.sizes.refusal is not None:
-            raise self.sizes.refusal
-        self.row_bytes = sum(self.sizes.bytes_by_layer(self.quantization))
+        """Compute `row_bytes`."""
+        self.row_bytes = sum(self.sizes.bytes_by_layer(self.config.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
         """Plan a request that starts from an empty cache.
@@ -107,7 +102,9 @@ class Footprint:
             kept_bytes=0,
             cache_bytes_at_end=self.row_bytes * n_answer_rows,
             prefill_peak_bytes=self.prefill_peak_bytes(plan),
-            stored_bytes=self.stored_bytes(plan.n_prompt) + self.mean_bytes(plan),
+            stored_bytes=self.stored_bytes(plan.n_prompt)
+            + self._cluster_bytes(plan)
+            + self._page_mean_bytes(plan),
         )
 
     def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
@@ -164,7 +161,7 @@ class Footprint:
         sizes = self.sizes
         n_prompt = plan.n_prompt
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
-        token_bytes = sizes.full_cache_bytes(self.quantization if is_quantised else None)
+        token_bytes = sizes.full_cache_bytes(self.config.quantization if is_quantised else None)
         n_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         cache_bytes = n_rows * token_bytes + sizes.window_and_state_bytes(n_rows, self.step_size)
         extra_in_prefill = 0
@@ -229,17 +226,11 @@ class Footprint:
 
     def stored_bytes(self, n_tokens: int) -> int:
         """Return the memory that sparse attention needs for the entries and the index of `n_tokens` tokens."""
-        if self.config.store is None:
-            return 0
         entry_bytes = n_tokens * self.sizes.memory_bytes(self.config.store)
         if not ranks_by_index(n_tokens):
             return entry_bytes
         n_index_rows = rows_to_allocate(self.n_indexed_in_memory(n_tokens))
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
-
-    def mean_bytes(self, plan: Plan) -> int:
-        """Return the memory for cluster means and page means."""
-        return self._cluster_bytes(plan) + self._page_mean_bytes(plan)
 
     def _cluster_bytes(self, plan: Plan) -> int:
         """Return the size of the cluster means, which replace unread entries."""
