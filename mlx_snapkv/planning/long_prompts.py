@@ -12,14 +12,13 @@ from .entry_sizes import EntrySizes
 from .footprint import Footprint
 from .kv_limit import NO_KV_LIMIT
 from .machine import this_machine
-from .memory_plan import Planner
+from .memory_plan import Planner, planner_options
 from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
 
 MIN_BUDGET_TO_SUGGEST = 16  # entries; smaller budgets are not suggested
 LONG_PROMPT = 2048  # tokens; shorter prompts without a policy get no message
-_PLANNER_OPTIONS = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
@@ -49,10 +48,7 @@ class LongPrompts:
         )
         self._kv_bits = mlx_options.get("kv_bits")
         self._is_rotating = "max_kv_size" in mlx_options
-        self._planner_options = {
-            name: mlx_options[name] for name in _PLANNER_OPTIONS if name in mlx_options
-        }
-        self._planner: Planner | None = None
+        self._planner_options = planner_options(mlx_options)
 
     def warning(self, n_prompt: int, n_before: int = 0) -> str | None:
         """Return a warning if the prompt, after `n_before` earlier tokens, exceeds the model's trained length.
@@ -106,9 +102,8 @@ class LongPrompts:
             return
         n_tokens = n_prompt if self._config.compress is not None else n_before + n_prompt
         try:
-            if self._planner is None:
-                self._planner = Planner(self._model, **self._planner_options)
-            memory_plan, entry_bytes = self._planner.memory_and_peak(
+            planner = Planner(self._model, **self._planner_options)
+            memory_plan, entry_bytes = planner.memory_and_peak(
                 n_tokens, self._config, self._kv_bits
             )
         except SnapKVError:
@@ -121,18 +116,18 @@ class LongPrompts:
                     Option("max_kv_bytes"),
                 )
         elif memory_plan.peak > self._usable:
+            what_fits = self._what_fits(planner, n_tokens)
             raise SnapKVError(
                 f"{n_tokens} tokens will take about {format_bytes(memory_plan.peak)}, but this machine has "
-                f"{format_bytes(self._usable)} for models; {self._what_fits(n_tokens)}, and {{}} reads them anyway",
+                f"{format_bytes(self._usable)} for models; {what_fits}, and {{}} reads them anyway",
                 Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
 
-    def _what_fits(self, n_prompt: int) -> str:
+    def _what_fits(self, planner: Planner, n_prompt: int) -> str:
         """Suggest a setting that would make the prompt fit in memory."""
-        assert self._planner is not None
         request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
-            recommendation = recommend(self._planner, request, self._usable)
+            recommendation = recommend(planner, request, self._usable)
         except SnapKVError:
             return "shorten the prompt"
         if not recommendation.fits:

@@ -110,6 +110,12 @@ class Planner:
         return quantization
 
 
+def planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a `Planner` among the options of `generate_step`."""
+    names = ("max_tokens", "prefill_step_size", "kv_group_size")
+    return {name: options[name] for name in names if name in options}
+
+
 def plan_memory(
     model: Any,
     context: int,
