@@ -89,63 +89,25 @@ class Footprint:
         """Estimate the memory of a request whose answer has `max_tokens` tokens."""
         if plan.is_left_to_mlx_lm:
             return self._need_of_full_cache(plan, max_tokens)
-        if self.config.sparse is not None:
-            return self._need_of_sparse(plan, max_tokens)
-        return self._need_of_policy(plan, max_tokens)
-
-    def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate the memory of a sparse request: all entries, plus a growing cache for the answer."""
-        n_answer_rows = math.ceil(max_tokens / KVCache.step) * KVCache.step
-        return self._need_of_all_layers(
-            plan,
-            max_tokens,
-            kept_bytes=0,
-            cache_bytes_at_end=self.row_bytes * n_answer_rows,
-            prefill_peak_bytes=self.prefill_peak_bytes(plan),
-            stored_bytes=self.stored_bytes(plan.n_prompt)
-            + self._cluster_bytes(plan)
-            + self._page_mean_bytes(plan),
-        )
-
-    def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate the memory of a request with a policy. It copies the kept entries and appends the answer's."""
-        n_kept = self.n_kept(plan)
-        kept_bytes = self.row_bytes * n_kept
-        return self._need_of_all_layers(
-            plan,
-            max_tokens,
-            kept_bytes=kept_bytes,
-            cache_bytes_at_end=self.row_bytes * _n_rows_at_end(n_kept, plan, max_tokens),
-            prefill_peak_bytes=self.prefill_peak_bytes(plan) + kept_bytes,
-        )
-
-    def _need_of_all_layers(
-        self,
-        plan: Plan,
-        max_tokens: int,
-        *,
-        kept_bytes: int,
-        cache_bytes_at_end: int,
-        prefill_peak_bytes: int,
-        stored_bytes: int = 0,
-    ) -> Need:
-        """Estimate the memory of all layers, given the sizes for the compressible ones.
-
-        Args:
-            plan: the request's plan.
-            max_tokens: answer length in tokens.
-            kept_bytes: size of the entries after compression.
-            cache_bytes_at_end: size of the caches at the end of the answer, including unused rows.
-            prefill_peak_bytes: peak size of the entries until compression.
-            stored_bytes: size of the entries that answer tokens choose from.
-        """
         sizes = self.sizes
         n_prompt = plan.n_prompt
+        n_kept = self.n_kept(plan)
+        if plan.sparse is not None:  # all entries are stored, and the answer's cache grows
+            kept_bytes = 0
+            stored_bytes = self.stored_bytes(n_prompt)
+            stored_bytes += self._cluster_bytes(plan) + self._page_mean_bytes(plan)
+            n_rows_at_end = math.ceil(max_tokens / KVCache.step) * KVCache.step
+        else:  # the kept entries are copied, and the answer's are appended
+            kept_bytes = self.row_bytes * n_kept
+            stored_bytes = 0
+            n_rows_at_end = _n_rows_at_end(n_kept, plan, max_tokens)
+        prefill_peak_bytes = self.prefill_peak_bytes(plan) + kept_bytes
+        cache_bytes_at_end = self.row_bytes * n_rows_at_end
         n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
         # An answer token may copy one layer's entries: those of a full cache if there is one, or else the kept ones.
-        n_copied = n_prompt if sizes.incompressible_bytes else self.n_kept(plan)
+        n_copied = n_prompt if sizes.incompressible_bytes else n_kept
         return Need(
             extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
             kept_bytes=kept_bytes + n_prompt * sizes.incompressible_bytes,
