@@ -6,14 +6,7 @@ from ..compress.attention_count import AttentionCount
 from ..compress.block import BlockKVCache
 from ..compress.recording import RecordingKVCache
 from ..entries.quota import Quota
-from ..errors import SnapKVError
 from ..planning.request_plan import Plan
-
-
-def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
-    if any(layer.layer_cache_in(prompt_cache).offset != plan.n_earlier for layer in layers):
-        raise SnapKVError("another request has filled this prompt cache: give each request its own")
 
 
 def prefill_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:

@@ -26,11 +26,6 @@ class _Chunk(NamedTuple):
     n_tokens: int
     chooses: bool
 
-    @property
-    def end(self) -> int:
-        """Return the position after the chunk's last token."""
-        return self.start + self.n_tokens
-
 
 class ReadingPace:
     """Decides from the speed of earlier chunks whether a prompt chunk chooses entries or reads all of them.
@@ -79,7 +74,9 @@ class ReadingPace:
         if not self._adapts:
             return True
         chunk = self._chunk
-        if chunk is not None and start < chunk.end:  # another piece of the same chunk
+        if (
+            chunk is not None and start < chunk.start + chunk.n_tokens
+        ):  # another piece of the same chunk
             return chunk.chooses
         if start >= self._n_prompt:  # the first answer tokens
             return False

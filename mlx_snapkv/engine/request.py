@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
+from ..errors import SnapKVError
 from ..models import attention_classes, patch
 from ..planning.prompt_plan import uncompressed_reason
 from ..planning.request_plan import Plan
@@ -23,7 +24,7 @@ from .compress import (
 )
 from .loop_model import RequestModel
 from .pieces import Pieces
-from .read import prefill_caches, require_unchanged
+from .read import prefill_caches
 from .report import CompressionReport
 from .sparse_mode import SparseMode
 
@@ -98,7 +99,7 @@ class Request:
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes within the `with` block if queries have to be captured."""
         if self._started is None:
-            require_unchanged(self.plan, self.layers, self.prompt_cache)
+            self._require_unchanged()
             self._started = time.perf_counter()
         needs_queries = self.plan.observes_answer if self.is_compressed else self.plan.observes
         with patch.recording(self._attention_classes if needs_queries else []):
@@ -139,7 +140,7 @@ class Request:
 
         Layers are queued without waiting for the device. Python blocks only once, in `note_choices`.
         """
-        require_unchanged(self.plan, self.layers, self.prompt_cache)
+        self._require_unchanged()
         choices = []
         for layer in self.layers:
             choice = choose_entries(layer, self.caches, self.plan)
@@ -148,6 +149,14 @@ class Request:
         note_choices(choices, self.layers, self.caches, self.report)
         self.prompt_cache[:] = self.caches
         self.report.reason = _why_none_evicted(self.plan, self.report)
+
+    def _require_unchanged(self) -> None:
+        """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
+        caches = [layer.layer_cache_in(self.prompt_cache) for layer in self.layers]
+        if any(cache.offset != self.plan.n_earlier for cache in caches):
+            raise SnapKVError(
+                "another request has filled this prompt cache: give each request its own"
+            )
 
     def use_full_attention(self) -> None:
         """Make the tokens of a sparse answer read all entries until `compress` is called again."""

@@ -216,7 +216,6 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
     for listed_config in configs:
         try:
             config = request.with_min_ctx(listed_config)
-            config.require_supported(planner.model)
             plan, kv_bytes = planner.memory_and_peak(n_prompt, config, request.kv_bits)
         except SnapKVError as error:
             refusal = error

@@ -68,7 +68,6 @@ class LongPrompts:
         """
         n_tokens = n_before + n_prompt
         setting = self._config.setting
-        self._config.require_supported(self._model)
         if self._is_rotating or (setting is None and n_tokens < LONG_PROMPT):
             return None
         sizes = EntrySizes(self._model)

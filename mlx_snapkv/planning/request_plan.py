@@ -76,8 +76,8 @@ class Plan:
 
     Attributes:
         n_prompt: number of tokens in the prompt, including earlier turns.
-        voters: positions of the queries that vote or, with sparse attention, that the index is built for.
         config: the request's config.
+        voters: positions of the queries that vote or, with sparse attention, that the index is built for.
         reason: why the prompt is left to mlx-lm, or None if it is compressed. With a reason, the quotas are None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
@@ -88,8 +88,8 @@ class Plan:
     """
 
     n_prompt: int
-    voters: range
     config: CompressionConfig
+    voters: range = range(0)
     reason: str | None = None
     n_new: int = 0
     prefill_quota: Quota = None  # type: ignore[assignment]  # set unless there is a reason
@@ -223,7 +223,7 @@ def plan_request(
     reason = _reason_for_mlx_lm(model, config, n_new, prompt_cache, max_tokens, is_embedded)
     if reason is not None:
         n_prompt = n_new + (n_tokens(prompt_cache or []) if config.turns else 0)
-        return _plan_without_voters(config, n_prompt, reason=reason, n_new=n_new)
+        return Plan(n_prompt=n_prompt, config=config, reason=reason, n_new=n_new)
     config.require_compressible()
     if not layers:
         caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
@@ -249,12 +249,7 @@ def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     policy = config.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
     quota = policy.quota(n_prompt)
     reason = uncompressed_reason(n_prompt, policy) if n_prompt <= quota.entries else None
-    return _plan_without_voters(config, n_prompt, reason=reason, decode_quota=quota)
-
-
-def _plan_without_voters(config: CompressionConfig, n_prompt: int, **fields: Any) -> Plan:
-    """Create a plan in which no query votes while the prompt is read."""
-    return Plan(n_prompt=n_prompt, voters=range(n_prompt, n_prompt), config=config, **fields)
+    return Plan(n_prompt=n_prompt, config=config, reason=reason, decode_quota=quota)
 
 
 def _reason_for_mlx_lm(
@@ -286,8 +281,8 @@ def _plan_with_policy(config: CompressionConfig, n_prompt: int, n_new: int) -> P
     assert compress is not None
     return Plan(
         n_prompt=n_prompt,
-        voters=policy_voters(compress, n_prompt),
         config=config,
+        voters=policy_voters(compress, n_prompt),
         n_new=n_new,
         prefill_quota=compress.prefill_quota(n_prompt),
         decode_quota=compress.decode_policy.quota(n_prompt),
@@ -320,8 +315,8 @@ def _plan_sparse(
     may_adapt = n_ranks() == 1 and sparse.store == "memory"
     return Plan(
         n_prompt=n_prompt,
-        voters=range(max(0, n_prompt - N_VOTERS), n_prompt),
         config=config,
+        voters=range(max(0, n_prompt - N_VOTERS), n_prompt),
         n_new=n_new,
         prefill_quota=replace(decode_quota, entries=max(decode_quota.entries, n_prompt)),
         decode_quota=decode_quota,
