@@ -17,6 +17,7 @@ from mlx_snapkv import (
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.engine import request as request_module
+from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.options import PAGE_SIZE
 
@@ -124,6 +125,19 @@ def test_embeddings_on_a_block_cache_are_refused_at_the_call(tokens):
     embeddings = model.model.embed_tokens(tokens[:9])
     with pytest.raises(SnapKVError, match="input_embeddings can't continue from a prompt cache"):
         generate_step(tokens[:9], model, input_embeddings=embeddings, prompt_cache=cache)
+
+
+def test_embeddings_are_left_to_mlx_lm_with_a_progress_callback(tokens):
+    model, done = make_llama(), []
+    options = {
+        "max_tokens": 4,
+        "input_embeddings": model.model.embed_tokens(tokens),
+        "prompt_progress_callback": lambda *at: done.append(at),
+    }
+    expected = [token for token, _ in mlx_generate.generate_step(tokens, model, **options)]
+    options["policy"] = SNAPKV
+    assert [token for token, _ in generate_step(tokens, model, **options)] == expected
+    assert done[: len(done) // 2] == done[len(done) // 2 :]
 
 
 AHEAD = f"{FEW},lookahead=5"
