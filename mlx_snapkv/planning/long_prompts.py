@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import Option, SnapKVError
 from ..models.trained_length import beyond_trained_length
-from ..sparse.options import BUDGET_SHARE, LAST_TOKENS
+from ..sparse.options import LAST_TOKENS
 from ..sparse.prompt_caches import in_files
 from .auto import AutoRequest, recommend, worth_comparing
 from .config import CompressionConfig
@@ -17,7 +17,6 @@ from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
 
-MIN_BUDGET_TO_SUGGEST = 16  # entries; smaller budgets are not suggested
 LONG_PROMPT = 2048  # tokens; shorter prompts without a policy get no message
 
 
@@ -137,18 +136,10 @@ class LongPrompts:
 
 def _describe_full(plan: Plan) -> str:
     """Explain why a prompt is left to mlx-lm, and what would change that."""
-    n_prompt = plan.n_prompt
-    if plan.sparse is None:
-        example, _ = worth_comparing(n_prompt)
-        return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
-    all_read_text = f"all {n_prompt:,} entries will be read"
-    if not plan.sparse.fits(n_prompt):
-        return f"{all_read_text}: {plan.reason}"
-    all_fit_text = f"{all_read_text}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
-    smaller_budget = n_prompt // BUDGET_SHARE
-    if smaller_budget < MIN_BUDGET_TO_SUGGEST:
-        return all_fit_text
-    return f"{all_fit_text}; --sparse budget={smaller_budget} reads fewer"
+    if plan.sparse is not None:
+        return f"all entries will be read: {plan.reason}"
+    example, _ = worth_comparing(plan.n_prompt)
+    return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
 
 def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:
