@@ -35,7 +35,7 @@ from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.engine.loop_model import observing_queries
 from mlx_snapkv.engine.prefill import read
-from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.measure.contenders import (
     Contender,
     decoding_cache,
@@ -134,7 +134,7 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
     plan = plan_request(model, config, prompt.size)
     if plan.is_left_to_mlx_lm:
         raise SnapKVError(str(plan.reason))
-    request = make_request(model, plan)
+    request = Request(model, plan)
     options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
     with request.recording():
         with counting_operations() as reading:

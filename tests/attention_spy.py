@@ -6,7 +6,7 @@ import reference
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.planning.settings import resolve_setting
@@ -66,7 +66,7 @@ def read_and_spy(model, tokens, policy, monkeypatch):
         return softmax(scores, *args, **kwargs)
 
     cache = make_prompt_cache(model)
-    request = make_request(
+    request = Request(
         model,
         plan_request(model, CompressionConfig(resolve_setting(policy=policy)), tokens.size, cache),
         cache,

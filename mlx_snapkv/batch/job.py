@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.layers import all_caches, copies_sharing_entries
 from ..engine.loop_model import observing_queries, split_at_evictions
 from ..engine.report import CompressionReport
-from ..engine.request import Request, make_request
+from ..engine.request import Request
 from ..planning.request_plan import Plan
 from ..sparse.prompt_caches import caches_to_batch, caches_to_save
 
@@ -57,7 +57,7 @@ class Job:
                 self.caches = caches_to_batch(self.model, self.caches)
                 self._report(CompressionReport.of_full_cache(plan))
             else:
-                self.request = make_request(self.model, plan, self.caches)
+                self.request = Request(self.model, plan, self.caches)
                 self.caches = self.request.caches
         except Exception as error:  # must not affect other requests
             self.error = error

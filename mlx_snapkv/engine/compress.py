@@ -20,7 +20,6 @@ from ..caches.layers import (
     kv_dtype,
 )
 from ..compress.decode_cache import make_decode_cache
-from ..compress.evicting import EvictingCache
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..compress.selection import select
@@ -187,7 +186,7 @@ def _split_entries(
     """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
     cache = layer.layer_cache_in(caches)
     obs_window = plan.decode_policy.obs_window
-    n_queries = plan.n_voters if obs_window else 0
+    n_queries = len(plan.voters) if obs_window else 0
     entries = cache.held(n_queries)
     entries.layer = layer
     layer_queries = None if queries is None else queries[layer.index]
@@ -240,21 +239,10 @@ def put_compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace a layer's cache with a cache of the chosen entries.
+    """Replace a layer's cache with a cache of the chosen prompt entries and all answer entries.
 
     The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
     """
-    layer.put(caches, _compressed_cache(layer, caches, plan, choice, on_kept))
-
-
-def _compressed_cache(
-    layer: AttentionLayer,
-    caches: list,
-    plan: Plan,
-    choice: Choice,
-    on_kept: KeptCallback | None,
-) -> EvictingCache:
-    """Build a cache with the chosen prompt entries and all answer entries."""
     prefill_cache = layer.cache_in(caches)
     policy = plan.decode_policy
     prompt_entries, answer_entries = _split_entries(layer, caches, plan)
@@ -282,7 +270,7 @@ def _compressed_cache(
         decode_cache.append(*slice_rows(answer_rows, i, i + 1))
         decode_cache.inherit_queries(query_source)
     mx.async_eval(decode_cache.state)
-    return decode_cache
+    layer.put(caches, decode_cache)
 
 
 def _quantized(entries: Entries, plan: Plan) -> Entries:

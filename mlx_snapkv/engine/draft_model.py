@@ -73,7 +73,7 @@ class DraftedAnswer:
         _require_no_untrimmable("draft", self.draft_model, _untrimmable(self._draft_caches))
 
     def responses(
-        self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None] | None
+        self, start_answer: StartAnswer, on_report: Callable[[CompressionReport], None]
     ) -> Iterator[GenerationResponse]:
         """Yield the responses of the whole answer.
 
@@ -84,8 +84,7 @@ class DraftedAnswer:
             # Compression has replaced the elements of `_main_caches`.
             if self._callers_caches is not None:
                 self._callers_caches[:] = self._main_caches + self._draft_caches
-            if on_report is not None:
-                on_report(report)
+            on_report(report)
 
         options = self.options | {"prompt_cache": self._main_caches}
         options.pop("num_draft_tokens", None)

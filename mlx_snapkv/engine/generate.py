@@ -68,9 +68,17 @@ def generate_step(
     start = functools.partial(mlx_generate.generate_step, prompt)
     n_prompt = len(prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    config, on_report, options = _resolve_keywords(
-        model, n_prompt, max_tokens, snapkv, policy, sparse, on_report, kwargs
+    config, options, recommendation = resolve(
+        model,
+        n_prompt,
+        QUESTION,
+        kwargs,
+        snapkv=snapkv,
+        policy=policy,
+        sparse=sparse,
+        max_tokens=max_tokens,
     )
+    on_report = explaining(recommendation, on_report)
     return serve(start, model, n_prompt, max_tokens, config, on_report, options)
 
 
@@ -98,13 +106,22 @@ def stream_generate(
         mlx-lm's `GenerationResponse`s. `prompt_tokens` and `prompt_tps` cover the whole prompt. `generation_tps`
         excludes the time spent on compression.
     """
-    tokens = encode_prompt(tokenizer, prompt)
-    n_prompt = len(token_ids(tokens, may_be_empty=kwargs.get("input_embeddings") is not None))
-    require_known_tokens(tokens, model)
-    kwargs |= {"draft_model": draft_model}
-    config, on_report, options = _resolve_keywords(
-        model, n_prompt, max_tokens, snapkv, policy, sparse, on_report, kwargs
+    tokens = encode_prompt(
+        tokenizer, prompt, may_be_empty=kwargs.get("input_embeddings") is not None
     )
+    n_prompt = tokens.size
+    require_known_tokens(tokens, model)
+    config, options, recommendation = resolve(
+        model,
+        n_prompt,
+        QUESTION,
+        kwargs | {"draft_model": draft_model},
+        snapkv=snapkv,
+        policy=policy,
+        sparse=sparse,
+        max_tokens=max_tokens,
+    )
+    on_report = explaining(recommendation, on_report)
     options.pop("draft_model")
 
     def start_answer(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
@@ -175,33 +192,6 @@ def generate(
     return text
 
 
-def _resolve_keywords(
-    model: Any,
-    n_prompt: int,
-    max_tokens: int,
-    snapkv: Any,
-    policy: Any,
-    sparse: Any,
-    on_report: ReportCallback | None,
-    options: dict[str, Any],
-) -> tuple[CompressionConfig, ReportCallback, dict[str, Any]]:
-    """Resolve keyword arguments to a config, a report callback, and the keyword arguments for mlx-lm.
-
-    With "auto" or `snapkv=True`, the callback also adds the selected setting to the report.
-    """
-    config, mlx_options, recommendation = resolve(
-        model,
-        n_prompt,
-        QUESTION,
-        options,
-        snapkv=snapkv,
-        policy=policy,
-        sparse=sparse,
-        max_tokens=max_tokens,
-    )
-    return config, explaining(recommendation, on_report), mlx_options
-
-
 def speed_text(response: Any) -> str:
     """Format the speeds and peak memory of a response or a batch as mlx-lm prints them."""
     return (
@@ -212,11 +202,15 @@ def speed_text(response: Any) -> str:
     )
 
 
-def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
-    """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`."""
-    if isinstance(prompt, str):
-        return mx.array(text_tokens(tokenizer, prompt))
-    return token_ids(prompt, may_be_empty=True)
+def encode_prompt(
+    tokenizer, prompt: str | mx.array | list[int], may_be_empty: bool = False
+) -> mx.array:
+    """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`.
+
+    Raises: SnapKVError: the prompt is empty, or not a sequence of token ids.
+    """
+    tokens = text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    return token_ids(tokens, may_be_empty)
 
 
 def text_tokens(tokenizer, text: str) -> list[int]:

@@ -47,21 +47,17 @@ class RequestModel(WrappedModel):
         super().__init__(model)
         self._request = weakref.proxy(request)  # the request refers to this model
 
-    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Forward the call to the request. Calls with embeddings go straight to the model."""
-        if kwargs:
-            return self["wrapped"](inputs, cache=cache, **kwargs)
+    def __call__(self, inputs: mx.array, cache: list) -> mx.array:
+        """Forward the call to the request."""
         return self._request.call(inputs, cache)
 
 
 class SplittingModel(WrappedModel):
     """A model that splits calls at evictions, so that the result matches feeding one token at a time."""
 
-    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model once for each span between evictions, and return all logits `(1, L, vocab_size)`."""
         model = self["wrapped"]
-        if kwargs:  # calls with embeddings are not split
-            return model(inputs, cache=cache, **kwargs)
         caches = layer_caches(cache)
         logits = []
         while True:
@@ -159,9 +155,9 @@ class PacedModel(WrappedModel):
         self._reported_at = time.perf_counter()
         self._progress_callback(n_done, n_total)
 
-    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+    def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the wrapped model, and evaluate the caches if the chunk is long."""
-        logits = self["wrapped"](inputs, cache=cache, **kwargs)
+        logits = self["wrapped"](inputs, cache=cache)
         n_tokens = inputs.shape[1]
         if n_tokens >= LONG_CALL:
             self._evaluate(cache, lambda n: self._report_part(n / len(cache), n_tokens))
@@ -176,11 +172,14 @@ class PacedModel(WrappedModel):
 
 
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`."""
+    """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`.
+
+    A prompt given as embeddings needs the model itself: mlx-lm looks for `input_embeddings` in the model's signature.
+    """
 
     def start_paced(model: Any, **options: Any) -> Iterator[Any]:
         progress = options.get("prompt_progress_callback")
-        if progress is None:
+        if progress is None or options.get("input_embeddings") is not None:
             return start(model, **options)
         paced_model = PacedModel(model, progress)
         return start(paced_model, **options | {"prompt_progress_callback": paced_model.report})

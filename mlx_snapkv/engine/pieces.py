@@ -11,6 +11,7 @@ from ..caches.layers import AttentionLayer, token_caches
 from ..entries.quota import UNLIMITED
 from ..models.counts import n_query_heads
 from ..models.distributed import n_ranks
+from ..planning.request_plan import Plan
 from ..planning.scores import MIN_TOKENS_AT_ONCE, scores_limit, tokens_at_once
 from ..planning.shapes import layer_shapes
 
@@ -25,21 +26,22 @@ class Pieces:
     Args:
         model: the mlx-lm model.
         layers: the model's full-attention layers.
-        n_new: number of prompt tokens still to read.
-        n_prompt: total prompt length in tokens.
+        plan: the request's plan.
     """
 
-    def __init__(self, model: Any, layers: list[AttentionLayer], n_new: int, n_prompt: int):
+    def __init__(self, model: Any, layers: list[AttentionLayer], plan: Plan):
         """Compute the exact size of the scores, unless an upper bound is below the limit."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0  # bytes of scores per (query, entry) pair; if 0, chunks are not split
         n_heads = max(n_query_heads(layer.attention) for layer in layers)
-        n_pairs = max(MIN_TOKENS_AT_ONCE, n_new) * n_prompt
+        n_pairs = max(MIN_TOKENS_AT_ONCE, plan.n_new) * plan.n_prompt
         score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs
         self._score_limit = scores_limit()
         # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
-        if score_bytes_bound > self._score_limit and n_ranks() == 1:
+        # Chunks between two evictions are not split either.
+        may_split = n_ranks() == 1 and not plan.config.evicts_in_blocks
+        if may_split and score_bytes_bound > self._score_limit:
             # Looking up the shapes takes time, so do it only when needed.
             shapes = layer_shapes(model, token_caches(model))
             self._pair_bytes = max(shape.pair_bytes for shape in shapes)

@@ -19,7 +19,7 @@ from ..sparse.options import Sparse
 from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
 from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
-from .request import Request, make_request
+from .request import Request
 from .restore import CacheCopy
 from .token_ids import require_known_tokens, token_ids
 
@@ -79,7 +79,7 @@ def prefill(
         caches_after = caches_to_save(model, caches) if prompt_cache is None else caches
         report = CompressionReport.of_full_cache(plan)
     else:
-        request = make_request(model, plan, caches, uses_store=prompt_cache is None)
+        request = Request(model, plan, caches, uses_store=prompt_cache is None)
         with request.recording():
             caches_after = _read_request(request, tokens, loop_options)
             report = request.report
@@ -115,7 +115,7 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
             request.record_speed()
         return caches_to_continue(model, request.prompt_cache, plan.config.store)
     request.record_prefill_time()
-    n_voting_answer_tokens = plan.end_of_voters - tokens.size
+    n_voting_answer_tokens = plan.voters.stop - tokens.size
     _decode_voters(model, request.caches, next_logprobs, n_voting_answer_tokens)
     request.compress()
     return request.prompt_cache

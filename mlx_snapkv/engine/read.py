@@ -1,4 +1,4 @@
-"""Creates the caches that a request uses during prefill."""
+"""Creates the caches that a request with a policy uses during prefill."""
 
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_sharing_entries
@@ -6,56 +6,14 @@ from ..compress.attention_count import AttentionCount
 from ..compress.block import BlockKVCache
 from ..compress.recording import RecordingKVCache
 from ..entries.quota import Quota
-from ..errors import SnapKVError
 from ..planning.request_plan import Plan
-from ..sparse.full_view import FullView
-from ..sparse.page_means import PageMeans
-from ..sparse.page_ranking import PageRanking
-from ..sparse.prefill_cache import SparsePrefillKVCache
-from .reading_pace import ReadingPace
 
 
-def prefill_caches(
-    plan: Plan, layers: list[AttentionLayer], prompt_cache: list, pace: ReadingPace | None = None
-) -> list:
+def prefill_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
     """Create the caches that mlx-lm's loop reads a prompt into. They continue the earlier turns in `prompt_cache`.
 
-    With a policy, these are new caches, so the caller's caches stay unchanged until compression. With sparse attention,
-    the caller's caches store all entries, and sparse chunks choose from them.
-
-    Args:
-        plan: the request's plan.
-        layers: the model's full-attention layers.
-        prompt_cache: the caller's caches, which are empty or contain earlier turns.
-        pace: decides which chunks are sparse, if the plan has `sparse_reading`.
+    These are new caches, so the caller's caches stay unchanged until compression.
     """
-    if plan.sparse is None:
-        return _evicting_caches(plan, layers, prompt_cache)
-    caches = list(prompt_cache)
-    for layer in layers:
-        stored_cache = layer.cache_in(prompt_cache)
-        stored_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
-        stored_cache.layer = layer
-        reading = plan.sparse_reading
-        if reading is not None and pace is not None and not layer.borrowers:
-            view = FullView([stored_cache.store], layer)
-            # Computing page means reads all keys. If the keys are in files, store the means for later turns.
-            means = stored_cache.page_means if stored_cache.in_files else PageMeans()
-            ranking = PageRanking(
-                view, means, reading.reach, reading.last_reach, reading.last_from, pace.chooses
-            )
-            layer.put(caches, SparsePrefillKVCache(stored_cache, ranking))
-    return caches
-
-
-def require_unchanged(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
-    if any(layer.layer_cache_in(prompt_cache).offset != plan.n_earlier for layer in layers):
-        raise SnapKVError("another request has filled this prompt cache: give each request its own")
-
-
-def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: list) -> list:
-    """Create the prefill caches for a request that uses a policy, including the entries of earlier turns."""
     caches = copies_sharing_entries(prompt_cache, layers)
     earlier_caches = [layer.layer_cache_in(prompt_cache) for layer in layers]
     earlier_are_full = not any(
@@ -67,7 +25,7 @@ def _evicting_caches(plan: Plan, layers: list[AttentionLayer], prompt_cache: lis
     for layer in layers:
         cache: LayerCache
         if only_records and earlier_are_full:
-            cache = RecordingKVCache(plan.first_voter, plan.end_of_voters, n_new, layer)
+            cache = RecordingKVCache(plan.voters.start, plan.voters.stop, n_new, layer)
             cache.statistics_from = plan.statistics_from
             if plan.n_earlier:
                 cache.fill(layer.layer_cache_in(prompt_cache).held())
@@ -103,8 +61,8 @@ def _block_cache(
         quota,
         policy.block,
         layer=layer,
-        last=plan.end_of_voters,
-        newest=max(policy.obs_window, plan.n_voters),
+        last=plan.voters.stop,
+        newest=max(policy.obs_window, len(plan.voters)),
         quantization=None if is_quantised_later else plan.config.quantization,
         attention_count=AttentionCount() if plan.accumulates_attention else None,
     )

@@ -26,11 +26,6 @@ class _Chunk(NamedTuple):
     n_tokens: int
     chooses: bool
 
-    @property
-    def end(self) -> int:
-        """Return the position after the chunk's last token."""
-        return self.start + self.n_tokens
-
 
 class ReadingPace:
     """Decides from the speed of earlier chunks whether a prompt chunk chooses entries or reads all of them.
@@ -41,7 +36,8 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
-        recorded_speed: the speed record. Later turns of a conversation rely on it until they have measured a chunk.
+        recorded_speed: the speed record, on which a later turn of a conversation relies until it has measured a chunk.
+            Empty for a first turn.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -65,13 +61,9 @@ class ReadingPace:
         # Seconds per token in the latest chunk that read all entries.
         self._full_seconds: float | None = None
         # Whether choosing is known to be faster.
-        self._is_sparse_faster = False
-        if plan.n_earlier > 0:
-            self._is_sparse_faster = bool(
-                recorded_speed.is_sparse_faster(
-                    READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO
-                )
-            )
+        self._is_sparse_faster = bool(
+            recorded_speed.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
+        )
         self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:
@@ -82,7 +74,9 @@ class ReadingPace:
         if not self._adapts:
             return True
         chunk = self._chunk
-        if chunk is not None and start < chunk.end:  # another piece of the same chunk
+        if (
+            chunk is not None and start < chunk.start + chunk.n_tokens
+        ):  # another piece of the same chunk
             return chunk.chooses
         if start >= self._n_prompt:  # the first answer tokens
             return False

@@ -157,14 +157,8 @@ class CompressionReport:
 
     @property
     def memory_text(self) -> str:
-        """Describe the KV memory before and after compression, and where unread entries stay.
-
-        Also say if the buffers are larger than the kept entries need.
-        """
-        room_text = ""
-        if self._has_room_for_more:
-            what_fits = f"a block of {self.block}" if self.block else "more"
-            room_text = f", with room for {what_fits}"
+        """Describe the KV memory before and after compression, and where unread entries stay."""
+        room_text = f", with room for a block of {self.block}" if self.block else ""
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
         dtype_and_room = f"({self.kv_dtype}{room_text})"
         if not self.kv_bytes_staying and not self.file_bytes:
@@ -176,16 +170,6 @@ class CompressionReport:
             f"KV memory {before} → {after}: a token reads {format_bytes(self.kv_bytes_read)} {dtype_and_room}, "
             f"all {self.prompt_tokens} entries stay in {stored_size}"
         )
-
-    @property
-    def _has_room_for_more(self) -> bool:
-        """Return whether the buffers are larger than the kept entries need."""
-        if self.read_per_token:
-            return False
-        entries_by_layer = [n for n in self.entries_kept if n is not None]
-        kept_share = sum(entries_by_layer) / max(1, len(entries_by_layer) * self.prompt_tokens)
-        needed_bytes = kept_share * self.kv_bytes_before
-        return self.kv_bytes_read > 1.05 * needed_bytes  # less than 5% more is not worth a mention
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a JSON-serialisable dict."""

@@ -3,36 +3,30 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
+from ..errors import SnapKVError
 from ..models import attention_classes, patch
+from ..planning.prompt_plan import uncompressed_reason
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Measurement, record_measurements, speed_of
 from ..sparse.prompt_caches import copy_to_store
-from .compress import KeptCallback, measuring_compression
-from .compress_mode import PolicyMode
+from .compress import (
+    KeptCallback,
+    choose_entries,
+    measuring_compression,
+    note_choices,
+    put_compressed_cache,
+)
 from .loop_model import RequestModel
 from .pieces import Pieces
-from .read import prefill_caches, require_unchanged
+from .read import prefill_caches
 from .report import CompressionReport
 from .sparse_mode import SparseMode
-
-
-class Mode(Protocol):
-    """How a request reads and compresses its prompt.
-
-    Implemented for policies (`compress_mode.py`) and for sparse attention (`sparse_mode.py`).
-    """
-
-    def read(self, inputs: mx.array, cache: list) -> mx.array:
-        """Call the model on prompt tokens `(1, L)`, and return the last logits `(1, n, vocab_size)`."""
-
-    def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace the prefill caches with the caches for decoding, in place."""
 
 
 @final
@@ -44,38 +38,54 @@ class Request:
 
     Args:
         model: the mlx-lm model.
-        plan: the request's plan.
-        prompt_cache: the caller's prompt cache. It is empty or contains earlier turns, compressed or not.
+        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
+        prompt_cache: the prompt cache that the plan was made for. It is empty or contains earlier turns, compressed or
+            not. By default, a new one is created.
+        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
         on_kept: called for each layer with the kept entries.
 
     Attributes:
         model: the model to pass to mlx-lm's loop.
         caches: the caches to pass to mlx-lm's loop. `compress` replaces the prefill caches in this list with the
             caches for decoding.
+        prompt_cache: the caller's prompt cache or, if its entries were copied to a store, the caches of the store.
         is_compressed: whether `compress` has replaced the caches.
         report: the report. `compress` fills it in.
+
+    Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """
 
     def __init__(
-        self, model: Any, plan: Plan, prompt_cache: list, on_kept: KeptCallback | None = None
+        self,
+        model: Any,
+        plan: Plan,
+        prompt_cache: list | None = None,
+        *,
+        uses_store: bool = False,
+        on_kept: KeptCallback | None = None,
     ):
         """Create the prefill caches."""
+        if prompt_cache is None:
+            prompt_cache = make_prompt_cache(model)
+        if plan.sparse is not None and not uses_store:
+            prompt_cache = copy_to_store(model, prompt_cache, plan.sparse)
         self.model = RequestModel(model, self)
         self.plan = plan
         self.prompt_cache = prompt_cache
         self.report = CompressionReport(str(plan.config.setting), plan.n_prompt)
         self.layers = attention_layers(model, prompt_cache)
         self._model = model
+        self._on_kept = on_kept
         self._attention_classes = attention_classes(model)
-        pieces = Pieces(model, self.layers, plan.n_new, plan.n_prompt)
+        self._call_in_pieces = Pieces(model, self.layers, plan)
         self._sparse_mode: SparseMode | None = None
-        if plan.sparse is not None:
-            self._sparse_mode = SparseMode(model, plan, self.layers, prompt_cache, pieces)
-        self._mode: Mode = self._sparse_mode or PolicyMode(
-            model, plan, self.layers, prompt_cache, pieces, on_kept
-        )
-        pace = None if self._sparse_mode is None else self._sparse_mode.pace
-        self.caches = prefill_caches(plan, self.layers, prompt_cache, pace)
+        if plan.sparse is None:
+            self.caches = prefill_caches(plan, self.layers, prompt_cache)
+        else:
+            self._sparse_mode = SparseMode(
+                model, plan, self.layers, prompt_cache, self._call_in_pieces
+            )
+            self.caches = self._sparse_mode.prefill_caches()
         self.is_compressed = False
         self._started: float | None = None
         self._prefill_seconds: float | None = None
@@ -89,7 +99,7 @@ class Request:
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes within the `with` block if queries have to be captured."""
         if self._started is None:
-            require_unchanged(self.plan, self.layers, self.prompt_cache)
+            self._require_unchanged()
             self._started = time.perf_counter()
         needs_queries = self.plan.observes_answer if self.is_compressed else self.plan.observes
         with patch.recording(self._attention_classes if needs_queries else []):
@@ -97,9 +107,11 @@ class Request:
 
     def call(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on prompt or answer tokens `(1, L)` for mlx-lm's loop, and return the logits."""
-        if not self.is_compressed:
-            return self._mode.read(inputs, cache)
-        return self._model(inputs, cache=cache)
+        if self.is_compressed:
+            return self._model(inputs, cache=cache)
+        if self._sparse_mode is not None:
+            return self._sparse_mode.read(inputs, cache)
+        return self._call_in_pieces(inputs, cache)
 
     def record_prefill_time(self) -> None:
         """Record the prefill time. Only the first call has an effect."""
@@ -116,9 +128,35 @@ class Request:
         with measuring_compression(
             self.plan, self.layers, self.prompt_cache, self.caches, self.report
         ):
-            self._mode.compress(self.caches, self.report)
+            if self._sparse_mode is not None:
+                self._sparse_mode.compress(self.caches, self.report)
+            else:
+                self._evict()
         self.is_compressed = True
         return self.report
+
+    def _evict(self) -> None:
+        """Replace `caches` with caches of the entries that the policy keeps, then update the caller's prompt cache.
+
+        Layers are queued without waiting for the device. Python blocks only once, in `note_choices`.
+        """
+        self._require_unchanged()
+        choices = []
+        for layer in self.layers:
+            choice = choose_entries(layer, self.caches, self.plan)
+            put_compressed_cache(layer, self.caches, self.plan, choice, self._on_kept)
+            choices.append(choice)
+        note_choices(choices, self.layers, self.caches, self.report)
+        self.prompt_cache[:] = self.caches
+        self.report.reason = _why_none_evicted(self.plan, self.report)
+
+    def _require_unchanged(self) -> None:
+        """Check that the prompt cache has not changed since planning. Raises: SnapKVError."""
+        caches = [layer.layer_cache_in(self.prompt_cache) for layer in self.layers]
+        if any(cache.offset != self.plan.n_earlier for cache in caches):
+            raise SnapKVError(
+                "another request has filled this prompt cache: give each request its own"
+            )
 
     def use_full_attention(self) -> None:
         """Make the tokens of a sparse answer read all entries until `compress` is called again."""
@@ -154,26 +192,9 @@ class Request:
         return self.report
 
 
-def make_request(
-    model: Any,
-    plan: Plan,
-    prompt_cache: list | None = None,
-    *,
-    uses_store: bool = False,
-    on_kept: KeptCallback | None = None,
-) -> Request:
-    """Create the request for a plan.
-
-    Args:
-        model: an mlx-lm model.
-        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
-        prompt_cache: the prompt cache that the plan was made for. By default, a new one is created.
-        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
-        on_kept: called for each layer with the kept entries.
-
-    Raises: SnapKVError: the store can't keep the prompt cache's entries.
-    """
-    caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    if plan.sparse is not None and not uses_store:
-        caches = copy_to_store(model, caches, plan.sparse)
-    return Request(model, plan, caches, on_kept)
+def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
+    """With schedule="block", explain why no prompt entries were evicted. In all other cases, return None."""
+    if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
+        return None
+    reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)
+    return f"{reason}; the answer is kept within it"

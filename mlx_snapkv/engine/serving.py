@@ -22,7 +22,7 @@ from .compress import KeptCallback
 from .loop_model import evicts, observing_queries, split_at_evictions, trimming_drafts, with_pacing
 from .pace import Pace
 from .report import ENDED_EARLY, ENDED_IN_BLOCKS, ENDED_IN_FULL, CompressionReport
-from .request import Request, make_request
+from .request import Request
 from .restore import CacheCopy
 
 ReportCallback = Callable[[CompressionReport], None]
@@ -36,7 +36,7 @@ def serve(
     n_prompt: int,
     max_tokens: int,
     config: CompressionConfig,
-    on_report: ReportCallback | None,
+    on_report: ReportCallback,
     options: dict[str, Any],
     *,
     on_kept: KeptCallback | None = None,
@@ -55,12 +55,11 @@ def serve(
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
         config: the config. If it has `turns`, `options` must contain the conversation's prompt cache.
-        on_report: called with the `CompressionReport`. May be None.
+        on_report: called with the `CompressionReport`.
         options: mlx-lm's keyword arguments for `start`.
         on_kept: called for each layer with the kept entries.
     """
     start = with_pacing(start)
-    callback = on_report or (lambda report: None)
     config = config.with_mlx_options(options)
     prompt_cache = options.get("prompt_cache")
     will_use_cache = prompt_cache is not None
@@ -73,22 +72,22 @@ def serve(
         model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
     )
     if plan.is_left_to_mlx_lm:
-        callback(CompressionReport.of_full_cache(plan))
+        on_report(CompressionReport.of_full_cache(plan))
         return _run_in_mlx_lm(start, model, options)
-    request = make_request(model, plan, prompt_cache, uses_store=config.turns, on_kept=on_kept)
+    request = Request(model, plan, prompt_cache, uses_store=config.turns, on_kept=on_kept)
     loop_options |= {
         "prompt_cache": request.caches,
         "prefill_step_size": plan.chunk_size(loop_options.get("prefill_step_size")),
     }
     items = start(request.model, **loop_options)
     if config.turns or config.sparse is None:
-        return _answer(items, request, callback, will_use_cache)
+        return _answer(items, request, on_report, will_use_cache)
     stored_caches = request.prompt_cache
 
     def hand_back_and_report(report: CompressionReport) -> None:
         if prompt_cache is not None:
             prompt_cache[:] = caches_to_continue(model, stored_caches, config.store)
-        callback(report)
+        on_report(report)
 
     answer = _answer(items, request, hand_back_and_report, will_use_cache)
     return _all_or_nothing(answer, stored_caches)

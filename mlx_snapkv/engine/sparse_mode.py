@@ -22,6 +22,9 @@ from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
 from ..sparse.kernels.token import why_plain_path
 from ..sparse.options import CHUNK_SIZE
+from ..sparse.page_means import PageMeans
+from ..sparse.page_ranking import PageRanking
+from ..sparse.prefill_cache import SparsePrefillKVCache
 from ..sparse.token_ranking import TokenRanking
 from .loop_model import Evaluation
 from .pieces import Pieces
@@ -67,6 +70,28 @@ class SparseMode:
             speed = speed_of(model, plan.sparse) if is_later_turn else Speed()
             self.pace = ReadingPace(plan, speed)
 
+    def prefill_caches(self) -> list:
+        """Create the caches that mlx-lm's loop reads a prompt into. Sparse chunks choose from the stored entries."""
+        plan = self.plan
+        caches = list(self._prompt_cache)
+        for layer in self.layers:
+            stored_cache = layer.cache_in(self._prompt_cache)
+            stored_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
+            stored_cache.layer = layer
+        reading = plan.sparse_reading
+        if reading is None or self.pace is None:
+            return caches
+        for layer in self._choosing_layers:
+            stored_cache = layer.cache_in(self._prompt_cache)
+            view = FullView([stored_cache.store], layer)
+            # Computing page means reads all keys. If the keys are in files, store the means for later turns.
+            means = stored_cache.page_means if stored_cache.in_files else PageMeans()
+            ranking = PageRanking(
+                view, means, reading.reach, reading.last_reach, reading.last_from, self.pace.chooses
+            )
+            layer.put(caches, SparsePrefillKVCache(stored_cache, ranking))
+        return caches
+
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
@@ -104,7 +129,7 @@ class SparseMode:
         if is_first_compression:
             self._note_read_per_chunk(caches, report)
         caches[:] = copies_sharing_entries(caches, self.layers)
-        offload(self.layers, self._prompt_cache)
+        self._offload()
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
@@ -157,7 +182,7 @@ class SparseMode:
             report: the report to fill in.
         """
         stored_caches = self._prompt_cache
-        offload(self.layers, stored_caches)
+        self._offload()
         self._note_read_per_chunk(prefill_caches, report)
         report.entries_kept = [None] * len(stored_caches)
         for layer in self.layers:
@@ -216,11 +241,10 @@ class SparseMode:
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing_layers[0].cache_in(prefill_caches).n_read
 
+    def _offload(self) -> None:
+        """Move the prompt's entries to their store.
 
-def offload(layers: list[AttentionLayer], prompt_cache: list) -> None:
-    """Move the prompt's entries to their store.
-
-    Raises: SnapKVError: the disk is full. Some entries then stay in memory.
-    """
-    for layer in layers:
-        layer.cache_in(prompt_cache).offload()
+        Raises: SnapKVError: the disk is full. Some entries then stay in memory.
+        """
+        for layer in self.layers:
+            layer.cache_in(self._prompt_cache).offload()

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.utils import common_prefix_len
 
 from ..errors import SnapKVError
 from ..models.counts import vocabulary_size
@@ -48,15 +49,4 @@ def require_in_vocabulary(what: str, tokens: Collection[int], size: int) -> None
 def common_prefix(prompts: Sequence[Sequence[Any]]) -> int:
     """Return the length of the longest common prefix of all prompts."""
     first, *others = prompts
-    n_common = len(first)
-    for other in others:
-        n_common = min(n_common, _common_prefix_of_two(first, other))
-    return n_common
-
-
-def _common_prefix_of_two(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two prompts."""
-    for i, (token, other_token) in enumerate(zip(first, second)):
-        if token != other_token:
-            return i
-    return min(len(first), len(second))
+    return min((common_prefix_len(first, other) for other in others), default=len(first))

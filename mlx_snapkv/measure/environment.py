@@ -20,7 +20,6 @@ from ..caches.layers import attention_layers, head_sizes
 from ..errors import SnapKVError
 from ..planning.machine import processor, this_machine
 from ..planning.scores import is_fused
-from ..planning.shapes import METAL
 from ..planning.units import format_bytes
 from ..sparse.kernels.self_test import why_unused
 from .tables import Table
@@ -69,6 +68,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     hardware = setup["machine"]
     versions = setup["versions"]
     machine = this_machine()
+    has_metal = mx.metal.is_available()
     folder = tempfile.gettempdir()
     macos_release, *_ = platform.mac_ver()  # empty on other systems
     system = hardware["system"]
@@ -77,7 +77,7 @@ def diagnosis(model: Any = None, name: str | None = None) -> dict[str, str]:
     report = {
         "machine": f"{hardware['processor']}, {hardware['cores']} cores, {system}",
         "memory": f"{format_bytes(machine.memory)}, {format_bytes(machine.usable)} of it for models",
-        "wired limit": format_bytes(machine.usable) if METAL else "none, without Metal",
+        "wired limit": format_bytes(machine.usable) if has_metal else "none, without Metal",
         "MLX computes with": backend_name(hardware["blas"]),
         "GPU kernels": sparse_kernels_text(),
         "mlx-snapkv": f"{versions['mlx-snapkv']}, commit {setup['commit']}",
@@ -103,7 +103,7 @@ def open_files_text() -> str:
 
 def backend_name(blas: str) -> str:
     """Return what MLX computes with: Metal, CUDA, or the CPU and its BLAS library."""
-    if METAL:
+    if mx.metal.is_available():
         return "Metal"
     if mx.cuda.is_available():
         return "CUDA"

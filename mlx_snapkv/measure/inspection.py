@@ -19,7 +19,6 @@ from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
 from ..engine.serving import serve
-from ..engine.token_ids import token_ids
 from ..entries.queries import on_queries
 from ..errors import OptionError
 from ..models import attention_classes
@@ -176,7 +175,7 @@ def inspect_prompt(
     compress = resolve_compress(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    tokens = token_ids(encode_prompt(tokenizer, prompt))
+    tokens = encode_prompt(tokenizer, prompt)
     if max_tokens < 1:
         raise OptionError("max_tokens", "at least 1", max_tokens)
     caches = make_prompt_cache(model)

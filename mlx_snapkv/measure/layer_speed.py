@@ -92,7 +92,7 @@ def _layer_seconds(
 
     prompt_cache = make_caches(model, Sparse())
     prefill_cache = layer.cache_in(prompt_cache)
-    prefill_cache.observe(plan.first_voter, plan.end_of_voters, plan.capacity)
+    prefill_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
     prefill_cache.update_and_fetch(*entries)
     prefill_cache.record(CapturedQueries(random_like(token_keys, N_VOTERS, n_heads), scale))
     caches = list(prompt_cache)

@@ -18,7 +18,7 @@ from ..compress.options import Compress
 from ..compress.recording import RecordingKVCache
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Request, make_request
+from ..engine.request import Request
 from ..entries.queries import CapturedQueries
 from ..errors import SnapKVError
 from ..models import attention_classes
@@ -225,12 +225,12 @@ class Reading:
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         n_prompt = len(self.tokens)
-        request = make_request(self.model, _plan_prompt(self.model, policy, n_prompt))
+        request = Request(self.model, _plan_prompt(self.model, policy, n_prompt))
         n_read = n_prompt
         if answering:
             n_read += request.plan.n_fed_before_compression
         # Voters after the prompt are answer tokens, so feed these first.
-        self._feed_answer(max(n_read, request.plan.end_of_voters) - n_prompt)
+        self._feed_answer(max(n_read, request.plan.voters.stop) - n_prompt)
         caches = copies_sharing_entries(self._cache_copies[n_read], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             shared_cache = layer.cache_in(self._caches)
@@ -317,7 +317,7 @@ def read_sparsely(
         caches = earlier_cache or make_prompt_cache(model)
         read(model, mx.array(list(unread)), caches, options)
         return caches, CompressionReport.of_full_cache(plan)
-    request = make_request(model, plan, earlier_cache)
+    request = Request(model, plan, earlier_cache)
     with request.recording():
         read(request.model, mx.array(list(unread)), request.caches, options)
     report = request.compress()
@@ -344,7 +344,7 @@ def _make_recorders(model: Any, n_prompt: int, policies: list[Setting]) -> Recor
     for policy in policies:
         plan = _plan_prompt(model, policy, n_prompt)
         if not plan.is_left_to_mlx_lm:
-            caches = make_request(model, plan).caches
+            caches = Request(model, plan).caches
             layer_caches = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
             any_cache = layer_caches[0]  # all layers record the same positions
             recorded_queries = any_cache.first, any_cache.last, any_cache.statistics_from

@@ -14,7 +14,7 @@ from ..sparse.options import Sparse
 from ..sparse.prompt_caches import in_files
 from .config import CompressionConfig
 from .machine import this_machine
-from .memory_plan import MemoryPlan, Planner
+from .memory_plan import MemoryPlan, Planner, planner_options
 from .prompt_plan import MAX_TOKENS
 from .settings import AUTO, Setting, asks_for_auto
 from .speed_record import Speed, speed_of
@@ -120,21 +120,20 @@ class Recommendation(NamedTuple):
         """Return "auto: CONFIG, because WHY", to show to users."""
         return f"{AUTO}: {self.config}, because {self.why}"
 
-    def explain(self, report: Any) -> None:
-        """Add the recommendation to a request's report. If it is the full cache, also set the report's `reason`."""
-        report.auto = str(self)
-        if self.config.setting is None:
-            report.reason = self.why
-
 
 def explaining(
     recommendation: Recommendation | None, on_report: Callable[[Any], None] | None
 ) -> Callable[[Any], None]:
-    """Wrap `on_report` so that the recommendation, if any, is added to the report first."""
+    """Wrap `on_report` so that the recommendation, if any, is added to the report first.
+
+    If the recommendation is the full cache, the report's `reason` says why.
+    """
 
     def explain_and_report(report: Any) -> None:
         if recommendation is not None:
-            recommendation.explain(report)
+            report.auto = str(recommendation)
+            if recommendation.config.setting is None:
+                report.reason = recommendation.why
         if on_report is not None:
             on_report(report)
 
@@ -217,7 +216,6 @@ def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_
     for listed_config in configs:
         try:
             config = request.with_min_ctx(listed_config)
-            config.require_supported(planner.model)
             plan, kv_bytes = planner.memory_and_peak(n_prompt, config, request.kv_bits)
         except SnapKVError as error:
             refusal = error
@@ -315,13 +313,8 @@ def resolve(
         kv_memory=kv_memory,
         speed=speed_of(model, Sparse()),
     )
-    planner_options = {
-        name: mlx_options[name]
-        for name in ("prefill_step_size", "kv_group_size")
-        if name in mlx_options
-    }
     n_answer = min(max(0, max_tokens), TYPICAL_PROMPT)  # -1 (no limit) is planned as 0
-    planner = Planner(model, max_tokens=n_answer, **planner_options)
+    planner = Planner(model, **planner_options(mlx_options) | {"max_tokens": n_answer})
     recommendation = recommend(planner, request, this_machine().usable)
     config = recommendation.config.with_mlx_options(mlx_options)
     return config, mlx_options, recommendation

@@ -47,8 +47,12 @@ def _break_even(sparse_kind: str, full_kind: str, speed: Speed, estimate: Speed)
     """Return the break-even length for a pair of kinds, from the speed record or else from the estimate."""
     for basis, source_speed in ((MEASURED, speed), (ESTIMATED, estimate)):
         if {sparse_kind, full_kind} <= source_speed.lines.keys():
-            length = source_speed.sparse_faster_from(sparse_kind, full_kind, LENGTHS)
-            return BreakEven(basis, length)
+            faster_lengths = (
+                length
+                for length in LENGTHS
+                if source_speed.is_sparse_faster(sparse_kind, full_kind, length)
+            )
+            return BreakEven(basis, next(faster_lengths, None))
     return BreakEven(UNKNOWN)
 
 

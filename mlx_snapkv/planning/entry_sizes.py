@@ -1,5 +1,6 @@
 """Sizes in bytes of a model's KV entries per token, and of its weights."""
 
+import contextlib
 from functools import cached_property
 from typing import cast
 
@@ -28,7 +29,7 @@ class EntrySizes:
         model: an mlx-lm model. Its weights need not be loaded.
 
     Attributes:
-        layers: the layers that can be compressed. If the list is empty, `refusal` says why.
+        layers: the layers that can be compressed.
         sliding_windows: `(KV bytes per token, window length)` for each sliding window.
         state_bytes: total size in bytes of all linear-attention states.
     """
@@ -38,11 +39,8 @@ class EntrySizes:
         self.model = model
         self.caches = token_caches(model)
         self.layers: list[AttentionLayer] = []
-        self.refusal: UnsupportedModelError | None = None
-        try:
+        with contextlib.suppress(UnsupportedModelError):
             self.layers = attention_layers(model, self.caches)
-        except UnsupportedModelError as error:
-            self.refusal = error
         compressible_caches = [layer.cache_in(self.caches) for layer in self.layers]
         # One token's keys and values, for each of `layers`.
         self._entries = [cache.keys_and_values() for cache in compressible_caches]

@@ -62,8 +62,6 @@ class Footprint:
         step_size: maximum tokens per chunk.
         quantises_full: whether mlx-lm quantises long full caches. It does not do so in batches.
         row_bytes: KV bytes per token in the layers that can be compressed.
-
-    Raises: UnsupportedModelError: the config has a setting, but the model can't be compressed.
     """
 
     sizes: EntrySizes
@@ -72,11 +70,8 @@ class Footprint:
     quantises_full: bool = False
 
     def __post_init__(self):
-        """Compute `row_bytes`. Raises: UnsupportedModelError: see the class."""
-        self.quantization = self.config.quantization
-        if self.config.setting is not None and self.sizes.refusal is not None:
-            raise self.sizes.refusal
-        self.row_bytes = sum(self.sizes.bytes_by_layer(self.quantization))
+        """Compute `row_bytes`."""
+        self.row_bytes = sum(self.sizes.bytes_by_layer(self.config.quantization))
 
     def plan(self, n_prompt: int, max_tokens: int = 0) -> Plan:
         """Plan a request that starts from an empty cache.
@@ -94,61 +89,25 @@ class Footprint:
         """Estimate the memory of a request whose answer has `max_tokens` tokens."""
         if plan.is_left_to_mlx_lm:
             return self._need_of_full_cache(plan, max_tokens)
-        if self.config.sparse is not None:
-            return self._need_of_sparse(plan, max_tokens)
-        return self._need_of_policy(plan, max_tokens)
-
-    def _need_of_sparse(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate the memory of a sparse request: all entries, plus a growing cache for the answer."""
-        n_answer_rows = math.ceil(max_tokens / KVCache.step) * KVCache.step
-        return self._need_of_all_layers(
-            plan,
-            max_tokens,
-            kept_bytes=0,
-            cache_bytes_at_end=self.row_bytes * n_answer_rows,
-            prefill_peak_bytes=self.prefill_peak_bytes(plan),
-            stored_bytes=self.stored_bytes(plan.n_prompt) + self.mean_bytes(plan),
-        )
-
-    def _need_of_policy(self, plan: Plan, max_tokens: int) -> Need:
-        """Estimate the memory of a request with a policy. It copies the kept entries and appends the answer's."""
-        n_kept = self.n_kept(plan)
-        kept_bytes = self.row_bytes * n_kept
-        return self._need_of_all_layers(
-            plan,
-            max_tokens,
-            kept_bytes=kept_bytes,
-            cache_bytes_at_end=self.row_bytes * _n_rows_at_end(n_kept, plan, max_tokens),
-            prefill_peak_bytes=self.prefill_peak_bytes(plan) + kept_bytes,
-        )
-
-    def _need_of_all_layers(
-        self,
-        plan: Plan,
-        max_tokens: int,
-        *,
-        kept_bytes: int,
-        cache_bytes_at_end: int,
-        prefill_peak_bytes: int,
-        stored_bytes: int = 0,
-    ) -> Need:
-        """Estimate the memory of all layers, given the sizes for the compressible ones.
-
-        Args:
-            plan: the request's plan.
-            max_tokens: answer length in tokens.
-            kept_bytes: size of the entries after compression.
-            cache_bytes_at_end: size of the caches at the end of the answer, including unused rows.
-            prefill_peak_bytes: peak size of the entries until compression.
-            stored_bytes: size of the entries that answer tokens choose from.
-        """
         sizes = self.sizes
         n_prompt = plan.n_prompt
+        n_kept = self.n_kept(plan)
+        if plan.sparse is not None:  # all entries are stored, and the answer's cache grows
+            kept_bytes = 0
+            stored_bytes = self.stored_bytes(n_prompt)
+            stored_bytes += self._cluster_bytes(plan) + self._page_mean_bytes(plan)
+            n_rows_at_end = math.ceil(max_tokens / KVCache.step) * KVCache.step
+        else:  # the kept entries are copied, and the answer's are appended
+            kept_bytes = self.row_bytes * n_kept
+            stored_bytes = 0
+            n_rows_at_end = _n_rows_at_end(n_kept, plan, max_tokens)
+        prefill_peak_bytes = self.prefill_peak_bytes(plan) + kept_bytes
+        cache_bytes_at_end = self.row_bytes * n_rows_at_end
         n_full_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         other_bytes_at_end = n_full_rows * sizes.incompressible_bytes
         other_bytes_at_end += sizes.window_and_state_bytes(n_full_rows, self.step_size)
         # An answer token may copy one layer's entries: those of a full cache if there is one, or else the kept ones.
-        n_copied = n_prompt if sizes.incompressible_bytes else self.n_kept(plan)
+        n_copied = n_prompt if sizes.incompressible_bytes else n_kept
         return Need(
             extra_in_prefill=max(0, prefill_peak_bytes - cache_bytes_at_end),
             kept_bytes=kept_bytes + n_prompt * sizes.incompressible_bytes,
@@ -164,7 +123,7 @@ class Footprint:
         sizes = self.sizes
         n_prompt = plan.n_prompt
         is_quantised = self.quantises_full and n_prompt > DEFAULT_QUANTIZED_KV_START
-        token_bytes = sizes.full_cache_bytes(self.quantization if is_quantised else None)
+        token_bytes = sizes.full_cache_bytes(self.config.quantization if is_quantised else None)
         n_rows = n_prompt + max_tokens + KVCache.step  # full caches grow in steps
         cache_bytes = n_rows * token_bytes + sizes.window_and_state_bytes(n_rows, self.step_size)
         extra_in_prefill = 0
@@ -229,17 +188,11 @@ class Footprint:
 
     def stored_bytes(self, n_tokens: int) -> int:
         """Return the memory that sparse attention needs for the entries and the index of `n_tokens` tokens."""
-        if self.config.store is None:
-            return 0
         entry_bytes = n_tokens * self.sizes.memory_bytes(self.config.store)
         if not ranks_by_index(n_tokens):
             return entry_bytes
         n_index_rows = rows_to_allocate(self.n_indexed_in_memory(n_tokens))
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
-
-    def mean_bytes(self, plan: Plan) -> int:
-        """Return the memory for cluster means and page means."""
-        return self._cluster_bytes(plan) + self._page_mean_bytes(plan)
 
     def _cluster_bytes(self, plan: Plan) -> int:
         """Return the size of the cluster means, which replace unread entries."""

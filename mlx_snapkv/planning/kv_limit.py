@@ -1,11 +1,11 @@
 """Limits on KV memory, and advice for requests that exceed them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import SnapKVError
 from ..models.trained_length import trained_length
 from .auto import SPARSE_4BIT, SPARSE_IN_FILES, TYPICAL_PROMPT
-from .config import CompressionConfig
 from .entry_sizes import weight_bytes
 from .footprint import Footprint
 from .machine import this_machine
@@ -57,8 +57,7 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
         limit: KV memory limit in bytes.
     """
     for config in (SPARSE_4BIT, SPARSE_IN_FILES):
-        smaller = _with_config(footprint, config)
-        if smaller is not None and request_fits(smaller, n_prompt, max_tokens, limit):
+        if request_fits(replace(footprint, config=config), n_prompt, max_tokens, limit):
             return f"{config.flags} would fit"
     n_fitting = _largest(n_prompt, lambda n: request_fits(footprint, n, max_tokens, limit))
     if n_fitting > 0:
@@ -76,12 +75,3 @@ def _largest(n_tokens: int, fits: Callable[[int], bool]) -> int:
         if n_fewer > 0 and fits(n_fewer):
             return n_fewer
     return 0
-
-
-def _with_config(footprint: Footprint, config: CompressionConfig) -> Footprint | None:
-    """Return a copy of the footprint with a different config, or None if the model does not support it."""
-    try:
-        config.require_supported(footprint.sizes.model)
-        return Footprint(footprint.sizes, config, footprint.step_size)
-    except SnapKVError:
-        return None

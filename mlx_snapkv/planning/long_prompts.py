@@ -4,7 +4,7 @@ from typing import Any
 
 from ..errors import Option, SnapKVError
 from ..models.trained_length import beyond_trained_length
-from ..sparse.options import BUDGET_SHARE, LAST_TOKENS
+from ..sparse.options import LAST_TOKENS
 from ..sparse.prompt_caches import in_files
 from .auto import AutoRequest, recommend, worth_comparing
 from .config import CompressionConfig
@@ -12,14 +12,12 @@ from .entry_sizes import EntrySizes
 from .footprint import Footprint
 from .kv_limit import NO_KV_LIMIT
 from .machine import this_machine
-from .memory_plan import Planner
+from .memory_plan import Planner, planner_options
 from .request_plan import Plan, plan_request
 from .settings import Setting
 from .units import format_bytes
 
-MIN_BUDGET_TO_SUGGEST = 16  # entries; smaller budgets are not suggested
 LONG_PROMPT = 2048  # tokens; shorter prompts without a policy get no message
-_PLANNER_OPTIONS = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
@@ -49,10 +47,7 @@ class LongPrompts:
         )
         self._kv_bits = mlx_options.get("kv_bits")
         self._is_rotating = "max_kv_size" in mlx_options
-        self._planner_options = {
-            name: mlx_options[name] for name in _PLANNER_OPTIONS if name in mlx_options
-        }
-        self._planner: Planner | None = None
+        self._planner_options = planner_options(mlx_options)
 
     def warning(self, n_prompt: int, n_before: int = 0) -> str | None:
         """Return a warning if the prompt, after `n_before` earlier tokens, exceeds the model's trained length.
@@ -72,7 +67,6 @@ class LongPrompts:
         """
         n_tokens = n_before + n_prompt
         setting = self._config.setting
-        self._config.require_supported(self._model)
         if self._is_rotating or (setting is None and n_tokens < LONG_PROMPT):
             return None
         sizes = EntrySizes(self._model)
@@ -106,9 +100,8 @@ class LongPrompts:
             return
         n_tokens = n_prompt if self._config.compress is not None else n_before + n_prompt
         try:
-            if self._planner is None:
-                self._planner = Planner(self._model, **self._planner_options)
-            memory_plan, entry_bytes = self._planner.memory_and_peak(
+            planner = Planner(self._model, **self._planner_options)
+            memory_plan, entry_bytes = planner.memory_and_peak(
                 n_tokens, self._config, self._kv_bits
             )
         except SnapKVError:
@@ -121,18 +114,18 @@ class LongPrompts:
                     Option("max_kv_bytes"),
                 )
         elif memory_plan.peak > self._usable:
+            what_fits = self._what_fits(planner, n_tokens)
             raise SnapKVError(
                 f"{n_tokens} tokens will take about {format_bytes(memory_plan.peak)}, but this machine has "
-                f"{format_bytes(self._usable)} for models; {self._what_fits(n_tokens)}, and {{}} reads them anyway",
+                f"{format_bytes(self._usable)} for models; {what_fits}, and {{}} reads them anyway",
                 Option("max_kv_bytes", str(NO_KV_LIMIT)),
             )
 
-    def _what_fits(self, n_prompt: int) -> str:
+    def _what_fits(self, planner: Planner, n_prompt: int) -> str:
         """Suggest a setting that would make the prompt fit in memory."""
-        assert self._planner is not None
         request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
-            recommendation = recommend(self._planner, request, self._usable)
+            recommendation = recommend(planner, request, self._usable)
         except SnapKVError:
             return "shorten the prompt"
         if not recommendation.fits:
@@ -143,18 +136,10 @@ class LongPrompts:
 
 def _describe_full(plan: Plan) -> str:
     """Explain why a prompt is left to mlx-lm, and what would change that."""
-    n_prompt = plan.n_prompt
-    if plan.sparse is None:
-        example, _ = worth_comparing(n_prompt)
-        return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
-    all_read_text = f"all {n_prompt:,} entries will be read"
-    if not plan.sparse.fits(n_prompt):
-        return f"{all_read_text}: {plan.reason}"
-    all_fit_text = f"{all_read_text}: they fit the budget of {plan.sparse.entries(n_prompt):,}"
-    smaller_budget = n_prompt // BUDGET_SHARE
-    if smaller_budget < MIN_BUDGET_TO_SUGGEST:
-        return all_fit_text
-    return f"{all_fit_text}; --sparse budget={smaller_budget} reads fewer"
+    if plan.sparse is not None:
+        return f"all entries will be read: {plan.reason}"
+    example, _ = worth_comparing(plan.n_prompt)
+    return f"nothing will be evicted: {plan.reason}, for example --policy {example}"
 
 
 def _stored_size(sizes: EntrySizes, store: str | None, n_tokens: int) -> str:

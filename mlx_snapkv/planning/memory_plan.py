@@ -1,6 +1,5 @@
 """Estimates how much memory a prompt takes with a given model and setting, without loading the weights."""
 
-import functools
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from .config import CompressionConfig
 from .entry_sizes import EntrySizes, weight_bytes
 from .footprint import Footprint
 from .prompt_plan import MAX_TOKENS, PREFILL_STEP_SIZE
-from .request_plan import plan_request
 from .settings import Setting, resolve_setting, setting_named
 
 
@@ -63,8 +61,7 @@ class Planner:
         self._step_size = prefill_step_size
         self._sizes = EntrySizes(model)
         self._weights = weight_bytes(model)
-        self.can_compress = self._sizes.refusal is None
-        self._footprint_of = functools.cache(self._make_footprint)
+        self.can_compress = bool(self._sizes.layers)
 
     def plan(
         self, context: int, policy: Setting | str | None = None, kv_bits: int | None = None
@@ -83,17 +80,14 @@ class Planner:
     ) -> tuple[MemoryPlan, int]:
         """Plan a prompt, and return its memory and the peak size of its entries in bytes."""
         quantization = self._quantization(kv_bits)
-        plan = plan_request(
-            self.model,
+        footprint = Footprint(
+            self._sizes,
             replace(config, quantization=quantization),
-            context,
-            max_tokens=self._max_tokens,
-            layers=self._sizes.layers,
+            self._step_size,
+            quantises_full=True,
         )
-        used_config = plan.config
-        if plan.is_left_to_mlx_lm:
-            used_config = replace(plan.config, setting=None)  # mlx-lm uses a full cache
-        need = self._footprint_of(used_config).need(plan, self._max_tokens)
+        plan = footprint.plan(context, self._max_tokens)
+        need = footprint.need(plan, self._max_tokens)
         setting = config.setting
         memory_plan = MemoryPlan(
             context=context,
@@ -107,10 +101,6 @@ class Planner:
         )
         return memory_plan, need.peak_entry_bytes
 
-    def _make_footprint(self, config: CompressionConfig) -> Footprint:
-        """Create the estimator for requests with a config."""
-        return Footprint(self._sizes, config, self._step_size, quantises_full=True)
-
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
         """Return the quantisation with `kv_bits` bits. Raises: SnapKVError: the model does not support it."""
         if kv_bits is None:
@@ -118,6 +108,12 @@ class Planner:
         quantization = Quantization(kv_bits, self._group_size)
         require_quantizable(self.model, self._sizes.layers, quantization)
         return quantization
+
+
+def planner_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a `Planner` among the options of `generate_step`."""
+    names = ("max_tokens", "prefill_step_size", "kv_group_size")
+    return {name: options[name] for name in names if name in options}
 
 
 def plan_memory(

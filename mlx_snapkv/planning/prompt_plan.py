@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ..caches.layers import all_caches
@@ -11,7 +10,7 @@ from ..compress.policy import Policy
 from ..entries.quota import Quota
 from ..errors import OptionError, SnapKVError
 from ..hyperparameters import is_whole
-from ..sparse.options import N_VOTERS, Sparse
+from ..sparse.options import Sparse
 from .scores import largest_chunk
 from .settings import Setting
 
@@ -33,35 +32,8 @@ def require_step_size(size: Any) -> None:
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
 
-@dataclass(frozen=True)
-class PromptPlan:
-    """The prompt length, and the positions `[first_voter, end_of_voters)` of the queries that vote."""
-
-    n_prompt: int  # tokens in the prompt, including earlier turns
-    first_voter: int
-    end_of_voters: int
-
-    @property
-    def n_voters(self) -> int:
-        """Return the number of queries that vote."""
-        return self.end_of_voters - self.first_voter
-
-    @property
-    def n_fed_before_compression(self) -> int:
-        """Return how many answer tokens are fed to the full caches before compression."""
-        return max(1, self.end_of_voters - self.n_prompt)
-
-    @property
-    def n_decoded_before_compression(self) -> int:
-        """Return how many answer tokens are decoded before compression.
-
-        The prompt yields the first token, and each token that is fed yields one more.
-        """
-        return self.n_fed_before_compression + 1
-
-
-def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
-    """Determine which queries vote when a policy compresses a prompt of `n_prompt` tokens.
+def policy_voters(compress: Compress, n_prompt: int) -> range:
+    """Return the positions of the queries that vote when a policy compresses a prompt of `n_prompt` tokens.
 
     With schedule="block", only queries in the recent window vote, because entries that older queries attended to may
     already have been evicted.
@@ -69,17 +41,7 @@ def policy_voters(compress: Compress, n_prompt: int) -> PromptPlan:
     n_voters = compress.decode_policy.obs_window
     if compress.evicts_in_blocks:
         n_voters = min(n_voters, max(1, compress.prefill_quota(n_prompt).n_window))
-    return PromptPlan(
-        n_prompt=n_prompt,
-        first_voter=max(0, n_prompt - n_voters),
-        end_of_voters=n_prompt + compress.decode_policy.lookahead,
-    )
-
-
-def sparse_voters(n_prompt: int) -> PromptPlan:
-    """Determine which of a prompt's `n_prompt` queries are used to build the index for sparse attention."""
-    first_voter = max(0, n_prompt - N_VOTERS)
-    return PromptPlan(n_prompt, first_voter=first_voter, end_of_voters=n_prompt)
+    return range(max(0, n_prompt - n_voters), n_prompt + compress.decode_policy.lookahead)
 
 
 def reason_to_leave(
@@ -158,7 +120,7 @@ def uncompressed_reason(n_prompt: int, policy: Policy) -> str:
 
 
 def policy_chunk_size(
-    compress: Compress, step_size: int | None, plan: PromptPlan, n_new: int
+    compress: Compress, step_size: int | None, n_new: int, n_before_voters: int
 ) -> int:
     """Return the chunk size for a request with a policy.
 
@@ -174,14 +136,16 @@ def policy_chunk_size(
     Args:
         compress: the policies for prompt and answer.
         step_size: the caller's `prefill_step_size`, or None for no limit.
-        plan: the prompt length, and where the voting queries begin (`first_voter`).
         n_new: number of prompt tokens still to read.
+        n_before_voters: how many of these tokens come before the voting queries.
     """
     policy = compress.policy
     if compress.evicts_in_blocks:
         return min(step_size or policy.block, policy.block)
     max_size = policy.prefill_chunk or max_chunk_size(step_size)
-    return align_chunks_to_voters(max_size, plan, n_new) if policy.observes else max_size
+    if not policy.observes:
+        return max_size
+    return align_chunks_to_voters(max_size, n_new, n_before_voters)
 
 
 def max_chunk_size(step_size: int | None) -> int:
@@ -190,7 +154,7 @@ def max_chunk_size(step_size: int | None) -> int:
     return min(step_size or largest, largest)
 
 
-def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
+def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> int:
     """Return a chunk size near `max_size` such that the last chunk has few tokens besides the voting queries.
 
     If `max_size` is a large multiple of `MULTIPLE`, the result is also a multiple of it. Otherwise, the tokens before
@@ -198,11 +162,9 @@ def align_chunks_to_voters(max_size: int, plan: PromptPlan, n_new: int) -> int:
 
     Args:
         max_size: maximum number of tokens per chunk.
-        plan: the prompt length, and where the voting queries begin (`first_voter`).
         n_new: number of prompt tokens still to read.
+        n_before_voters: how many of these tokens come before the voting queries.
     """
-    n_read = plan.n_prompt - n_new
-    n_before_voters = plan.first_voter - n_read
     is_one_chunk = n_new - 1 <= max_size
     voters_begin_in_new_tokens = 0 < n_before_voters < n_new
     if is_one_chunk or not voters_begin_in_new_tokens:

@@ -27,6 +27,7 @@ from ..sparse.options import (
     CHUNK_SIZE,
     FIRST_TOKENS,
     LAST_TOKENS,
+    N_VOTERS,
     Reach,
     Sparse,
 )
@@ -35,13 +36,11 @@ from .config import CompressionConfig
 from .products import entries_costing
 from .prompt_plan import (
     PREFILL_STEP_SIZE,
-    PromptPlan,
     align_chunks_to_voters,
     max_chunk_size,
     policy_chunk_size,
     policy_voters,
     reason_to_leave,
-    sparse_voters,
     uncompressed_reason,
 )
 
@@ -72,11 +71,13 @@ class SparseReading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PromptPlan):
+class Plan:
     """All decisions about one request.
 
     Attributes:
+        n_prompt: number of tokens in the prompt, including earlier turns.
         config: the request's config.
+        voters: positions of the queries that vote or, with sparse attention, that the index is built for.
         reason: why the prompt is left to mlx-lm, or None if it is compressed. With a reason, the quotas are None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
@@ -86,7 +87,9 @@ class Plan(PromptPlan):
         adapts: whether prompt chunks and answer tokens choose entries only while that is faster than reading all.
     """
 
+    n_prompt: int
     config: CompressionConfig
+    voters: range = range(0)
     reason: str | None = None
     n_new: int = 0
     prefill_quota: Quota = None  # type: ignore[assignment]  # set unless there is a reason
@@ -124,7 +127,15 @@ class Plan(PromptPlan):
     @property
     def n_fed_before_compression(self) -> int:
         """Return how many answer tokens are fed to the full caches before compression."""
-        return FIRST_TOKENS if self.adapts else super().n_fed_before_compression
+        return FIRST_TOKENS if self.adapts else max(1, self.voters.stop - self.n_prompt)
+
+    @property
+    def n_decoded_before_compression(self) -> int:
+        """Return how many answer tokens are decoded before compression.
+
+        The prompt yields the first token, and each token that is fed yields one more.
+        """
+        return self.n_fed_before_compression + 1
 
     @property
     def accumulates_attention(self) -> bool:
@@ -172,15 +183,16 @@ class Plan(PromptPlan):
         """Return the number of tokens per chunk. `step_size` is the caller's `prefill_step_size`."""
         if self.is_left_to_mlx_lm:
             return step_size or PREFILL_STEP_SIZE
+        n_before_voters = self.voters.start - self.n_earlier
         if self.compress is not None:
-            return policy_chunk_size(self.compress, step_size, self, self.n_new)
+            return policy_chunk_size(self.compress, step_size, self.n_new, n_before_voters)
         chunks_choose = self.sparse_reading is not None
         if chunks_choose and not self.adapts:
             return CHUNK_SIZE
         max_size = max_chunk_size(step_size)
         if chunks_choose:
             return max(CHUNK_SIZE, max_size)  # sparse chunks are cut from chunks of this size
-        return align_chunks_to_voters(max_size, self, self.n_new)
+        return align_chunks_to_voters(max_size, self.n_new, n_before_voters)
 
 
 def plan_request(
@@ -211,17 +223,17 @@ def plan_request(
     reason = _reason_for_mlx_lm(model, config, n_new, prompt_cache, max_tokens, is_embedded)
     if reason is not None:
         n_prompt = n_new + (n_tokens(prompt_cache or []) if config.turns else 0)
-        return _plan_without_voters(config, n_prompt, reason=reason, n_new=n_new)
+        return Plan(n_prompt=n_prompt, config=config, reason=reason, n_new=n_new)
     config.require_compressible()
     if not layers:
         caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
         layers = attention_layers(model, caches)
     n_earlier = 0 if prompt_cache is None else layers[0].layer_cache_in(prompt_cache).offset
     n_prompt = n_earlier + n_new
-    if config.compress is not None:
-        plan = _plan_with_policy(config, config.compress, n_prompt, n_new)
+    if config.sparse is not None:
+        plan = _plan_sparse(model, config, config.sparse, layers, n_prompt, n_new)
     else:
-        plan = _plan_sparse(model, config, layers, n_prompt, n_new)
+        plan = _plan_with_policy(config, n_prompt, n_new)
     if config.quantization is not None:
         require_quantizable(model, layers, config.quantization)
     if plan.statistics_from is not None and any(layer.logit_cap for layer in layers):
@@ -237,14 +249,7 @@ def plan_compression(config: CompressionConfig, n_prompt: int) -> Plan:
     policy = config.compress.decode_policy  # type: ignore[union-attr]  # callers pass a policy
     quota = policy.quota(n_prompt)
     reason = uncompressed_reason(n_prompt, policy) if n_prompt <= quota.entries else None
-    return _plan_without_voters(config, n_prompt, reason=reason, decode_quota=quota)
-
-
-def _plan_without_voters(config: CompressionConfig, n_prompt: int, **fields: Any) -> Plan:
-    """Create a plan in which no query votes while the prompt is read."""
-    return Plan(
-        n_prompt=n_prompt, first_voter=n_prompt, end_of_voters=n_prompt, config=config, **fields
-    )
+    return Plan(n_prompt=n_prompt, config=config, reason=reason, decode_quota=quota)
 
 
 def _reason_for_mlx_lm(
@@ -270,13 +275,14 @@ def _reason_for_mlx_lm(
     return reason_to_leave(setting, n_prompt, None, max_tokens)
 
 
-def _plan_with_policy(
-    config: CompressionConfig, compress: Compress, n_prompt: int, n_new: int
-) -> Plan:
+def _plan_with_policy(config: CompressionConfig, n_prompt: int, n_new: int) -> Plan:
     """Plan a request that a policy compresses."""
+    compress = config.compress
+    assert compress is not None
     return Plan(
-        **vars(policy_voters(compress, n_prompt)),
+        n_prompt=n_prompt,
         config=config,
+        voters=policy_voters(compress, n_prompt),
         n_new=n_new,
         prefill_quota=compress.prefill_quota(n_prompt),
         decode_quota=compress.decode_policy.quota(n_prompt),
@@ -284,43 +290,36 @@ def _plan_with_policy(
 
 
 def _plan_sparse(
-    model: Any, config: CompressionConfig, layers: list[AttentionLayer], n_prompt: int, n_new: int
+    model: Any,
+    config: CompressionConfig,
+    sparse: Sparse,
+    layers: list[AttentionLayer],
+    n_prompt: int,
+    n_new: int,
 ) -> Plan:
     """Plan a request that uses sparse attention."""
-    sparse: Any = config.sparse
+    reading = None
+    if sparse.reads_sparsely:
+        n_cheap = 0
+        if sparse.read_top_k is None:
+            n_cheap = entries_costing(CHEAP_SHARE, model, layers)
+        reach = sparse.reach(n_prompt, n_cheap)
+        reading = SparseReading(
+            reach=reach,
+            last_reach=reach.for_last_tokens(in_files(sparse.store)),
+            last_from=n_prompt - LAST_TOKENS,
+            n_before_choice=reach.first_choice_position(n_prompt, n_prompt - n_new),
+        )
     decode_quota = sparse.quota(n_prompt)
-    plan = Plan(
-        **vars(sparse_voters(n_prompt)),
+    # Several Macs would all have to make the same decision, and reading all entries from other stores is slow.
+    may_adapt = n_ranks() == 1 and sparse.store == "memory"
+    return Plan(
+        n_prompt=n_prompt,
         config=config,
+        voters=range(max(0, n_prompt - N_VOTERS), n_prompt),
         n_new=n_new,
         prefill_quota=replace(decode_quota, entries=max(decode_quota.entries, n_prompt)),
         decode_quota=decode_quota,
-        adapts=_adapts(config),
-    )
-    if not sparse.reads_sparsely:
-        return plan
-    n_cheap = 0 if sparse.read_top_k is not None else entries_costing(CHEAP_SHARE, model, layers)
-    return replace(plan, sparse_reading=_plan_reading(plan, sparse, n_cheap))
-
-
-def _adapts(config: CompressionConfig) -> bool:
-    """Return whether a request with sparse attention may fall back to reading all entries.
-
-    This requires a single Mac, because several Macs would all have to make the same decision. It also requires entries
-    in memory, because reading all entries from other stores is slow.
-    """
-    sparse = config.sparse
-    if sparse is None or sparse.store != "memory":
-        return False
-    return sparse.when == "faster" and n_ranks() == 1
-
-
-def _plan_reading(plan: Plan, sparse: Sparse, n_cheap: int) -> SparseReading:
-    """Plan how chunks choose entries. By default, each chooses at least `n_cheap`."""
-    reach = sparse.reach(plan.n_prompt, n_cheap)
-    return SparseReading(
-        reach=reach,
-        last_reach=reach.for_last_tokens(in_files(plan.config.store)),
-        last_from=plan.n_prompt - LAST_TOKENS,
-        n_before_choice=reach.first_choice_position(plan.n_prompt, plan.n_earlier),
+        sparse_reading=reading,
+        adapts=may_adapt and sparse.when == "faster",
     )

@@ -21,8 +21,6 @@ from ..models.family import AttentionFamily
 from ..models.rope_parameters import unread_parameters
 from .scores import MIN_TOKENS_AT_ONCE, is_fused, tokens_at_once
 
-METAL = mx.metal.is_available()
-
 
 @dataclass(frozen=True)
 class LayerShape:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx_lm.utils import compute_bits_per_weight
 
 from .._version import __version__
 from ..caches.layers import attention_layers, token_caches
@@ -134,15 +135,6 @@ class Speed:
         sparse_seconds = self.lines[sparse_kind].upper_bound(length)
         full_seconds = self.lines[full_kind].lower_bound(length)
         return sparse_seconds < max_time_ratio * full_seconds
-
-    def sparse_faster_from(
-        self, sparse_kind: str, full_kind: str, lengths: Iterable[int]
-    ) -> int | None:
-        """Return the first of `lengths` at which sparse attention is faster, or None if it never is."""
-        for length in lengths:
-            if self.is_sparse_faster(sparse_kind, full_kind, length):
-                return length
-        return None
 
     def predict_seconds(self, n_prompt: int, n_answer: int) -> PredictedSeconds | None:
         """Predict the time of a prompt and its answer.
@@ -297,18 +289,5 @@ def _describe_shape(model: Any) -> list[str]:
     return [
         f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
         f"{n_kv_heads} heads x {group_size} x {head_dim}, {keys.dtype}",
-        f"hidden {hidden_size(model)}, {_bits_per_weight(model)} bits",
+        f"hidden {hidden_size(model)}, {compute_bits_per_weight(model):.1f} bits",
     ]
-
-
-def _bits_per_weight(model: Any) -> int:
-    """Return the bits per weight: the minimum over quantised modules or, without any, the largest weight's."""
-    modules = model.modules()
-    quantised = [module for module in modules if "scales" in module and hasattr(module, "bits")]
-    if quantised:
-        return min(module.bits for module in quantised)
-    weights = [module["weight"] for module in modules if "weight" in module]
-    if not weights:
-        return 0
-    largest = max(weights, key=lambda weight: weight.size)
-    return 8 * largest.dtype.size

@@ -51,7 +51,7 @@ def test_compression_is_reported(call, tmp_path):
     assert result["compression"]["entries_kept"] == [52, 52, 52]
     assert result["compression"]["reason"] is None
     assert re.search(
-        r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \(float32, with room for more\) \| prompt",
+        r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \(float32\) \| prompt",
         err.splitlines()[-1],
     )
 

@@ -17,7 +17,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.compress.policy import Policy
 from mlx_snapkv.compress.recording import RecordingKVCache
-from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models import attention_classes
@@ -181,7 +181,7 @@ def test_a_later_turn_reads_tokens_before_an_eviction_that_needs_statistics(toke
     model(tokens[None, :60], cache=cache)
     policy = ExpectedAttention(budget=40, block=16, n_window=8)
     plan = plan_request(model, CompressionConfig(Compress(policy), turns=True), 20, cache)
-    request = make_request(model, plan, cache)
+    request = Request(model, plan, cache)
     with request.recording():
         for part in (tokens[60:64], tokens[64:80]):
             model(part[None], cache=request.caches)

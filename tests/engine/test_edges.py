@@ -16,8 +16,8 @@ from mlx_snapkv import (
 )
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine import compress_mode as policy_mode
-from mlx_snapkv.planning.prompt_plan import policy_voters
+from mlx_snapkv.engine import request as request_module
+from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.options import PAGE_SIZE
 
@@ -127,6 +127,19 @@ def test_embeddings_on_a_block_cache_are_refused_at_the_call(tokens):
         generate_step(tokens[:9], model, input_embeddings=embeddings, prompt_cache=cache)
 
 
+def test_embeddings_are_left_to_mlx_lm_with_a_progress_callback(tokens):
+    model, done = make_llama(), []
+    options = {
+        "max_tokens": 4,
+        "input_embeddings": model.model.embed_tokens(tokens),
+        "prompt_progress_callback": lambda *at: done.append(at),
+    }
+    expected = [token for token, _ in mlx_generate.generate_step(tokens, model, **options)]
+    options["policy"] = SNAPKV
+    assert [token for token, _ in generate_step(tokens, model, **options)] == expected
+    assert done[: len(done) // 2] == done[len(done) // 2 :]
+
+
 AHEAD = f"{FEW},lookahead=5"
 
 
@@ -134,7 +147,7 @@ AHEAD = f"{FEW},lookahead=5"
 def test_an_answer_that_ends_before_the_compression_costs_no_selection(
     tiny_model, tokens, n, monkeypatch
 ):
-    monkeypatch.delattr(policy_mode, "choose_entries")
+    monkeypatch.delattr(request_module, "choose_entries")
     reports = []
     options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}
     assert len(list(generate_step(tokens, tiny_model, **options))) == n
@@ -164,7 +177,7 @@ def test_there_is_one_report_however_many_tokens_are_taken(tokens, n_read, given
     for _ in range(n_read):
         next(answer)
     answer.close()
-    ahead = policy_voters(resolve_compress(policy=policy), tokens.size).n_fed_before_compression
+    ahead = max(1, resolve_compress(policy=policy).decode_policy.lookahead)
     # A caller who takes no token, or stops before the compression and gave no cache, gets no report.
     assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
     if given:
@@ -199,8 +212,5 @@ def test_turns_after_an_uncompressed_one_hold_the_budget_and_a_block(
         if len(compressed) == 2:
             monkeypatch.setattr(BlockKVCache, "append", watched)
     assert compressed == [False, True, True, True]
-    assert (
-        20
-        < max(held)
-        <= 20 + max(chosen.decode_policy.block, policy_voters(chosen, 1).n_fed_before_compression)
-    )
+    decode_policy = chosen.decode_policy
+    assert 20 < max(held) <= 20 + max(decode_policy.block, decode_policy.lookahead, 1)

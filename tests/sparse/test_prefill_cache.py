@@ -14,7 +14,7 @@ from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import count_bytes, slice_rows
 from mlx_snapkv.entries.spans import BLOCK_SIZE
@@ -261,7 +261,7 @@ def requested(model, tokens, cache=None, sparse=OPTIONS):
     """Return a request that has read its prompt but not yet computed the first token."""
     config = CompressionConfig(Sparse.from_string(sparse))
     cache = make_prompt_cache(model) if cache is None else cache
-    request = make_request(model, plan_request(model, config, tokens.size, cache), cache)
+    request = Request(model, plan_request(model, config, tokens.size, cache), cache)
     start, step = 0, request.plan.chunk_size(2048)
     with request.recording():
         while start < tokens.size:
@@ -283,9 +283,7 @@ def test_the_last_queries_of_all_reading_layers_are_recorded(name):
     plain = make_caches(model, Sparse())
     for layer in request.layers:
         layer.cache_in(plain).layer = layer
-        layer.cache_in(plain).observe(
-            request.plan.first_voter, request.plan.end_of_voters, LONG.size
-        )
+        layer.cache_in(plain).observe(LONG.size - N_VOTERS, LONG.size, LONG.size)
     with recording(attention_classes(model)):
         model(LONG[None], cache=plain)
     first = request.layers[0]  # its queries depend on no choice

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.engine.request import make_request
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import CapturedQueries, Queries
 from mlx_snapkv.planning.config import CompressionConfig
@@ -67,7 +67,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.offload()
     mx.clear_cache()
     config = CompressionConfig(SPARSE)
-    turn = make_request(model, plan_request(model, config, 41, caches), caches, uses_store=True)
+    turn = Request(model, plan_request(model, config, 41, caches), caches, uses_store=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():
