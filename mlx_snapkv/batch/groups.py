@@ -80,7 +80,6 @@ class Group(GenerationBatch):
         error: Exception | None = None
 
     can_join = True
-    job: Job | None = None
 
     @cached_property
     def _attention_classes(self) -> list[type]:
