@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse_body
 from ..errors import Option, SnapKVError
@@ -165,19 +165,18 @@ class AnswersFile:
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
         try:
-            outcome = _parse_outcome(raw_line)
-            self._keys.add(outcome.key)
+            key, earlier_run = _key_and_run(raw_line)
+            self._keys.add(key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
                 problem = " exists, and mlx-snapkv did not write it: give another --output"
             else:
                 problem = f": line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{problem}") from None
-        if outcome.run:
-            self._require_same_run(outcome.run)
-        if outcome.is_error:
+        if earlier_run is None:
             self.n_errors += 1
         else:
+            self._require_same_run(earlier_run)
             self.n_answered += 1
 
     def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
@@ -229,22 +228,8 @@ class AnswersFile:
         self._keys.add(line.key)
 
 
-class _Outcome(NamedTuple):
-    """The answer or error in one line of an answer file.
-
-    Attributes:
-        key: the request's key; see `Line.key`.
-        run: the run's fields. Empty for errors.
-        is_error: whether the line is an error.
-    """
-
-    key: str | int
-    run: dict[str, Any]
-    is_error: bool
-
-
-def _parse_outcome(raw_line: bytes) -> _Outcome:
-    """Parse a line of an answer file.
+def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
+    """Return a request's key (see `Line.key`) and its run's fields from a line of an answer file. Errors have no run.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
@@ -256,9 +241,8 @@ def _parse_outcome(raw_line: bytes) -> _Outcome:
     if error is not None:
         has_unique_id = custom_id is not None and error["code"] != DUPLICATE
         key = custom_id if has_unique_id else error["line"]
-        return _Outcome(key, run={}, is_error=True)
+        return key, None
     if custom_id is None:  # only errors may have no id
         raise ValueError
     body = record["response"]["body"]
-    run = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
-    return _Outcome(custom_id, run, is_error=False)
+    return custom_id, {"model": body["model"], **body["mlx_snapkv"]}
