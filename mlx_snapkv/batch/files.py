@@ -134,7 +134,8 @@ class AnswersFile:
 
     Args:
         path: the file. It need not exist yet.
-        run: fields shared by all of this run's answers: `model`, and part of the `mlx_snapkv` field.
+        model: model name in all of this run's answers.
+        about: fields that the `mlx_snapkv` field of all of this run's answers includes.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
@@ -145,10 +146,11 @@ class AnswersFile:
             complete.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]):
+    def __init__(self, path: Path, model: str, about: dict[str, Any]):
         """Read the answers that are already in the file."""
         self.path = path
-        self._run = run
+        self.model = model
+        self.about = about
         self._lines = JsonLines(path, START)
         self._read()
 
@@ -181,7 +183,8 @@ class AnswersFile:
 
     def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
         """Check that an answer in the file belongs to this run. Raises: SnapKVError."""
-        for name, value in self._run.items():
+        run = {"model": self.model, **self.about}
+        for name, value in run.items():
             earlier_value = earlier_run.get(name)
             if earlier_value != value:
                 earlier_text = "none" if earlier_value is None else repr(earlier_value)

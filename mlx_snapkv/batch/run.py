@@ -27,7 +27,7 @@ from .memory import Memory
 
 @dataclass
 class Progress:
-    """The progress of a run, passed to `on_progress`.
+    """The progress of a run.
 
     Attributes:
         lines: number of finished lines, including those from earlier runs.
@@ -74,15 +74,12 @@ class Run:
     Attributes:
         answers: the answer file, opened in a `with` block. Requests already in it are skipped.
         options: keyword arguments for `CompressedBatchGenerator`.
-        name: model name to write in the answers.
-        about: fields to include in every answer's `mlx_snapkv` field.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
         max_kv_bytes: KV memory limit in bytes, or 0 for no limit. By default, the memory that the model leaves free on
             this machine.
         seed: if set, requests without a seed get one derived from this seed and their `custom_id`. Otherwise, their
             seeds are random.
-        on_progress: called after every step.
 
     Raises:
         SnapKVError: the model can't decode prompts together, or the setting does not support the model.
@@ -93,13 +90,10 @@ class Run:
     tokenizer: Any
     answers: AnswersFile
     options: dict[str, Any]
-    name: str
-    about: dict[str, Any]
     defaults: Defaults = field(default_factory=Defaults)
     concurrency: int = 8
     max_kv_bytes: int | None = None
     seed: int | None = None
-    on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
         """Create the generator, which checks the options and the model."""
@@ -124,18 +118,18 @@ class Run:
             **self.options,
         )
 
-    def answer(self, lines: Iterable[Line]) -> None:
-        """Write an answer or an error for every line that does not have one yet."""
+    def answer(self, lines: Iterable[Line], on_progress: Callable[[Progress], None]) -> None:
+        """Write an answer or an error for every line that has none yet. Call `on_progress` after every step."""
         started = time.perf_counter()
         requests = self._requests_of(lines)
         try:
             while self._admit(requests):
                 self._run_step()
                 self.progress.seconds = time.perf_counter() - started
-                self.on_progress(self.progress)
+                on_progress(self.progress)
         finally:
             self._generator.close()
-        self.on_progress(self.progress)
+        on_progress(self.progress)
 
     def _requests_of(self, lines: Iterable[Line]) -> Iterator[Request]:
         """Yield a request for every valid line that has no answer yet, and write an error for every invalid one.
@@ -262,13 +256,13 @@ class Run:
         del self._active[response.uid]
         if request.report is not None:
             self.progress.warnings.update(request.report.warnings)
-        body = answer_body(request.answer, self.name, self._extra_field(request))
+        body = answer_body(request.answer, self.answers.model, self._extra_field(request))
         self.answers.answer(request.line, body)
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return an answer's `mlx_snapkv` field: `about`, what was compressed, and ignored request fields."""
-        extra = dict(self.about)
+        """Return an answer's `mlx_snapkv` field: the run's, what was compressed, and ignored request fields."""
+        extra = dict(self.answers.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)
         if request.completion.ignored:
