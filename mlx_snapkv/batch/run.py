@@ -2,11 +2,10 @@
 
 import hashlib
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..completions.answer import Completion
@@ -15,11 +14,8 @@ from ..completions.body import Defaults
 from ..completions.request import Bounds, CompletionRequest, completion_request
 from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
 from ..errors import SnapKVError, brief
-from ..models.counts import vocabulary_size
-from ..models.trained_length import trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
-from ..planning.kv_limit import NO_KV_LIMIT
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_batchable
 from .memory import Memory
@@ -54,14 +50,14 @@ class Request:
 
     Attributes:
         line: the request's line in the file.
-        need: memory that the request needs, or None if memory is not limited.
+        need: memory that the request needs.
         report: the compression report, or None before compression.
         n_read: number of prompt tokens read so far.
     """
 
     line: Line
     completion: CompletionRequest
-    need: Need | None
+    need: Need
     answer: Completion
     report: CompressionReport | None = None
     n_read: int = 0
@@ -76,8 +72,7 @@ class Run:
         options: keyword arguments for `CompressedBatchGenerator`.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
-        max_kv_bytes: KV memory limit in bytes, or 0 for no limit. By default, the memory that the model leaves free on
-            this machine.
+        max_kv_bytes: KV memory limit in bytes; see `Memory`.
         seed: if set, requests without a seed get one derived from this seed and their `custom_id`. Otherwise, their
             seeds are random.
 
@@ -99,11 +94,8 @@ class Run:
         """Create the generator, which checks the options and the model."""
         require_batchable(self.model)
         self.progress = Progress()
-        max_length = trained_length(self.model) or sys.maxsize
-        self._bounds = Bounds(max_length, vocabulary_size(self.model))
-        self._memory: Memory | None = None
-        if self.max_kv_bytes != NO_KV_LIMIT:
-            self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
+        self._bounds = Bounds.of_model(self.model)
+        self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -171,13 +163,8 @@ class Run:
 
     def _make_request(self, line: Line, completion: CompletionRequest) -> Request:
         """Create the batch request for a completion. Raises: SnapKVError: it is too large, or not supported."""
-        need = None
-        if self._memory is not None:
-            n_prompt = len(completion.prompt)
-            if completion.constraint is None:
-                n_answer = self._memory.longest_answer(n_prompt, completion.max_tokens)
-                completion = replace(completion, max_tokens=n_answer)
-            need = self._memory.need(n_prompt, completion.max_tokens)
+        completion = self._memory.limit_answer(completion)
+        need = self._memory.need(len(completion.prompt), completion.max_tokens)
         answer = Completion(completion, self.tokenizer)
         return Request(line=line, completion=completion, need=need, answer=answer)
 
@@ -208,9 +195,7 @@ class Run:
         return bool(self._active)
 
     def _has_memory_for(self, request: Request) -> bool:
-        """Return whether there is memory for another request. Without a limit, there always is."""
-        if self._memory is None or request.need is None:
-            return True
+        """Return whether there is memory for another request."""
         cache_bytes = self._generator.prompt_cache_nbytes
         peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
         return peak_bytes is not None

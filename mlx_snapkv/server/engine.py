@@ -295,7 +295,8 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
-        request.completion_request = self._admission.limit_answer(request.body, unlimited_request)
+        memory = self._admission.memory_for(request.body)
+        request.completion_request = memory.limit_answer(unlimited_request)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start. If so, make room for it in memory."""

@@ -123,7 +123,7 @@ class EngineRequest:
         is_cancelled: whether the client has left or already has its answer.
         prompt: the prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
-        need: memory that the request's caches will need. None if memory is unlimited.
+        need: memory that the request's caches will need.
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far. None until the request starts.
         report: the compression report. None until the prompt has been read.
@@ -139,7 +139,7 @@ class EngineRequest:
     is_cancelled: bool = False
     prompt: Prompt | None = None
     completion_request: CompletionRequest = field(init=False)
-    need: Need | None = None
+    need: Need = field(init=False)
     checkpoints: list[int] = field(default_factory=list)
     answer: Completion | None = None
     report: CompressionReport | None = None
