@@ -25,7 +25,7 @@ from ..chat_messages import (
     tag_by_type,
     unnest_function,
 )
-from ..exchange import respond
+from ..exchange import model_name, respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -169,7 +169,8 @@ async def create(request: Request, body: MessagesBody) -> Response:
     """Answer the last message of a conversation."""
     sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
     chat = body.as_chat_body(**sampling, stop=body.stop_sequences)
-    return await respond(request, body, [chat], MessageFormatter)
+    formatter = MessageFormatter(model_name(request, body))
+    return await respond(request, [chat], formatter, bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")

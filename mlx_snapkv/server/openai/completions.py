@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +12,7 @@ from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
 from ...engine.report import STAYING, CompressionReport
 from ..api_error import ApiError
-from ..exchange import respond
+from ..exchange import model_name, respond
 from ..formatter import ResponseFormatter, server_sent_event
 from ..requests import Event, Finished, Logprob, PromptProgress, Started, TokenLogprob
 from .text_offsets import TextOffsets
@@ -33,14 +32,14 @@ async def _respond_to_body(request: Request, body: Body) -> Response:
             answer_body.model_copy(update={"seed": body.seed + index})
             for index, answer_body in enumerate(answer_bodies)
         ]
-    new_formatter = partial(
-        CompletionFormatter,
+    formatter = CompletionFormatter(
+        model_name(request, body),
         is_chat=isinstance(body, ChatBody),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
         n_answers=n_answers,
         uses_functions=body.uses_functions,
     )
-    return await respond(request, body, answer_bodies, new_formatter)
+    return await respond(request, answer_bodies, formatter, bool(body.stream))
 
 
 @router.post("/v1/chat/completions")
