@@ -16,8 +16,7 @@ from ..planning.footprint import Need
 from .api_error import ApiError, prompt_too_long
 from .log import LoggedOnce
 from .metrics import Metrics
-from .prefix_cache import PrefixCache
-from .requests import EngineRequest
+from .requests import EngineRequest, Loaded
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,8 @@ class Admission:
 
     Args:
         limits: the user's limits.
-        model: the served model.
+        loaded: the served model and its prefix cache.
         options: keyword arguments for `CompressedBatchGenerator`.
-        prefixes: the prefix cache.
         metrics: counts open requests.
 
     Attributes:
@@ -53,17 +51,11 @@ class Admission:
             is known.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        model: Any,
-        options: dict[str, Any],
-        prefixes: PrefixCache,
-        metrics: Metrics,
-    ):
+    def __init__(self, limits: Limits, loaded: Loaded, options: dict[str, Any], metrics: Metrics):
         """Determine the model's bounds, and the memory for requests."""
+        model = loaded.model
         self._limits = limits
-        self._prefixes = prefixes
+        self._prefixes = loaded.prefixes
         self._open_requests = metrics.open_requests
         self._free_places = threading.Semaphore(limits.concurrency + limits.queue)
         self._model = model

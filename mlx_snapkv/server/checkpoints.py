@@ -12,7 +12,6 @@ from ..completions.prompt import context_tokens
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
-from .prefix_cache import PrefixCache
 from .requests import EngineRequest, Loaded, StoredPrefix
 
 MIN_CHECKPOINT = 128  # caches of fewer tokens are not stored
@@ -27,14 +26,13 @@ class Checkpoints:
     prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer.
 
     Args:
-        prefixes: the prefix cache.
-        loaded: the served model.
+        loaded: the served model and its prefix cache.
         options: keyword arguments for `CompressedBatchGenerator`.
     """
 
-    def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
+    def __init__(self, loaded: Loaded, options: dict[str, Any]):
         """Determine what the setting and the model's cache types allow."""
-        self._prefixes = prefixes
+        self._prefixes = loaded.prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
         self._setting = config.setting

@@ -21,8 +21,6 @@ from .api_error import ApiError
 from .checkpoints import Checkpoints
 from .log import LoggedOnce, log
 from .metrics import Metrics
-from .prefix_cache import PrefixCache
-from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
@@ -59,14 +57,12 @@ class Engine:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
             them.
         options: keyword arguments for `CompressedBatchGenerator`.
-        prefixes: the prefix cache.
         limits: limits for requests and KV memory.
         defaults: values for fields that a request omits.
-        metrics: counts requests, tokens and memory.
-        open_files: returns the folder for prefixes on disk, or None.
 
     Attributes:
-        loaded: the served model.
+        loaded: the served model and its prefix cache.
+        metrics: counts requests, tokens and memory.
         kv_bytes: size of the running requests' caches after the last step, in bytes.
     """
 
@@ -76,23 +72,18 @@ class Engine:
         self,
         load: Callable[[], Loaded],
         options: dict[str, Any],
-        prefixes: PrefixCache,
         limits: Limits,
         defaults: Defaults,
-        metrics: Metrics,
-        open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         """Start the thread, and wait until it has loaded the model.
 
         Raises: Exception: `load` failed.
         """
         self.options = options
-        self.prefixes = prefixes
-        self.metrics = metrics
+        self.metrics = Metrics()
         self._load = load
         self._limits = limits
         self._defaults = defaults
-        self._open_files = open_files
         self.loaded: Loaded
         self._model_loaded = Future[None]()  # done when loading has finished or failed
         self._submitted_requests: SimpleQueue[EngineRequest] = SimpleQueue()
@@ -103,7 +94,6 @@ class Engine:
         self._waiting_requests: deque[EngineRequest] = deque()
         self._cancelled_numbers: set[int] = set()  # request numbers, the same on all ranks
         self._logged_once = LoggedOnce()
-        metrics.track(self)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         try:
@@ -201,10 +191,8 @@ class Engine:
 
     def _create_parts(self) -> None:
         """Create the objects that depend on the model."""
-        self._checkpoints = Checkpoints(self.prefixes, self.loaded, self.options)
-        self._admission = Admission(
-            self._limits, self.loaded.model, self.options, self.prefixes, self.metrics
-        )
+        self._checkpoints = Checkpoints(self.loaded, self.options)
+        self._admission = Admission(self._limits, self.loaded, self.options, self.metrics)
         self._new_batch = partial(
             ServedBatch,
             self.loaded,
@@ -215,7 +203,7 @@ class Engine:
             on_pause=self._interrupt_if_stopping,
         )
         self.batch = self._new_batch()
-        self.prefixes.files = self._open_files(self.loaded)
+        self.metrics.track(self)
 
     def _run_round(self) -> None:
         """Wait for a request, start waiting requests that may start, and run one step of the batch."""

@@ -25,17 +25,17 @@ class PrefixCache:
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
-        files: the folder with prefixes on disk, or None.
+        files: the folder with prefixes that outlive the server, or None.
         nbytes: size of the caches in memory.
         file_nbytes: size of the caches in temporary files.
     """
 
-    files: PrefixFiles | None = None
     nbytes = file_nbytes = 0
 
-    def __init__(self, max_bytes: int):
-        """Start with no prefixes."""
+    def __init__(self, max_bytes: int, files: PrefixFiles | None = None):
+        """Start with no prefixes in memory."""
         self.max_bytes = max_bytes
+        self.files = files
         self._prefixes: list[Prefix] = []
 
     def __len__(self) -> int:

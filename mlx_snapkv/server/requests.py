@@ -22,14 +22,20 @@ from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
 from .api_error import as_api_error
+from .prefix_cache import PrefixCache
 
 
 class Loaded(NamedTuple):
-    """The served model. Clients see its `names`. The first is the one it was loaded under."""
+    """The served model and its prefix cache.
+
+    Attributes:
+        names: the model's names for clients. The first is the one it was loaded under.
+    """
 
     model: Any
     tokenizer: Any
     names: tuple[str, ...]
+    prefixes: PrefixCache
 
 
 class Accepted(NamedTuple):

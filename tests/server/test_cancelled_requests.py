@@ -23,10 +23,10 @@ class Served:
     def __init__(self, loaded, method):
         policy = method and setting_named(method)
         options = {"policy": policy, "prefill_step_size": CHUNK}
-        self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
-        self.checkpoints = Checkpoints(self.prefixes, loaded, options)
+        self.loaded = loaded._replace(prefixes=PrefixCache(1 << 30))
+        self.checkpoints = Checkpoints(self.loaded, options)
         self.batch = ServedBatch(
-            loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
+            self.loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
         )
 
     def start(self, text):
@@ -48,7 +48,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def loaded(demo_llama):
-    return Loaded(*demo_llama, ("demo",))
+    return Loaded(*demo_llama, ("demo",), PrefixCache(0))
 
 
 @pytest.mark.parametrize("method", SAFE)
@@ -72,7 +72,7 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
     for _ in range(2):
         served.batch.step()
     served.batch.remove([request.number])
-    assert len(served.prefixes) == 0
+    assert len(served.loaded.prefixes) == 0
 
 
 def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(loaded, document):
@@ -81,5 +81,5 @@ def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(lo
     prompt = request.completion_request.prompt
     for n in (CHUNK - 1, len(prompt) - 31):
         served.checkpoints.insert_cancelled(request, prompt[:n], [])
-    assert len(served.prefixes) == 0
+    assert len(served.loaded.prefixes) == 0
     served.batch.remove([request.number])
