@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from ..caches.layers import is_compressed
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
 from ..completions.prompt import context_tokens
@@ -55,18 +56,21 @@ class Checkpoints:
         elif compress is not None and self._keeps_all_entries:
             self._n_unshared = max(1, compress.decode_policy.obs_window)
 
-    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits.
+    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list, int]:
+        """Return caches for a prefix of the prompt, and the prefix's length. Return `([], 0)` if no prefix fits.
 
         Args:
             prompt: token ids of the whole prompt.
             full_cache: whether the request is answered from the full cache, whatever the setting.
         """
         if self._must_not_share_caches(full_cache):
-            return None, 0
+            return [], 0
         # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
-        return self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
+        caches, n_cached = self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
+        if full_cache and is_compressed(caches):
+            return [], 0
+        return caches, n_cached
 
     def _must_not_share_caches(self, full_cache: bool | None) -> bool:
         """Return whether a request must not share caches, because the others' entries depend on sparse attention."""

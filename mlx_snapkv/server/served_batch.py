@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..batch.generator import CompressedBatchGenerator
 from ..batch.groups import request_errors
-from ..caches.layers import is_compressed, kv_bytes
+from ..caches.layers import kv_bytes
 from ..completions.answer import Completion
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError, sentence
@@ -71,7 +71,6 @@ class ServedBatch:
         """Add a request to the batch. On failure, send the error to its client."""
         completion_request = request.completion_request
         prompt = completion_request.prompt
-        sampler = completion_request.sampler
         full_cache = bool(request.body.full_cache)
         caches, n_cached = self._fetch_prefix(prompt, full_cache)
         # The generator reports the end of each segment, so split the prompt at the checkpoints.
@@ -82,9 +81,9 @@ class ServedBatch:
             (uid,) = self.generator.insert_segments(
                 [segments],
                 [completion_request.max_tokens],
-                caches=None if caches is None else [caches],
+                caches=[caches],
                 all_tokens=[prompt[:n_cached]],
-                samplers=None if sampler is None else [sampler],
+                samplers=[completion_request.sampler],
                 logits_processors=[completion_request.processors],
                 in_full=full_cache,
             )
@@ -98,16 +97,13 @@ class ServedBatch:
         self._metrics.prefix_hits.inc(n_cached > 0)
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits."""
+    def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list, int]:
+        """Return caches for a prefix of the prompt, as `Checkpoints.fetch` does. If that fails, use no prefix."""
         try:
-            caches, n_cached = self._checkpoints.fetch(prompt, full_cache)
+            return self._checkpoints.fetch(prompt, full_cache)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
-            return None, 0
-        if full_cache and caches is not None and is_compressed(caches):
-            return None, 0
-        return caches, n_cached
+            return [], 0
 
     def remove(self, numbers: Collection[int]) -> None:
         """Remove cancelled requests. The part of a prompt that has been read may be stored for a retry."""

@@ -53,7 +53,7 @@ def test_caches_that_cannot_be_cut_serve_only_continuations_and_are_evicted_by_a
     for question in range(1000, 1003):
         prefixes.insert([*DOCUMENT, question], of(321, RotatingKVCache))
     assert prefixes.fetch([*DOCUMENT, 1001, 1], 1)[1] == 321
-    assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == (None, 0)
+    assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == ([], 0)
     prefixes.trim_to(prefixes.nbytes - 1)
     assert kept(prefixes) == [[1000], [1001], [1002]]
 
