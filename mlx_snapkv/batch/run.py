@@ -12,7 +12,7 @@ from ..completions.answer import Completion
 from ..completions.answer_body import answer_body
 from ..completions.body import Defaults
 from ..completions.request import Bounds, CompletionRequest, completion_request
-from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
+from ..engine.report import ENDED_EARLY, CompressionReport
 from ..errors import SnapKVError, brief
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
@@ -267,13 +267,9 @@ def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
         return {"reason": ENDED_EARLY}
     if not report.compressed:
         return {"reason": report.reason}
-    fields = {
+    return {
         "entries": report.entries,
         "kv_bytes": report.kv_bytes_after,
         "kv_bytes_before": report.kv_bytes_before,
+        **report.staying_fields,
     }
-    for name in STAYING:
-        size = getattr(report, name)
-        if size > 0:
-            fields[name] = size
-    return fields

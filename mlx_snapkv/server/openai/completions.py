@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from ...completions.answer_body import answer_choice, body_head, message_fields, usage_fields
 from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
-from ...engine.report import STAYING, CompressionReport
+from ...engine.report import CompressionReport
 from ..api_error import ApiError
 from ..exchange import model_name, respond
 from ..formatter import ResponseFormatter, server_sent_event
@@ -191,11 +191,14 @@ class CompletionFormatter(ResponseFormatter):
 
 def _report_fields(report: CompressionReport) -> dict[str, Any]:
     """Return the compression report fields to include in a response."""
-    names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
-    fields = {name: getattr(report, name) for name in names}
-    fields["entries"] = report.entries if report.compressed else None
-    staying_bytes = {name: getattr(report, name) for name in STAYING}
-    return fields | {name: n_bytes for name, n_bytes in staying_bytes.items() if n_bytes}
+    return {
+        "policy": report.policy,
+        "kv_bytes_before": report.kv_bytes_before,
+        "kv_bytes_after": report.kv_bytes_after,
+        "reason": report.reason,
+        "entries": report.entries if report.compressed else None,
+        **report.staying_fields,
+    }
 
 
 def _logprob_fields(entry: Logprob) -> dict[str, Any]:
