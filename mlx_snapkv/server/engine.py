@@ -150,16 +150,17 @@ class Engine:
         vocabulary_size = self._admission.bounds.vocabulary_size
         with self._tokenizer_lock:
             prompt = tokenize(request.body, self.loaded.tokenizer, vocabulary_size)
-        request.prompt = prompt
-        self._admission.require_short_prompt(len(prompt.tokens))
-        request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
+            request.prompt = prompt
+            self._admission.require_short_prompt(len(prompt.tokens))
+            request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
         self._submitted_requests.put(request)
         self._wake_event.set()
 
     def count_tokens(self, body: ChatBody) -> int:
         """Return the length of a prompt in tokens."""
         self.require_alive()
-        return len(tokenize(body, self.loaded.tokenizer).tokens)
+        with self._tokenizer_lock:
+            return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
         """Stop after the current step, and wait up to `seconds` (by default, indefinitely) for the thread to end."""
