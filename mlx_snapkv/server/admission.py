@@ -35,6 +35,11 @@ class Limits:
     context: int | None = None
     kv_bytes: int | None = None
 
+    @property
+    def max_requests(self) -> int:
+        """Return the maximum number of requests, both running and waiting."""
+        return self.concurrency + self.queue
+
 
 class Admission:
     """Enforces the limits, and shrinks the prefix cache to make room for requests.
@@ -57,7 +62,7 @@ class Admission:
         self._limits = limits
         self._prefixes = loaded.prefixes
         self._open_requests = metrics.open_requests
-        self._free_places = threading.Semaphore(limits.concurrency + limits.queue)
+        self._free_places = threading.Semaphore(limits.max_requests)
         self._model = model
         self.context = limits.context or trained_length(model)
         self.bounds = Bounds.of_model(model)

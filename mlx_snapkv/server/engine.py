@@ -82,7 +82,7 @@ class Engine:
         self.options = options
         self.metrics = Metrics()
         self._load = load
-        self._limits = limits
+        self.limits = limits
         self._defaults = defaults
         self.loaded: Loaded
         self._model_loaded = Future[None]()  # done when loading has finished or failed
@@ -103,11 +103,6 @@ class Engine:
             raise
 
     # Methods called by other threads:
-
-    @property
-    def max_requests(self) -> int:
-        """Return the maximum number of requests, both running and waiting."""
-        return self._limits.concurrency + self._limits.queue
 
     @property
     def context(self) -> int | None:
@@ -193,12 +188,12 @@ class Engine:
     def _create_parts(self) -> None:
         """Create the objects that depend on the model."""
         self._checkpoints = Checkpoints(self.loaded, self.options)
-        self._admission = Admission(self._limits, self.loaded, self.options, self.metrics)
+        self._admission = Admission(self.limits, self.loaded, self.options, self.metrics)
         self._new_batch = partial(
             ServedBatch,
             self.loaded,
             self.options,
-            max_requests=self._limits.concurrency,
+            max_requests=self.limits.concurrency,
             checkpoints=self._checkpoints,
             metrics=self.metrics,
             on_pause=self._interrupt_if_stopping,

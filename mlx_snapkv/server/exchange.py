@@ -40,7 +40,7 @@ async def respond(
     """
     state = request.app.state
     n_answers = len(answer_bodies)
-    max_answers = state.engine.max_requests
+    max_answers = state.engine.limits.max_requests
     if n_answers > max_answers:
         raise ApiError(
             400, f"{n_answers} answers at once are more than {max_answers}: ask for fewer"
