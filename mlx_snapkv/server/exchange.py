@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from ..completions.body import Body
 from .api_error import ApiError, as_api_error
+from .changing_lines import drop_volatile_lines
 from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
@@ -46,7 +47,7 @@ async def respond(
             400, f"{n_answers} answers at once are more than {max_answers}: ask for fewer"
         )
     for answer_body in answer_bodies:
-        state.settings.drop_volatile_lines(answer_body)
+        drop_volatile_lines(answer_body, state.settings.volatile_headers)
         state.changing_lines.compare(answer_body)
     events = _events(request, answer_bodies)
     first_chunks: list[bytes] = []

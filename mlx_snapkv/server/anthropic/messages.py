@@ -15,6 +15,7 @@ from ...completions.fields import BodyModel, MaxTokens, Name, Probability, Stops
 from ...completions.messages import Message
 from ...completions.validation import required_for
 from ..api_error import ApiError
+from ..changing_lines import drop_volatile_lines
 from ..chat_messages import (
     ForeignTool,
     NoneAsEmpty,
@@ -178,7 +179,7 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
     """Count a prompt's tokens without running the model."""
     state = request.app.state
     chat = body.as_chat_body()
-    state.settings.drop_volatile_lines(chat)
+    drop_volatile_lines(chat, state.settings.volatile_headers)
     return {"input_tokens": await asyncio.to_thread(state.engine.count_tokens, chat)}
 
 
