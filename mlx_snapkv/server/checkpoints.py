@@ -95,15 +95,13 @@ class Checkpoints:
         lengths = sorted({after_system, before_reasoning})
         return [length for length in lengths if MIN_CHECKPOINT <= length < len(prompt)]
 
-    def insert_checkpoint(
-        self, request: EngineRequest, n_read: int, tokens: list[int], caches: list
-    ) -> None:
-        """Store the caches of a request whose prefill has reached the checkpoint at `n_read` tokens."""
+    def insert_checkpoint(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Store the caches of a request whose prefill has reached a checkpoint."""
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
-        if n_read == last_checkpoint:
+        if len(tokens) == last_checkpoint:
             # Store this prefix rather than the whole prompt.
-            request.stored_prefix = StoredPrefix(list(tokens), caches)
+            request.stored_prefix = StoredPrefix(tokens, caches)
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""

@@ -109,7 +109,7 @@ class ServedBatch:
         """Remove cancelled requests. The part of a prompt that has been read may be stored for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
-            request = self.running[uid]
+            request = self.running.pop(uid)
             if self._checkpoints.stores_cancelled(request):
                 caches_and_tokens = self.generator.read_so_far(uid)
                 if caches_and_tokens is not None:
@@ -117,8 +117,6 @@ class ServedBatch:
                     self._checkpoints.insert_cancelled(request, tokens, caches)
         if uids:
             self.generator.remove(uids)
-        for uid in uids:
-            del self.running[uid]
 
     def step(self) -> list[EngineRequest]:
         """Read a prompt chunk or decode a token, and send the resulting events to the clients.
@@ -151,8 +149,10 @@ class ServedBatch:
         n_read = n_cached + n_uncached_read
         is_at_checkpoint = response.end_of_segment and n_read in request.checkpoints
         if is_at_checkpoint:
-            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
-            self._checkpoints.insert_checkpoint(request, n_read, tokens, caches)
+            caches_and_tokens = self.generator.read_so_far(response.uid)
+            if caches_and_tokens is not None:  # the chunk has not failed
+                caches, tokens = caches_and_tokens
+                self._checkpoints.insert_checkpoint(request, tokens, caches)
         request.put(PromptProgress(n_read, n_prompt))
 
     def _handle_token(self, response: Any) -> EngineRequest | None:

@@ -29,11 +29,12 @@ class Served:
             self.loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
         )
 
-    def start(self, text):
+    def start(self, text, checkpoints=()):
         events = []
         body = parse_body(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8})
         request = EngineRequest(body, events.append)
         request.completion_request = completion_request(body, self.loaded.tokenizer, Defaults())
+        request.checkpoints = list(checkpoints)
         self.batch.start(request)
         return request, events
 
@@ -73,6 +74,23 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
         served.batch.step()
     served.batch.remove([request.number])
     assert len(served.loaded.prefixes) == 0
+
+
+@pytest.mark.parametrize("method", SAFE)
+def test_a_checkpoint_is_kept_unless_its_chunk_failed(loaded, document, monkeypatch, method):
+    served = Served(loaded, method)
+    _, events = served.start(document[0][:4500], [CHUNK, 2 * CHUNK])
+    while len(served.loaded.prefixes) == 0:
+        served.batch.step()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(type(loaded.model), "__call__", fail)
+        while not isinstance(events[-1], Exception):
+            served.batch.step()
+    assert [len(prefix.ids) for prefix in served.loaded.prefixes._prefixes] == [CHUNK]
 
 
 def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(loaded, document):
