@@ -131,9 +131,8 @@ class Checkpoints:
             return
         self.insert_prompt(request, tokens, caches)
         files = self._prefixes.files
-        stored_prefix = request.stored_prefix
-        if files is not None and stored_prefix is not None and stored_prefix.tokens:
-            files.write(stored_prefix.tokens, stored_prefix.caches)
+        if files is not None and request.stored_prefix is not None:
+            files.write(*request.stored_prefix)
 
     def _n_system_tokens(self, body: ChatBody, prompt: list[int]) -> int:
         """Return the number of prompt tokens in the system messages.

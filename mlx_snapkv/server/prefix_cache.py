@@ -79,8 +79,6 @@ class PrefixCache:
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Store the caches for `tokens`. Log a warning if they exceed the limit on their own."""
-        if not tokens:
-            return
         # An unevaluated array would keep the whole batch's inputs alive.
         mx.eval([cache.state for cache in caches])
         fits = self._insert_if_fits(as_ids(tokens), caches)
