@@ -242,9 +242,7 @@ def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
     custom_id = record["custom_id"]
     error = record["error"]
     if error is not None:
-        has_unique_id = custom_id is not None and error["code"] != DUPLICATE
-        key = custom_id if has_unique_id else error["line"]
-        return key, None
+        return Line(error["line"], custom_id, code=error["code"]).key, None
     if custom_id is None:  # only errors may have no id
         raise ValueError
     body = record["response"]["body"]
