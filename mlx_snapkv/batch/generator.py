@@ -185,7 +185,7 @@ class CompressedBatchGenerator(BatchGenerator):
     def _slower_reason(self, plan: Plan, max_tokens: int) -> str | None:
         """Return `SLOWER_REASON` if sparse attention is known to be slower for a request, otherwise None."""
         assert plan.sparse is not None
-        n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
+        n_answer = min(max_tokens, MAX_TOKENS)
         speed = speed_of(self.model, plan.sparse)
         return SLOWER_REASON if speed.is_sparse_slower(plan.n_prompt, n_answer) else None
 

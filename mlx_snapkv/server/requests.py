@@ -131,7 +131,7 @@ class EngineRequest:
         completion_request: sampler, processors and limits, set in the engine's thread.
         need: memory that the request's caches will need.
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
-        answer: the answer so far. None until the request starts.
+        answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
         stored_prefix: what this request stored in the prefix cache. None until then.
     """
@@ -147,7 +147,7 @@ class EngineRequest:
     completion_request: CompletionRequest = field(init=False)
     need: Need = field(init=False)
     checkpoints: list[int] = field(default_factory=list)
-    answer: Completion | None = None
+    answer: Completion = field(init=False)
     report: CompressionReport | None = None
     stored_prefix: StoredPrefix | None = None
 

@@ -162,24 +162,23 @@ class ServedBatch:
             response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
         """
         request = self.running[response.uid]
-        answer = request.answer
-        assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
             return self._fail_or_restart(request, response.error)
         n_logprobs = request.completion_request.n_logprobs
         if n_logprobs is not None:
             request.put(TokenLogprob.from_response(response, n_logprobs, self._loaded.tokenizer))
+        answer = request.answer
         for piece in answer.add(response.token, response.finish_reason):
             request.put(piece)
         self._metrics.generated_tokens.inc()
         if answer.n_tokens == 1:
             self._metrics.first_token_seconds.observe(time.perf_counter() - request.since)
         if answer.finish_reason is not None:
-            self._finish(request, answer, response)
+            self._finish(request, response)
         return None
 
-    def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
+    def _finish(self, request: EngineRequest, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
         ended_at_stop_string = response.finish_reason is None  # mlx-lm ignores stop strings
         if ended_at_stop_string:
@@ -196,7 +195,7 @@ class ServedBatch:
                 log.warning("a prompt of %s tokens: %s", n_prompt, warning)
         self._checkpoints.insert_answer(request, tokens, caches)
         del self.running[response.uid]
-        request.put(Finished(answer, report))
+        request.put(Finished(request.answer, report))
 
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send the error to the client. If only a cached prefix is damaged, return the request for a restart instead.
@@ -206,9 +205,8 @@ class ServedBatch:
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
             self._checkpoints.drop(error.path)
-            answer_is_empty = request.answer is not None and request.answer.n_tokens == 0
+            answer_is_empty = request.answer.n_tokens == 0
             if answer_is_empty:
-                request.answer = None
                 request.report = None
                 request.stored_prefix = None
                 return request
