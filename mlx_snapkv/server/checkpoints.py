@@ -1,7 +1,6 @@
 """Decide which of a request's caches to store in the prefix cache, and which prefix a request may continue."""
 
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
@@ -56,29 +55,21 @@ class Checkpoints:
         elif compress is not None and self._keeps_all_entries:
             self._n_unshared = max(1, compress.decode_policy.obs_window)
 
-    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list, int]:
-        """Return caches for a prefix of the prompt, and the prefix's length. Return `([], 0)` if no prefix fits.
-
-        Args:
-            prompt: token ids of the whole prompt.
-            full_cache: whether the request is answered from the full cache, whatever the setting.
-        """
-        if self._must_not_share_caches(full_cache):
+    def fetch(self, request: EngineRequest) -> tuple[list, int]:
+        """Return caches for a prefix of a request's prompt, and its length. Return `([], 0)` if no prefix fits."""
+        if self._must_not_share_caches(request.body):
             return [], 0
+        prompt = request.completion_request.prompt
         # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
         caches, n_cached = self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
-        if full_cache and is_compressed(caches):
+        if request.body.full_cache and is_compressed(caches):
             return [], 0
         return caches, n_cached
 
-    def _must_not_share_caches(self, full_cache: bool | None) -> bool:
+    def _must_not_share_caches(self, body: Body) -> bool:
         """Return whether a request must not share caches, because the others' entries depend on sparse attention."""
-        return bool(full_cache) and self._reads_sparsely
-
-    def drop(self, path: Path) -> None:
-        """Drop caches whose entries are in the damaged file `path`."""
-        self._prefixes.drop(path)
+        return bool(body.full_cache) and self._reads_sparsely
 
     def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
@@ -88,7 +79,7 @@ class Checkpoints:
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
-        if self._must_not_share_caches(body.full_cache):
+        if self._must_not_share_caches(body):
             return []
         after_system = self._n_system_tokens(body, prompt) - (self._n_unshared - 1)
         before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_unshared)
@@ -105,7 +96,7 @@ class Checkpoints:
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
-        return self._keeps_all_entries and not self._must_not_share_caches(request.body.full_cache)
+        return self._keeps_all_entries and not self._must_not_share_caches(request.body)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a cancelled request, unless they are very short or include voting tokens."""

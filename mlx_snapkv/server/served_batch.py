@@ -71,8 +71,7 @@ class ServedBatch:
         """Add a request to the batch. On failure, send the error to its client."""
         completion_request = request.completion_request
         prompt = completion_request.prompt
-        full_cache = bool(request.body.full_cache)
-        caches, n_cached = self._fetch_prefix(prompt, full_cache)
+        caches, n_cached = self._fetch_prefix(request)
         # The generator reports the end of each segment, so split the prompt at the checkpoints.
         checkpoints = [length for length in request.checkpoints if length > n_cached]
         segment_bounds = [n_cached, *checkpoints, len(prompt)]
@@ -85,7 +84,7 @@ class ServedBatch:
                 all_tokens=[prompt[:n_cached]],
                 samplers=[completion_request.sampler],
                 logits_processors=[completion_request.processors],
-                in_full=full_cache,
+                in_full=bool(request.body.full_cache),
             )
         except request_errors() as error:
             request.fail(error)
@@ -97,10 +96,10 @@ class ServedBatch:
         self._metrics.prefix_hits.inc(n_cached > 0)
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list, int]:
-        """Return caches for a prefix of the prompt, as `Checkpoints.fetch` does. If that fails, use no prefix."""
+    def _fetch_prefix(self, request: EngineRequest) -> tuple[list, int]:
+        """Return caches for a prefix of a prompt, as `Checkpoints.fetch` does. If that fails, use no prefix."""
         try:
-            return self._checkpoints.fetch(prompt, full_cache)
+            return self._checkpoints.fetch(request)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
             return [], 0
@@ -204,7 +203,7 @@ class ServedBatch:
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
-            self._checkpoints.drop(error.path)
+            self._loaded.prefixes.drop(error.path)
             answer_is_empty = request.answer.n_tokens == 0
             if answer_is_empty:
                 request.report = None
