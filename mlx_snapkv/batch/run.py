@@ -134,20 +134,26 @@ class Run:
                 self.progress.before += 1
                 continue
             try:
-                completion = self._completion_of(line)
-                self.progress.longest = max(self.progress.longest, len(completion.prompt))
-                request = self._make_request(line, completion)
+                request = self._request_of(line)
             except Exception as error:  # an invalid line must not end the run
                 self._fail(line, line.code, error)
             else:
                 yield request
 
-    def _completion_of(self, line: Line) -> CompletionRequest:
-        """Parse a line's completion request. Raises: SnapKVError: the line or its body is invalid."""
+    def _request_of(self, line: Line) -> Request:
+        """Create the request of a line. Raises: SnapKVError: the line is invalid, or its request can't be answered."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = self._seed_of(line)
-        return completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
+        completion = completion_request(
+            line.body, self.tokenizer, self.defaults, seed, self._bounds
+        )
+        n_prompt = len(completion.prompt)
+        self.progress.longest = max(self.progress.longest, n_prompt)
+        completion = self._memory.limit_answer(completion)
+        need = self._memory.need(n_prompt, completion.max_tokens)
+        answer = Completion(completion, self.tokenizer)
+        return Request(line=line, completion=completion, need=need, answer=answer)
 
     def _seed_of(self, line: Line) -> int:
         """Return a 64-bit sampling seed for a request that has none.
@@ -161,13 +167,6 @@ class Run:
         first_64_bits = hashlib.sha256(seed_and_id).digest()[:8]
         return int.from_bytes(first_64_bits, "big")
 
-    def _make_request(self, line: Line, completion: CompletionRequest) -> Request:
-        """Create the batch request for a completion. Raises: SnapKVError: it is too large, or not supported."""
-        completion = self._memory.limit_answer(completion)
-        need = self._memory.need(len(completion.prompt), completion.max_tokens)
-        answer = Completion(completion, self.tokenizer)
-        return Request(line=line, completion=completion, need=need, answer=answer)
-
     def _admit(self, requests: Iterator[Request]) -> bool:
         """Add requests to the batch until one does not fit. Return False if the batch is empty.
 
@@ -178,27 +177,20 @@ class Run:
             self._waiting = None
             if request is None:
                 break
-            if not self._has_memory_for(request):
+            cache_bytes = self._generator.prompt_cache_nbytes
+            peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
+            if peak_bytes is None:
                 self._waiting = request
                 break
             completion = request.completion
-            try:
-                (uid,) = self._generator.insert(
-                    [completion.prompt],
-                    [completion.max_tokens],
-                    samplers=[completion.sampler],  # type: ignore[list-item]  # None is greedy
-                    logits_processors=[completion.processors],
-                )
-                self._active[uid] = request
-            except SnapKVError as error:  # the policy does not support this prompt
-                self._fail(request.line, "invalid_request", error)
+            (uid,) = self._generator.insert(
+                [completion.prompt],
+                [completion.max_tokens],
+                samplers=[completion.sampler],  # type: ignore[list-item]  # None is greedy
+                logits_processors=[completion.processors],
+            )
+            self._active[uid] = request
         return bool(self._active)
-
-    def _has_memory_for(self, request: Request) -> bool:
-        """Return whether there is memory for another request."""
-        cache_bytes = self._generator.prompt_cache_nbytes
-        peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
-        return peak_bytes is not None
 
     def _run_step(self) -> None:
         """Read one prompt chunk, and decode one token per answer."""
