@@ -146,9 +146,7 @@ class Gate:
         Raises: ApiError: the request is not allowed.
         """
         is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        if (
-            is_preflight and "origin" in headers
-        ):  # `AllowedOrigins` answers the preflights of allowed pages
+        if is_preflight and "origin" in headers:  # preflights of allowed pages don't get here
             raise _page_not_allowed(headers["origin"])
         key = self._settings.api_key
         needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"
