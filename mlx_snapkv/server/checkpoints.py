@@ -91,8 +91,7 @@ class Checkpoints:
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
         if len(tokens) == last_checkpoint:
-            # Store this prefix rather than the whole prompt.
-            request.stored_prefix = StoredPrefix(tokens, caches)
+            self._set_stored(request, tokens, caches)  # rather than the whole prompt
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
@@ -108,8 +107,13 @@ class Checkpoints:
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a prompt, unless a checkpoint was stored."""
         if request.stored_prefix is None:
-            request.stored_prefix = StoredPrefix(tokens, caches)
+            self._set_stored(request, tokens, caches)
             self._prefixes.insert(tokens, caches)
+
+    def _set_stored(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Note what a request has stored. Keep its caches only for a file, so that eviction frees them."""
+        caches_to_write = [] if self._prefixes.files is None else caches
+        request.stored_prefix = StoredPrefix(tokens, caches_to_write)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a finished request, unless its prompt's caches are already stored.

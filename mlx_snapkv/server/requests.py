@@ -111,7 +111,7 @@ Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | 
 
 
 class StoredPrefix(NamedTuple):
-    """Tokens that a request has read, and the resulting caches."""
+    """Tokens that a request has read, and the resulting caches. Without --prefix-dir, there are no caches."""
 
     tokens: list[int]
     caches: list[Any]

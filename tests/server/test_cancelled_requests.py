@@ -1,5 +1,7 @@
 """After a client leaves, what was read of its prompt serves the next request with the same prefix."""
 
+import weakref
+
 import mlx.core as mx
 import pytest
 
@@ -74,6 +76,19 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
         served.batch.step()
     served.batch.remove([request.number])
     assert len(served.loaded.prefixes) == 0
+
+
+def test_an_evicted_prefix_is_freed_while_its_request_is_answered(loaded, document):
+    served = Served(loaded, SAFE[1])
+    request, _ = served.start(document[0][:4500])
+    while request.report is None:
+        served.batch.step()
+    (prefix,) = served.loaded.prefixes._prefixes
+    cache = weakref.ref(prefix.caches[0])
+    del prefix
+    served.loaded.prefixes.trim_to(0)
+    assert cache() is None and served.batch.running
+    served.batch.remove([request.number])
 
 
 @pytest.mark.parametrize("method", SAFE)
