@@ -19,7 +19,6 @@ from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits
 from mlx_snapkv.server.app import bind_socket, serve
 from mlx_snapkv.server.engine import Engine
-from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import PrefixCache
 from mlx_snapkv.server.requests import Loaded
 
@@ -45,7 +44,7 @@ def load_named(name, change=lambda model, tokenizer: None):
     def load():
         model, tokenizer = load_model(name)
         change(model, tokenizer)
-        return Loaded(model, tokenizer, (name,))
+        return Loaded(model, tokenizer, (name,), PrefixCache(1 << 32))
 
     return load
 
@@ -59,10 +58,8 @@ def serving(load=None, *, policy=POLICY, limits=None, generation=(), **settings)
     engine = Engine(
         load or load_named("demo"),
         options,
-        PrefixCache(1 << 32),
         limits or Limits(),
         Defaults(max_tokens=200),
-        Metrics(),
     )
     started: SimpleQueue = SimpleQueue()
     thread = threading.Thread(target=serve, args=(engine, settings, place, started.put))

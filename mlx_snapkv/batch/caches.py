@@ -32,18 +32,23 @@ from ..entries.queries import CapturedQueries
 from ..sparse.cache import SparseKVCache
 
 
-class BatchCache(ABC):
-    """Interface for one layer's cache in a batch of requests. `MlxBatchCache` adapts mlx-lm's own caches to it.
+class CompressedBatchCache(_BaseCache, ABC):
+    """Base class for one layer's compressed caches, one per request. Has the interface of mlx-lm's batched caches.
+
+    Each step decodes one token per request.
 
     Attributes:
+        request_caches: the requests' caches.
+        keys: keys that a step reads. mlx-lm's pipelines add a dependency to them.
         observes: whether upcoming queries are recorded. If so, the attention class must be patched.
-        chooses: whether each request's queries choose the entries that a step reads.
-        pads: whether shorter requests are padded. A mask hides the padding.
     """
 
+    keys: Any
     observes: bool
-    chooses: bool
-    pads: bool = False
+
+    def __init__(self, request_caches: Sequence[Any]):
+        """Take over the requests' caches. They will change with the batch."""
+        self.request_caches = list(request_caches)
 
     @property
     def recorded(self) -> Sequence[mx.array]:
@@ -54,47 +59,6 @@ class BatchCache(ABC):
     @abstractmethod
     def kind(self) -> tuple:
         """Return a tuple that is equal for requests that can decode together."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """Return the length of the longest request. If requests choose entries, count only the ones a step reads."""
-
-
-class MlxBatchCache(BatchCache):
-    """Adapts one of mlx-lm's batched caches."""
-
-    observes = chooses = False
-
-    def __init__(self, cache: Any):
-        """Wrap the cache. Of mlx-lm's caches, only `BatchKVCache` uses padding."""
-        self._cache = cache
-        self.pads = isinstance(cache, BatchKVCache)
-
-    @property
-    def kind(self) -> tuple:
-        """Return a kind that limits padding: caches of the same kind differ in length by less than a factor of 2."""
-        return type(self._cache).__name__, self.size().bit_length()
-
-    def size(self) -> int:
-        """Return the number of entries, including padding, as mlx-lm counts them."""
-        return self._cache.size()
-
-
-class CompressedBatchCache(BatchCache, _BaseCache):
-    """Base class for one layer's compressed caches, one per request. Has the interface of mlx-lm's batched caches.
-
-    Each step decodes one token per request.
-
-    Attributes:
-        request_caches: the requests' caches.
-        keys: keys that a step reads. mlx-lm's pipelines add a dependency to them.
-    """
-
-    keys: Any
-
-    def __init__(self, request_caches: Sequence[Any]):
-        """Take over the requests' caches. They will change with the batch."""
-        self.request_caches = list(request_caches)
 
     @property
     def offset(self) -> mx.array:
@@ -133,7 +97,7 @@ class CompressedBatchCache(BatchCache, _BaseCache):
 class SparseBatchCache(CompressedBatchCache):
     """Sparse caches of several requests. Requests attend one after another, each to its own entries."""
 
-    chooses = observes = True
+    observes = True
     request_caches: list[SparseKVCache]
     keys = keys_property(lambda batch: batch.request_caches[0])
 
@@ -187,7 +151,6 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     back. Each request therefore keeps exactly the entries that it would keep outside the batch.
     """
 
-    chooses = False
     values: Any
 
     def __init__(self, request_caches: Sequence[EvictingCache]):
@@ -207,8 +170,9 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         """Append one entry per request, `(B, n_kv_heads, 1, head_dim)`, and return all entries for attention."""
         for i, request_cache in enumerate(self.request_caches):
             if request_cache.must_evict():
-                with self._entries_lent_to(i, write_back=True):
+                with self._entries_lent_to(i):
                     request_cache.evict()
+                    self._write_back(i)
         next_rows = [cache.claim_row() for cache in self.request_caches]
         self._enlarge(max(next_rows) + 1)
         entries = pack(keys, self.quantization), pack(values, self.quantization)
@@ -298,24 +262,18 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return request_cache
 
     @contextlib.contextmanager
-    def _entries_lent_to(self, i: int, write_back: bool = False) -> Iterator[None]:
-        """Give a request's cache its entries back within the `with` block.
-
-        Args:
-            i: index of the request.
-            write_back: whether to copy the entries back to the shared arrays after the block.
-        """
+    def _entries_lent_to(self, i: int) -> Iterator[None]:
+        """Give the cache of request `i` its entries back within the `with` block."""
         request_cache = self.request_caches[i]
         request_cache.keys, request_cache.values = self._copy_entries(i, request_cache.n_entries)
         try:
             yield
-            if write_back:
-                self._write_back(i, request_cache)
         finally:
             request_cache.keys = request_cache.values = None
 
-    def _write_back(self, i: int, request_cache: EvictingCache) -> None:
-        """Copy a request's entries from its cache to its slot of the shared arrays."""
+    def _write_back(self, i: int) -> None:
+        """Copy the entries of request `i` from its cache to its slot of the shared arrays."""
+        request_cache = self.request_caches[i]
         n_entries = request_cache.n_entries
         self._enlarge(n_entries)
         entries = slice_rows((request_cache.keys, request_cache.values), 0, n_entries)
@@ -360,20 +318,28 @@ def _concatenate_requests(entries_of_requests: list[Stored]) -> Stored:
     return map_arrays(lambda *arrays: mx.concatenate(list(arrays)), *padded)
 
 
-def batch_caches(prompt_cache: list) -> list[BatchCache]:
-    """Return every layer's cache as a `BatchCache`, wrapping mlx-lm's own caches."""
-    caches = all_caches(prompt_cache)
-    return [cache if isinstance(cache, BatchCache) else MlxBatchCache(cache) for cache in caches]
+def compressed_caches(prompt_cache: list) -> list[CompressedBatchCache]:
+    """Return the caches in a batch's prompt cache that are not mlx-lm's own."""
+    return [cache for cache in all_caches(prompt_cache) if isinstance(cache, CompressedBatchCache)]
 
 
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches. Requests with the same kinds can decode together."""
-    caches = batch_caches(prompt_cache)
+    caches = all_caches(prompt_cache)
     # mlx-lm computes one mask for all layers. If some layers of a sparse request read all entries, they would need a
     # different mask, so the request has to decode alone. The id of its first cache makes its kind unique.
-    needs_two_masks = any(cache.chooses for cache in caches) and any(cache.pads for cache in caches)
-    unique_id = id(prompt_cache[0]) if needs_two_masks else None
-    return unique_id, *(cache.kind for cache in caches)
+    chooses = any(isinstance(cache, SparseBatchCache) for cache in caches)
+    # No other batched cache of mlx-lm pads shorter requests.
+    pads = any(isinstance(cache, BatchKVCache) for cache in caches)
+    unique_id = id(prompt_cache[0]) if chooses and pads else None
+    return unique_id, *map(_kind, caches)
+
+
+def _kind(cache: Any) -> tuple:
+    """Return a layer's kind. mlx-lm's caches of the same kind differ in length by less than a factor of 2."""
+    if isinstance(cache, CompressedBatchCache):
+        return cache.kind
+    return type(cache).__name__, cache.size().bit_length()
 
 
 def batch_of_one(cache: Any) -> Any:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse_body
 from ..errors import Option, SnapKVError
@@ -134,7 +134,8 @@ class AnswersFile:
 
     Args:
         path: the file. It need not exist yet.
-        run: fields shared by all of this run's answers: `model`, and part of the `mlx_snapkv` field.
+        model: model name in all of this run's answers.
+        about: fields that the `mlx_snapkv` field of all of this run's answers includes.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
@@ -145,10 +146,11 @@ class AnswersFile:
             complete.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]):
+    def __init__(self, path: Path, model: str, about: dict[str, Any]):
         """Read the answers that are already in the file."""
         self.path = path
-        self._run = run
+        self.model = model
+        self.about = about
         self._lines = JsonLines(path, START)
         self._read()
 
@@ -165,24 +167,24 @@ class AnswersFile:
         Raises: SnapKVError: the line is damaged, or belongs to another run.
         """
         try:
-            outcome = _parse_outcome(raw_line)
-            self._keys.add(outcome.key)
+            key, earlier_run = _key_and_run(raw_line)
+            self._keys.add(key)
         except (ValueError, TypeError, KeyError):
             if number == 1:
                 problem = " exists, and mlx-snapkv did not write it: give another --output"
             else:
                 problem = f": line {number} is damaged: delete that line"
             raise SnapKVError(f"{self.path}{problem}") from None
-        if outcome.run:
-            self._require_same_run(outcome.run)
-        if outcome.is_error:
+        if earlier_run is None:
             self.n_errors += 1
         else:
+            self._require_same_run(earlier_run)
             self.n_answered += 1
 
     def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
         """Check that an answer in the file belongs to this run. Raises: SnapKVError."""
-        for name, value in self._run.items():
+        run = {"model": self.model, **self.about}
+        for name, value in run.items():
             earlier_value = earlier_run.get(name)
             if earlier_value != value:
                 earlier_text = "none" if earlier_value is None else repr(earlier_value)
@@ -229,22 +231,8 @@ class AnswersFile:
         self._keys.add(line.key)
 
 
-class _Outcome(NamedTuple):
-    """The answer or error in one line of an answer file.
-
-    Attributes:
-        key: the request's key; see `Line.key`.
-        run: the run's fields. Empty for errors.
-        is_error: whether the line is an error.
-    """
-
-    key: str | int
-    run: dict[str, Any]
-    is_error: bool
-
-
-def _parse_outcome(raw_line: bytes) -> _Outcome:
-    """Parse a line of an answer file.
+def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
+    """Return a request's key (see `Line.key`) and its run's fields from a line of an answer file. Errors have no run.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
@@ -254,11 +242,8 @@ def _parse_outcome(raw_line: bytes) -> _Outcome:
     custom_id = record["custom_id"]
     error = record["error"]
     if error is not None:
-        has_unique_id = custom_id is not None and error["code"] != DUPLICATE
-        key = custom_id if has_unique_id else error["line"]
-        return _Outcome(key, run={}, is_error=True)
+        return Line(error["line"], custom_id, code=error["code"]).key, None
     if custom_id is None:  # only errors may have no id
         raise ValueError
     body = record["response"]["body"]
-    run = {"model": body["model"], **body["mlx_snapkv"]} if body else {}
-    return _Outcome(custom_id, run, is_error=False)
+    return custom_id, {"model": body["model"], **body["mlx_snapkv"]}

@@ -137,13 +137,12 @@ def _token_lists(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     Raises: SnapKVError: a prompt is empty, or has a token outside the model's vocabulary.
     """
     token_lists: list[Any] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         token_array = token_ids(prompt, may_be_empty=True)
+        if token_array.size == 0:
+            raise SnapKVError(f"prompt {number} is empty: give at least one token")
         require_known_tokens(token_array, model)
         token_lists.append(token_array.tolist())
-    for number, tokens in enumerate(token_lists):
-        if not tokens:
-            raise SnapKVError(f"prompt {number} is empty: give at least one token")
     return token_lists
 
 

@@ -26,7 +26,7 @@ from ..planning.settings import Setting
 from ..planning.speed_record import speed_of
 from ..sparse.options import Sparse
 from .groups import Groups, Guard, Single, model_and_caches, request_errors
-from .job import BatchReport, BatchSettings, Job
+from .job import BatchReport, Job, OnRead
 
 # Model types that mlx-lm 0.32 can't batch, or batches incorrectly.
 UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
@@ -83,7 +83,7 @@ class CompressedBatchGenerator(BatchGenerator):
         policy: Policy | Setting | str | None = None,
         sparse: Sparse | dict[str, Any] | str | bool | None = None,
         on_report: BatchReport | None = None,
-        on_read: Callable[[int, list, list[int]], None] | None = None,
+        on_read: OnRead | None = None,
         turns: bool = False,
         reads_first: bool = False,
         on_pause: Callable[[int, int], None] = lambda done, total: None,
@@ -92,19 +92,19 @@ class CompressedBatchGenerator(BatchGenerator):
         """Check the options and the model. Nothing is read before `insert`."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
+        _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
         self._plans: dict[int, Plan] = {}  # uid -> plan of a waiting request
-        if config.setting is None and not turns:
+        self._is_plain = config.setting is None and not turns  # whether all is left to mlx-lm
+        if self._is_plain:
             config.require_supported(model)
-            self._settings = None
-            _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
             super().__init__(model, **mlx_options)
             return
         require_servable(model, config)
         require_batchable(model)
-        self._settings = BatchSettings(model=model, on_report=on_report, on_read=on_read)
-        self._config = config
-        _, mlx_options = split_off_quantization(kwargs)  # the config contains the quantisation
         super().__init__(model, **mlx_options | {"prefill_batch_size": 1})
+        self._config = config
+        self._on_report = on_report or (lambda uid, report: None)
+        self._on_read = on_read
         self._max_step_size = self.prefill_step_size
         self._prompt_batch = PromptBatch.empty(model, self.sampler)
         self._generation_batch = Groups()
@@ -136,7 +136,7 @@ class CompressedBatchGenerator(BatchGenerator):
             in_full: whether to ignore the policy and answer from full caches.
         """
         plans: list[Plan] = []
-        if self._settings is not None:
+        if not self._is_plain:
             caches = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in caches]
             max_tokens = max_tokens or [self.max_tokens] * len(segments)
@@ -185,13 +185,13 @@ class CompressedBatchGenerator(BatchGenerator):
     def _slower_reason(self, plan: Plan, max_tokens: int) -> str | None:
         """Return `SLOWER_REASON` if sparse attention is known to be slower for a request, otherwise None."""
         assert plan.sparse is not None
-        n_answer = max_tokens if 0 <= max_tokens < MAX_TOKENS else MAX_TOKENS
+        n_answer = min(max_tokens, MAX_TOKENS)
         speed = speed_of(self.model, plan.sparse)
         return SLOWER_REASON if speed.is_sparse_slower(plan.n_prompt, n_answer) else None
 
     def _next(self) -> Any:
         """Run one step, like mlx-lm. With `reads_first`, no request decodes until all prompts have been read."""
-        if self._settings is not None and self._reads_first:
+        if not self._is_plain and self._reads_first:
             groups = self._generation_batch
             is_reading = len(self._prompt_batch) > 0
             has_room = len(groups) < self.completion_batch_size
@@ -216,19 +216,20 @@ class CompressedBatchGenerator(BatchGenerator):
         Other requests can continue from the copies. Return None if the request is waiting or decoding, or has failed.
         """
         batch = self._prompt_batch
-        if self._settings is None or uid not in batch.uids or batch.job.error is not None:
+        if self._is_plain or uid not in batch.uids or batch.job.error is not None:
             return None
         return batch.extract_cache(0), list(batch.tokens[0])
 
     def _make_batch(self, n: int) -> Any:
         """Start the next waiting request, and return a batch whose `Job` reads the prompt."""
-        if self._settings is None:
+        if self._is_plain:
             return super()._make_batch(n)
         uid, segments, max_tokens, prompt_cache, *other_fields = self._unprocessed_sequences[0]
         # The job takes over the caches. Leave none for mlx-lm, because it would merge them.
         self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *other_fields)
-        job = Job(self._settings, uid, self._plans.pop(uid), prompt_cache)
-        self.prefill_step_size = job.plan.chunk_size(self._max_step_size)
+        plan = self._plans.pop(uid)
+        job = Job(self.model, uid, plan, prompt_cache, self._on_report, self._on_read)
+        self.prefill_step_size = plan.chunk_size(self._max_step_size)
         batch = super()._make_batch(n)
         batch.model = PacedModel(job.loop_model, self._on_pause)
         batch.job = job

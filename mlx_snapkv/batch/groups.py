@@ -14,7 +14,7 @@ from ..caches.layers import layer_caches
 from ..errors import SnapKVError
 from ..models import attention_classes, patch
 from ..models.distributed import n_ranks
-from .caches import batch_caches, batch_of_one, kind_of
+from .caches import batch_of_one, compressed_caches, kind_of
 from .job import Job
 
 
@@ -80,7 +80,6 @@ class Group(GenerationBatch):
         error: Exception | None = None
 
     can_join = True
-    job: Job | None = None
 
     @cached_property
     def _attention_classes(self) -> list[type]:
@@ -89,7 +88,7 @@ class Group(GenerationBatch):
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the attention classes within the `with` block if any request records queries."""
-        captures_queries = any(cache.observes for cache in batch_caches(self.prompt_cache))
+        captures_queries = any(cache.observes for cache in compressed_caches(self.prompt_cache))
         return patch.recording(self._attention_classes if captures_queries else [])
 
     def next(self) -> list[Any]:
@@ -123,7 +122,7 @@ class Group(GenerationBatch):
 
     def _recorded_arrays(self) -> list[Sequence[mx.array]]:
         """Return the arrays that were recorded in this step."""
-        return [cache.recorded for cache in batch_caches(self.prompt_cache)]
+        return [cache.recorded for cache in compressed_caches(self.prompt_cache)]
 
     def copy_caches(self, idx: int) -> list:
         """Copy a request's caches, so that other requests can continue from them."""

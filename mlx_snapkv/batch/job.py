@@ -3,7 +3,6 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,25 +16,19 @@ from ..planning.request_plan import Plan
 from ..sparse.prompt_caches import caches_to_batch, caches_to_save
 
 BatchReport = Callable[[int, CompressionReport], None]
-
-
-@dataclass(frozen=True)
-class BatchSettings:
-    """Settings shared by all requests in a batch; see `CompressedBatchGenerator`."""
-
-    model: Any
-    on_report: BatchReport | None
-    on_read: Callable[[int, list, list[int]], None] | None
+OnRead = Callable[[int, list, list[int]], None]
 
 
 class Job:
     """A batched request. Its prompt is read and compressed independently of the others.
 
     Args:
-        settings: settings shared by all requests in the batch.
+        model: the model.
         uid: the request's uid.
         plan: the request's plan. If it has a `reason`, the prompt is left to mlx-lm.
         prompt_cache: the prompt cache to continue from. It is copied.
+        on_report: see `CompressedBatchGenerator`.
+        on_read: see `CompressedBatchGenerator`.
 
     Attributes:
         request: reads and compresses the prompt. None after compression, or if the prompt is left to mlx-lm.
@@ -43,19 +36,28 @@ class Job:
         error: the exception that ended the request, or None.
     """
 
-    def __init__(self, settings: BatchSettings, uid: int, plan: Plan, prompt_cache: list):
+    def __init__(
+        self,
+        model: Any,
+        uid: int,
+        plan: Plan,
+        prompt_cache: list,
+        on_report: BatchReport,
+        on_read: OnRead | None,
+    ):
         """Create the prefill caches. Exceptions are stored in `error` and reported in the first response."""
+        self.model = model
         self.uid = uid
-        self.model = settings.model
         self.plan = plan
-        self._settings = settings
+        self._on_report = on_report
+        self._on_read = on_read
         self.error: Exception | None = None
         self.request: Request | None = None
         self.caches = copy.deepcopy(prompt_cache)
         try:
             if plan.is_left_to_mlx_lm:
                 self.caches = caches_to_batch(self.model, self.caches)
-                self._report(CompressionReport.of_full_cache(plan))
+                on_report(uid, CompressionReport.of_full_cache(plan))
             else:
                 self.request = Request(self.model, plan, self.caches)
                 self.caches = self.request.caches
@@ -80,11 +82,6 @@ class Job:
             return self.request.recording()
         return observing_queries(self.model, self.caches)
 
-    def _report(self, report: CompressionReport) -> None:
-        """Call `on_report` if it is set."""
-        if self._settings.on_report is not None:
-            self._settings.on_report(self.uid, report)
-
     def compress(self, tokens: list[int]) -> None:
         """Compress the caches, and call `on_read` and `on_report`. Only the first call has an effect.
 
@@ -94,7 +91,7 @@ class Job:
         request = self.request
         if request is None:
             return
-        on_read = self._settings.on_read
+        on_read = self._on_read
         # Keep a reference to the full caches only if `on_read` needs them. Without one, each layer's full cache is
         # freed when the layer is compressed.
         full_caches = None if on_read is None else self._full_caches(request)
@@ -107,7 +104,7 @@ class Job:
             if len(lengths) == 1:
                 (n_tokens,) = lengths
                 on_read(self.uid, full_caches, list(tokens[:n_tokens]))
-        self._report(report)
+        self._on_report(self.uid, report)
 
     def _full_caches(self, request: Request) -> list | None:
         """Return caches with all entries so far, or None if entries were evicted during prefill."""

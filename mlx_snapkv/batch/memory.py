@@ -1,16 +1,19 @@
 """Admission control for batches: decides whether there is enough KV memory for another request."""
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..completions.request import CompletionRequest
 from ..errors import SnapKVError
 from ..models.distributed import from_first_rank
 from ..planning.config import CompressionConfig
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Footprint, Need
-from ..planning.kv_limit import advice_to_fit, machine_kv_limit, request_fits
+from ..planning.kv_limit import NO_KV_LIMIT, advice_to_fit, machine_kv_limit, request_fits
 from ..planning.prompt_plan import PREFILL_STEP_SIZE
 from ..planning.units import format_bytes
 
@@ -28,7 +31,8 @@ class Memory:
     Args:
         sizes: the model's entry sizes.
         options: keyword arguments for `CompressedBatchGenerator`.
-        limit: KV memory limit in bytes. By default, the memory that the model leaves free on this machine.
+        limit: KV memory limit in bytes. None: the memory that the model leaves free on this machine. `NO_KV_LIMIT`: no
+            limit.
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
@@ -39,6 +43,8 @@ class Memory:
         self._is_limit_of_user = limit is not None
         if limit is None:
             limit = from_first_rank(partial(machine_kv_limit, self._footprint))
+        elif limit == NO_KV_LIMIT:
+            limit = sys.maxsize
         self.limit = limit
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
@@ -61,6 +67,16 @@ class Memory:
             f"{format_bytes(need.peak_entry_bytes)} of KV memory, and {limit_text}; {what_fits}"
         )
 
+    def limit_answer(self, request: CompletionRequest) -> CompletionRequest:
+        """Limit a request's answer to what fits in memory; see `longest_answer`.
+
+        Answers with a JSON schema keep their limit, because the JSON has to be complete.
+        """
+        if request.constraint is not None:
+            return request
+        n_answer = self.longest_answer(len(request.prompt), request.max_tokens)
+        return replace(request, max_tokens=n_answer)
+
     def longest_answer(self, n_prompt: int, max_tokens: int) -> int:
         """Return how many answer tokens to reserve memory for: `max_tokens`, or fewer if memory is short.
 
@@ -77,7 +93,7 @@ class Memory:
             n_answer = max(RESERVED_ANSWER, n_answer // 2)
         return n_answer
 
-    def admit(self, need: Need, active: Iterable[Any], cache_bytes: int) -> int | None:
+    def admit(self, need: Need, active: Collection[Any], cache_bytes: int) -> int | None:
         """Return the batch's peak memory with the new request, or None if that request has to wait.
 
         The peak is the larger of two estimates:
@@ -92,18 +108,16 @@ class Memory:
             active: the requests in the batch. Each has a `need` and, once its prompt is compressed, a `report`.
             cache_bytes: current size of the batch's caches.
         """
-        other_requests = [request for request in active if request.need is not None]
         extra_bytes = need.extra_in_prefill
-        for request in other_requests:
+        for request in active:
             if request.report is None:  # its prompt is being read
                 extra_bytes += request.need.extra_in_prefill
             else:
                 extra_bytes += request.need.extra_in_answer
-        cache_bytes_at_end = self._cache_bytes_at_end(
-            [*(request.need for request in other_requests), need]
-        )
+        needs = [*(request.need for request in active), need]
+        cache_bytes_at_end = self._cache_bytes_at_end(needs)
         peak_bytes = max(cache_bytes + need.peak_entry_bytes, cache_bytes_at_end + extra_bytes)
-        has_to_wait = bool(other_requests) and peak_bytes > self.limit
+        has_to_wait = bool(active) and peak_bytes > self.limit
         return None if has_to_wait else peak_bytes
 
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:

@@ -2,24 +2,20 @@
 
 import hashlib
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..completions.answer import Completion
 from ..completions.answer_body import answer_body
 from ..completions.body import Defaults
 from ..completions.request import Bounds, CompletionRequest, completion_request
-from ..engine.report import ENDED_EARLY, STAYING, CompressionReport
+from ..engine.report import ENDED_EARLY, CompressionReport
 from ..errors import SnapKVError, brief
-from ..models.counts import vocabulary_size
-from ..models.trained_length import trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
-from ..planning.kv_limit import NO_KV_LIMIT
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_batchable
 from .memory import Memory
@@ -27,7 +23,7 @@ from .memory import Memory
 
 @dataclass
 class Progress:
-    """The progress of a run, passed to `on_progress`.
+    """The progress of a run.
 
     Attributes:
         lines: number of finished lines, including those from earlier runs.
@@ -54,14 +50,14 @@ class Request:
 
     Attributes:
         line: the request's line in the file.
-        need: memory that the request needs, or None if memory is not limited.
+        need: memory that the request needs.
         report: the compression report, or None before compression.
         n_read: number of prompt tokens read so far.
     """
 
     line: Line
     completion: CompletionRequest
-    need: Need | None
+    need: Need
     answer: Completion
     report: CompressionReport | None = None
     n_read: int = 0
@@ -74,15 +70,11 @@ class Run:
     Attributes:
         answers: the answer file, opened in a `with` block. Requests already in it are skipped.
         options: keyword arguments for `CompressedBatchGenerator`.
-        name: model name to write in the answers.
-        about: fields to include in every answer's `mlx_snapkv` field.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
-        max_kv_bytes: KV memory limit in bytes, or 0 for no limit. By default, the memory that the model leaves free on
-            this machine.
+        max_kv_bytes: KV memory limit in bytes; see `Memory`.
         seed: if set, requests without a seed get one derived from this seed and their `custom_id`. Otherwise, their
             seeds are random.
-        on_progress: called after every step.
 
     Raises:
         SnapKVError: the model can't decode prompts together, or the setting does not support the model.
@@ -93,23 +85,17 @@ class Run:
     tokenizer: Any
     answers: AnswersFile
     options: dict[str, Any]
-    name: str
-    about: dict[str, Any]
     defaults: Defaults = field(default_factory=Defaults)
     concurrency: int = 8
     max_kv_bytes: int | None = None
     seed: int | None = None
-    on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
         """Create the generator, which checks the options and the model."""
         require_batchable(self.model)
         self.progress = Progress()
-        max_length = trained_length(self.model) or sys.maxsize
-        self._bounds = Bounds(max_length, vocabulary_size(self.model))
-        self._memory: Memory | None = None
-        if self.max_kv_bytes != NO_KV_LIMIT:
-            self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
+        self._bounds = Bounds.of_model(self.model)
+        self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -124,18 +110,18 @@ class Run:
             **self.options,
         )
 
-    def answer(self, lines: Iterable[Line]) -> None:
-        """Write an answer or an error for every line that does not have one yet."""
+    def answer(self, lines: Iterable[Line], on_progress: Callable[[Progress], None]) -> None:
+        """Write an answer or an error for every line that has none yet. Call `on_progress` after every step."""
         started = time.perf_counter()
         requests = self._requests_of(lines)
         try:
             while self._admit(requests):
                 self._run_step()
                 self.progress.seconds = time.perf_counter() - started
-                self.on_progress(self.progress)
+                on_progress(self.progress)
         finally:
             self._generator.close()
-        self.on_progress(self.progress)
+        on_progress(self.progress)
 
     def _requests_of(self, lines: Iterable[Line]) -> Iterator[Request]:
         """Yield a request for every valid line that has no answer yet, and write an error for every invalid one.
@@ -148,20 +134,26 @@ class Run:
                 self.progress.before += 1
                 continue
             try:
-                completion = self._completion_of(line)
-                self.progress.longest = max(self.progress.longest, len(completion.prompt))
-                request = self._make_request(line, completion)
+                request = self._request_of(line)
             except Exception as error:  # an invalid line must not end the run
                 self._fail(line, line.code, error)
             else:
                 yield request
 
-    def _completion_of(self, line: Line) -> CompletionRequest:
-        """Parse a line's completion request. Raises: SnapKVError: the line or its body is invalid."""
+    def _request_of(self, line: Line) -> Request:
+        """Create the request of a line. Raises: SnapKVError: the line is invalid, or its request can't be answered."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = self._seed_of(line)
-        return completion_request(line.body, self.tokenizer, self.defaults, seed, self._bounds)
+        completion = completion_request(
+            line.body, self.tokenizer, self.defaults, seed, self._bounds
+        )
+        n_prompt = len(completion.prompt)
+        self.progress.longest = max(self.progress.longest, n_prompt)
+        completion = self._memory.limit_answer(completion)
+        need = self._memory.need(n_prompt, completion.max_tokens)
+        answer = Completion(completion, self.tokenizer)
+        return Request(line=line, completion=completion, need=need, answer=answer)
 
     def _seed_of(self, line: Line) -> int:
         """Return a 64-bit sampling seed for a request that has none.
@@ -175,18 +167,6 @@ class Run:
         first_64_bits = hashlib.sha256(seed_and_id).digest()[:8]
         return int.from_bytes(first_64_bits, "big")
 
-    def _make_request(self, line: Line, completion: CompletionRequest) -> Request:
-        """Create the batch request for a completion. Raises: SnapKVError: it is too large, or not supported."""
-        need = None
-        if self._memory is not None:
-            n_prompt = len(completion.prompt)
-            if completion.constraint is None:
-                n_answer = self._memory.longest_answer(n_prompt, completion.max_tokens)
-                completion = replace(completion, max_tokens=n_answer)
-            need = self._memory.need(n_prompt, completion.max_tokens)
-        answer = Completion(completion, self.tokenizer)
-        return Request(line=line, completion=completion, need=need, answer=answer)
-
     def _admit(self, requests: Iterator[Request]) -> bool:
         """Add requests to the batch until one does not fit. Return False if the batch is empty.
 
@@ -197,29 +177,20 @@ class Run:
             self._waiting = None
             if request is None:
                 break
-            if not self._has_memory_for(request):
+            cache_bytes = self._generator.prompt_cache_nbytes
+            peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
+            if peak_bytes is None:
                 self._waiting = request
                 break
             completion = request.completion
-            try:
-                (uid,) = self._generator.insert(
-                    [completion.prompt],
-                    [completion.max_tokens],
-                    samplers=[completion.sampler],  # type: ignore[list-item]  # None is greedy
-                    logits_processors=[completion.processors],
-                )
-                self._active[uid] = request
-            except SnapKVError as error:  # the policy does not support this prompt
-                self._fail(request.line, "invalid_request", error)
+            (uid,) = self._generator.insert(
+                [completion.prompt],
+                [completion.max_tokens],
+                samplers=[completion.sampler],  # type: ignore[list-item]  # None is greedy
+                logits_processors=[completion.processors],
+            )
+            self._active[uid] = request
         return bool(self._active)
-
-    def _has_memory_for(self, request: Request) -> bool:
-        """Return whether there is memory for another request. Without a limit, there always is."""
-        if self._memory is None or request.need is None:
-            return True
-        cache_bytes = self._generator.prompt_cache_nbytes
-        peak_bytes = self._memory.admit(request.need, self._active.values(), cache_bytes)
-        return peak_bytes is not None
 
     def _run_step(self) -> None:
         """Read one prompt chunk, and decode one token per answer."""
@@ -262,13 +233,13 @@ class Run:
         del self._active[response.uid]
         if request.report is not None:
             self.progress.warnings.update(request.report.warnings)
-        body = answer_body(request.answer, self.name, self._extra_field(request))
+        body = answer_body(request.answer, self.answers.model, self._extra_field(request))
         self.answers.answer(request.line, body)
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return an answer's `mlx_snapkv` field: `about`, what was compressed, and ignored request fields."""
-        extra = dict(self.about)
+        """Return an answer's `mlx_snapkv` field: the run's, what was compressed, and ignored request fields."""
+        extra = dict(self.answers.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)
         if request.completion.ignored:
@@ -288,13 +259,9 @@ def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
         return {"reason": ENDED_EARLY}
     if not report.compressed:
         return {"reason": report.reason}
-    fields = {
+    return {
         "entries": report.entries,
         "kv_bytes": report.kv_bytes_after,
         "kv_bytes_before": report.kv_bytes_before,
+        **report.staying_fields,
     }
-    for name in STAYING:
-        size = getattr(report, name)
-        if size > 0:
-            fields[name] = size
-    return fields

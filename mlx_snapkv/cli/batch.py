@@ -85,7 +85,7 @@ def batch(
     with files.open_requests() as stream:
         requests = RequestsFile(stream)
         path = path_of(files.output, "--output")
-        answers = AnswersFile(path, {"model": model_options.model, **recorded_settings})
+        answers = AnswersFile(path, model_options.model, recorded_settings)
         model, tokenizer = model_options.load()
         sampling.require_within_vocabulary(tokenizer)
         run = Run(
@@ -93,8 +93,6 @@ def batch(
             tokenizer,
             answers,
             options={"policy": setting, **vars(cache)},
-            name=model_options.model,
-            about=recorded_settings,
             defaults=Defaults(**vars(sampling)),
             concurrency=files.concurrency,
             max_kv_bytes=model_options.max_kv_bytes,
@@ -132,8 +130,7 @@ def _answer_requests(run: Run, requests: RequestsFile, quiet: bool) -> None:
             speeds = f"prompts {prompt_speed:,.0f} tokens/s, answers {answer_speed:,.0f}"
             bar.set_count(progress.lines, speeds)
 
-        run.on_progress = show_progress
-        run.answer(requests)
+        run.answer(requests, show_progress)
 
 
 def _closing_line(answers: AnswersFile, progress: Progress) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from ..planning.prefixes import PrefixCacheSize
     from ..server.access import Settings
     from ..server.engine import Engine
-    from ..server.prefix_cache import PrefixCache
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
@@ -129,20 +127,21 @@ class PrefixOptions:
         ),
     ] = DEFAULT_PREFIX_DIR_SIZE
 
-    def files(self, identity: dict[str, str], loaded: Loaded) -> PrefixFiles | None:
+    def files(self, identity: dict[str, str], model, tokenizer) -> PrefixFiles | None:
         """Return the prefix cache's files for this model and these settings, or None without --prefix-dir.
 
         Args:
             identity: settings that entries depend on; see `CompressionConfig.identity`.
-            loaded: the served model.
+            model: the served model.
+            tokenizer: the model's tokenizer.
         """
         from ..server.prefix_files import PrefixFiles, tokenizer_digest
 
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        identity = identity | {"tokenizer": tokenizer_digest(loaded.tokenizer)}
-        return PrefixFiles(folder, self.prefix_dir_bytes, loaded.model, identity)
+        identity = identity | {"tokenizer": tokenizer_digest(tokenizer)}
+        return PrefixFiles(folder, self.prefix_dir_bytes, model, identity)
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,6 @@ def serve(
     from ..planning.config import CompressionConfig
     from ..server.admission import Limits
     from ..server.engine import Engine
-    from ..server.metrics import Metrics
-    from ..server.prefix_cache import PrefixCache
 
     require_one_process(prefix_dir=prefixes.prefix_dir, pipeline=model_options.pipeline)
     settings = http.settings() if rank() == 0 else None  # only rank 0 listens
@@ -191,8 +188,6 @@ def serve(
         model_options.model, "conversation", PromptConsole().say, vars(cache)
     )
     generation = {"policy": setting, **vars(cache)}
-    identity = CompressionConfig.from_keywords(generation)[0].identity
-    prefix_cache = PrefixCache(sys.maxsize)  # the loader sets the limit
     loader = _Loader(
         model_options=model_options,
         names=(model_options.model, *(http.alias or ())),
@@ -200,14 +195,13 @@ def serve(
         limits=limits,
         prefixes=prefixes,
         options=generation,
-        prefix_cache=prefix_cache,
+        identity=CompressionConfig.from_keywords(generation)[0].identity,
     )
     raise_on_interrupt()  # must run in the main thread, but another thread loads the model
     start_engine = partial(
         Engine,
         load=loader.load,
         options=generation,
-        prefixes=prefix_cache,
         limits=Limits(
             concurrency=limits.concurrency,
             queue=limits.queue,
@@ -215,19 +209,18 @@ def serve(
             kv_bytes=model_options.max_kv_bytes,
         ),
         defaults=Defaults(**vars(sampling)),
-        metrics=Metrics(),
-        open_files=partial(prefixes.files, identity),
     )
     _run(settings, loader, start_engine)
 
 
 @dataclass
 class _Loader:
-    """Loads the model in the engine's thread and sets the size limit of the prefix cache.
+    """Loads the model in the engine's thread, and creates its prefix cache.
 
     Attributes:
         names: model names that clients may use.
         options: `generate_step` keywords for every request.
+        identity: settings that entries depend on; see `CompressionConfig.identity`.
         cache_size: size limit of the prefix cache, the same on all ranks. None before the model is loaded.
     """
 
@@ -237,7 +230,7 @@ class _Loader:
     limits: LimitOptions
     prefixes: PrefixOptions
     options: dict[str, Any]
-    prefix_cache: PrefixCache
+    identity: dict[str, str]
     cache_size: PrefixCacheSize | None = None
 
     def load(self) -> Loaded:
@@ -245,6 +238,7 @@ class _Loader:
         from ..models.distributed import from_first_rank
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_cache_size
+        from ..server.prefix_cache import PrefixCache
         from ..server.requests import Loaded
 
         model, tokenizer = self.model_options.load()
@@ -259,8 +253,8 @@ class _Loader:
             max_context=self.limits.max_context,
         )
         self.cache_size = from_first_rank(compute_size)
-        self.prefix_cache.max_bytes = self.cache_size.limit
-        return Loaded(model, tokenizer, self.names)
+        files = self.prefixes.files(self.identity, model, tokenizer)
+        return Loaded(model, tokenizer, self.names, PrefixCache(self.cache_size.limit, files))
 
 
 def _require_packages() -> None:

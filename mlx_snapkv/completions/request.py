@@ -1,5 +1,7 @@
 """Build completion requests from validated bodies: tokens, sampler, logits processors and stop strings."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +11,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from ..engine.token_ids import require_in_vocabulary
 from ..errors import SnapKVError
+from ..models.counts import vocabulary_size
+from ..models.trained_length import trained_length
 from .body import Body, ChatBody, Defaults
 from .constraint import Constraint
 from .fields import NO_LIMIT
@@ -35,6 +39,10 @@ PENALTY_FIELDS = {
 }
 
 
+# Maximum answer length in tokens for models whose configuration has no trained length.
+DEFAULT_MAX_ANSWER = 1 << 20
+
+
 class Bounds(NamedTuple):
     """A model's limits.
 
@@ -45,6 +53,12 @@ class Bounds(NamedTuple):
 
     max_tokens: int = sys.maxsize
     vocabulary_size: int = sys.maxsize
+
+    @classmethod
+    def of_model(cls, model) -> Bounds:
+        """Return a model's limits."""
+        max_tokens = trained_length(model) or DEFAULT_MAX_ANSWER
+        return cls(max_tokens, vocabulary_size(model))
 
 
 NO_BOUNDS = Bounds()

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # commands import this file before they need MLX
 
 MIN_SPEED_RATIO = 0.9  # warn below this speed, relative to the full cache
 NO_POLICY = "none"
-STAYING = "kv_bytes_staying", "file_bytes"  # report fields that are shown only if they are not 0
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 ENDED_IN_FULL = "the answer ended among its first tokens, which read all entries"
 ENDED_IN_BLOCKS = (
@@ -96,6 +95,12 @@ class CompressionReport:
     def kv_bytes_read(self) -> int:
         """Return the bytes that an answer token reads, including the index and unused rows."""
         return self.kv_bytes_after - self.kv_bytes_staying
+
+    @property
+    def staying_fields(self) -> dict[str, int]:
+        """Return `kv_bytes_staying` and `file_bytes`, each only if it is not 0."""
+        fields = {"kv_bytes_staying": self.kv_bytes_staying, "file_bytes": self.file_bytes}
+        return {name: n_bytes for name, n_bytes in fields.items() if n_bytes}
 
     @property
     def warnings(self) -> list[str]:

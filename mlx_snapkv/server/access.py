@@ -3,7 +3,7 @@
 import re
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,7 +11,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..completions.body import Body, ChatBody
 from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
@@ -45,7 +44,7 @@ class Settings:
         hosts: additional host names for this machine.
         body_bytes: maximum size of a request body in bytes.
         timeout: maximum seconds per request, or None for no limit.
-        volatile_headers: names of header lines to remove from system prompts.
+        volatile_headers: names of header lines to remove from system prompts; see `drop_volatile_lines`.
 
     Raises: SnapKVError: the address is not local and there is no key, or a host or an origin is malformed.
     """
@@ -80,24 +79,6 @@ class Settings:
                 raise SnapKVError(
                     f"--allow-host must be a name without scheme and port, such as host.docker.internal, got {host!r}"
                 )
-
-    def drop_volatile_lines(self, body: Body) -> None:
-        """Remove `NAME: …` lines for the names in `volatile_headers` from the start of a chat's system prompt.
-
-        Such lines change with every request, so the prefix cache would never match the text after them. Case is
-        ignored.
-        """
-        any_name = "|".join(map(re.escape, self.volatile_headers))
-        if not any_name or not isinstance(body, ChatBody):
-            return
-        first_message = body.messages[0]
-        if first_message.role != "system":
-            return
-        blanks = r"[^\S\n]*"  # on the same line
-        volatile_line = rf"\s*(?:{any_name}){blanks}:.*\n*"
-        leading_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
-        text = leading_lines.sub("", first_message.text)
-        body.messages[0] = replace(first_message, text=text)
 
 
 class AllowedOrigins(CORSMiddleware):
@@ -165,9 +146,7 @@ class Gate:
         Raises: ApiError: the request is not allowed.
         """
         is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        if (
-            is_preflight and "origin" in headers
-        ):  # `AllowedOrigins` answers the preflights of allowed pages
+        if is_preflight and "origin" in headers:  # preflights of allowed pages don't get here
             raise _page_not_allowed(headers["origin"])
         key = self._settings.api_key
         needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"

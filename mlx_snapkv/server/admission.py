@@ -3,38 +3,31 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..batch.memory import RESERVED_ANSWER, Memory
 from ..completions.body import Body
 from ..completions.fields import NO_LIMIT
 from ..completions.request import Bounds, CompletionRequest
-from ..models.counts import vocabulary_size
 from ..models.trained_length import beyond_trained_length, trained_length
 from ..planning.entry_sizes import EntrySizes
 from ..planning.footprint import Need
-from ..planning.kv_limit import NO_KV_LIMIT
 from .api_error import ApiError, prompt_too_long
 from .log import LoggedOnce
 from .metrics import Metrics
-from .prefix_cache import PrefixCache
-from .requests import EngineRequest
-
-# Maximum answer length in tokens for models whose configuration has no trained length.
-DEFAULT_MAX_ANSWER = 1 << 20
+from .requests import EngineRequest, Loaded
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's limits. Unless noted otherwise, None means no limit.
+    """The server's limits.
 
     Attributes:
         concurrency: maximum number of requests answered at the same time.
         queue: maximum number of waiting requests.
-        context: maximum prompt length in tokens.
-        kv_bytes: maximum KV memory of all requests and the prefix cache. None: all memory that the model leaves free.
-            `NO_KV_LIMIT`: no limit.
+        context: maximum prompt length in tokens. None means no limit.
+        kv_bytes: maximum KV memory of all requests and the prefix cache; see `Memory`.
     """
 
     concurrency: int = 8
@@ -42,15 +35,19 @@ class Limits:
     context: int | None = None
     kv_bytes: int | None = None
 
+    @property
+    def max_requests(self) -> int:
+        """Return the maximum number of requests, both running and waiting."""
+        return self.concurrency + self.queue
+
 
 class Admission:
     """Enforces the limits, and shrinks the prefix cache to make room for requests.
 
     Args:
         limits: the user's limits.
-        model: the served model.
+        loaded: the served model and its prefix cache.
         options: keyword arguments for `CompressedBatchGenerator`.
-        prefixes: the prefix cache.
         metrics: counts open requests.
 
     Attributes:
@@ -59,31 +56,20 @@ class Admission:
             is known.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        model: Any,
-        options: dict[str, Any],
-        prefixes: PrefixCache,
-        metrics: Metrics,
-    ):
-        """Determine the model's bounds and, if memory is limited, the size of its KV entries."""
+    def __init__(self, limits: Limits, loaded: Loaded, options: dict[str, Any], metrics: Metrics):
+        """Determine the model's bounds, and the memory for requests."""
+        model = loaded.model
         self._limits = limits
-        self._prefixes = prefixes
+        self._prefixes = loaded.prefixes
         self._open_requests = metrics.open_requests
-        self._free_places = threading.Semaphore(limits.concurrency + limits.queue)
+        self._free_places = threading.Semaphore(limits.max_requests)
         self._model = model
         self.context = limits.context or trained_length(model)
-        self.bounds = Bounds(
-            max_tokens=trained_length(model) or DEFAULT_MAX_ANSWER,
-            vocabulary_size=vocabulary_size(model),
-        )
+        self.bounds = Bounds.of_model(model)
         self._logged_once = LoggedOnce()
-        self._memory: Memory | None = None
-        if limits.kv_bytes != NO_KV_LIMIT:
-            sizes = EntrySizes(model)
-            self._memory = Memory(sizes, options, limits.kv_bytes)
-            self._full_cache_memory = Memory(sizes, {}, limits.kv_bytes)
+        sizes = EntrySizes(model)
+        self._memory = Memory(sizes, options, limits.kv_bytes)
+        self._full_cache_memory = Memory(sizes, {}, limits.kv_bytes)
 
     @contextlib.contextmanager
     def reserve_place(self) -> Iterator[None]:
@@ -114,24 +100,12 @@ class Admission:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
-    def limit_answer(self, body: Body, request: CompletionRequest) -> CompletionRequest:
-        """Limit a request's answer to what fits in memory; see `Memory.longest_answer`.
-
-        Answers with a JSON schema keep their limit, because the JSON has to be complete.
-        """
-        if self._memory is None or request.constraint is not None:
-            return request
-        n_prompt = len(request.prompt)
-        n_answer = self._memory_for(body).longest_answer(n_prompt, request.max_tokens)
-        return replace(request, max_tokens=n_answer)
-
-    def _memory_for(self, body: Body) -> Memory:
+    def memory_for(self, body: Body) -> Memory:
         """Return the `Memory` for a body, depending on whether it sets `full_cache`."""
-        assert self._memory is not None
         return self._full_cache_memory if body.full_cache else self._memory
 
-    def memory_need(self, body: Body, request: CompletionRequest) -> Need | None:
-        """Return the memory that a request needs, or None if memory is unlimited.
+    def memory_need(self, body: Body, request: CompletionRequest) -> Need:
+        """Return the memory that a request needs.
 
         Logs a warning if the prompt exceeds the model's trained length.
 
@@ -141,14 +115,12 @@ class Admission:
         warning = beyond_trained_length(self._model, n_prompt)
         if warning is not None:
             self._logged_once.warn(warning)
-        if self._memory is None:
-            return None
         n_answer = request.max_tokens
         client_max_tokens = body.max_completion_tokens or body.max_tokens
         client_sets_no_limit = client_max_tokens in (None, NO_LIMIT)
         if client_sets_no_limit:  # most answers end long before the maximum
             n_answer = min(n_answer, RESERVED_ANSWER)
-        return self._memory_for(body).need(n_prompt, n_answer)
+        return self.memory_for(body).need(n_prompt, n_answer)
 
     def admit(self, request: EngineRequest, running: list[EngineRequest], kv_bytes: int) -> bool:
         """Return whether a request can start now. If so, shrink the prefix cache to make room for it.
@@ -160,14 +132,12 @@ class Admission:
         """
         if len(running) >= self._limits.concurrency:
             return False
-        if self._memory is not None and request.need is not None:
-            peak_bytes = self._memory.admit(request.need, running, kv_bytes)
-            if peak_bytes is None:  # the request has to wait
-                return False
-            self.trim_prefixes(peak_bytes)
+        peak_bytes = self._memory.admit(request.need, running, kv_bytes)
+        if peak_bytes is None:  # the request has to wait
+            return False
+        self.trim_prefixes(peak_bytes)
         return True
 
     def trim_prefixes(self, kv_bytes: int) -> None:
         """Shrink the prefix cache to the memory that is left when requests use `kv_bytes`."""
-        if self._memory is not None:
-            self._prefixes.trim_to(self._memory.limit - kv_bytes)
+        self._prefixes.trim_to(self._memory.limit - kv_bytes)

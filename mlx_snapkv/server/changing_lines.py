@@ -1,10 +1,13 @@
-"""Warn about system prompt lines that change with every request, such as the time.
+"""Find or remove lines of system prompts that change with every request, such as the time.
 
 The prefix cache can reuse only the text before such a line. Everything after it has to be read again.
 """
 
 import re
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeGuard
 
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
@@ -13,6 +16,24 @@ REMEMBERED = 8  # number of system prompts to remember, as several clients may t
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as different prompts
 MIN_REREAD = 400  # warn only if at least this many characters follow the changed line
 MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters
+
+
+def drop_volatile_lines(body: Body, names: Iterable[str]) -> None:
+    """Remove `NAME: …` lines with the given names from the start of a chat's system prompt. Case is ignored."""
+    any_name = "|".join(map(re.escape, names))
+    if not any_name or not _starts_with_system_prompt(body):
+        return
+    blanks = r"[^\S\n]*"  # on the same line
+    volatile_line = rf"\s*(?:{any_name}){blanks}:.*\n*"
+    leading_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
+    first_message = body.messages[0]
+    text = leading_lines.sub("", first_message.text)
+    body.messages[0] = replace(first_message, text=text)
+
+
+def _starts_with_system_prompt(body: Body) -> TypeGuard[ChatBody]:
+    """Return whether a body is a chat that starts with a system message."""
+    return isinstance(body, ChatBody) and body.messages[0].role == "system"
 
 
 class ChangingLines:
@@ -25,7 +46,7 @@ class ChangingLines:
 
     def compare(self, body: Body) -> None:
         """Log a warning if a chat's system prompt differs from an earlier one in only a few lines."""
-        if not isinstance(body, ChatBody) or body.messages[0].role != "system":
+        if not _starts_with_system_prompt(body):
             return
         text = "\n".join(message.text for message in body.messages if message.role == "system")
         if text in self._prompts:

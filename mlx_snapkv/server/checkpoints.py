@@ -1,18 +1,17 @@
 """Decide which of a request's caches to store in the prefix cache, and which prefix a request may continue."""
 
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from ..caches.layers import is_compressed
 from ..completions.body import Body, ChatBody
 from ..completions.messages import Message
 from ..completions.prompt import context_tokens
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
-from .prefix_cache import PrefixCache
 from .requests import EngineRequest, Loaded, StoredPrefix
 
 MIN_CHECKPOINT = 128  # caches of fewer tokens are not stored
@@ -27,14 +26,13 @@ class Checkpoints:
     prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer.
 
     Args:
-        prefixes: the prefix cache.
-        loaded: the served model.
+        loaded: the served model and its prefix cache.
         options: keyword arguments for `CompressedBatchGenerator`.
     """
 
-    def __init__(self, prefixes: PrefixCache, loaded: Loaded, options: dict[str, Any]):
+    def __init__(self, loaded: Loaded, options: dict[str, Any]):
         """Determine what the setting and the model's cache types allow."""
-        self._prefixes = prefixes
+        self._prefixes = loaded.prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
         self._setting = config.setting
@@ -57,26 +55,21 @@ class Checkpoints:
         elif compress is not None and self._keeps_all_entries:
             self._n_unshared = max(1, compress.decode_policy.obs_window)
 
-    def fetch(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits.
-
-        Args:
-            prompt: token ids of the whole prompt.
-            full_cache: whether the request is answered from the full cache, whatever the setting.
-        """
-        if self._must_not_share_caches(full_cache):
-            return None, 0
+    def fetch(self, request: EngineRequest) -> tuple[list, int]:
+        """Return caches for a prefix of a request's prompt, and its length. Return `([], 0)` if no prefix fits."""
+        if self._must_not_share_caches(request.body):
+            return [], 0
+        prompt = request.completion_request.prompt
         # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
-        return self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
+        caches, n_cached = self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
+        if request.body.full_cache and is_compressed(caches):
+            return [], 0
+        return caches, n_cached
 
-    def _must_not_share_caches(self, full_cache: bool | None) -> bool:
+    def _must_not_share_caches(self, body: Body) -> bool:
         """Return whether a request must not share caches, because the others' entries depend on sparse attention."""
-        return bool(full_cache) and self._reads_sparsely
-
-    def drop(self, path: Path) -> None:
-        """Drop caches whose entries are in the damaged file `path`."""
-        self._prefixes.drop(path)
+        return bool(body.full_cache) and self._reads_sparsely
 
     def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
@@ -86,26 +79,23 @@ class Checkpoints:
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
-        if self._must_not_share_caches(body.full_cache):
+        if self._must_not_share_caches(body):
             return []
         after_system = self._n_system_tokens(body, prompt) - (self._n_unshared - 1)
         before_reasoning = min(self._reasoning_start(prompt), len(prompt) - self._n_unshared)
         lengths = sorted({after_system, before_reasoning})
         return [length for length in lengths if MIN_CHECKPOINT <= length < len(prompt)]
 
-    def insert_checkpoint(
-        self, request: EngineRequest, n_read: int, tokens: list[int], caches: list
-    ) -> None:
-        """Store the caches of a request whose prefill has reached the checkpoint at `n_read` tokens."""
+    def insert_checkpoint(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Store the caches of a request whose prefill has reached a checkpoint."""
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
-        if n_read == last_checkpoint:
-            # Store this prefix rather than the whole prompt.
-            request.stored_prefix = StoredPrefix(list(tokens), caches)
+        if len(tokens) == last_checkpoint:
+            self._set_stored(request, tokens, caches)  # rather than the whole prompt
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
-        return self._keeps_all_entries and not self._must_not_share_caches(request.body.full_cache)
+        return self._keeps_all_entries and not self._must_not_share_caches(request.body)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a cancelled request, unless they are very short or include voting tokens."""
@@ -117,8 +107,13 @@ class Checkpoints:
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a prompt, unless a checkpoint was stored."""
         if request.stored_prefix is None:
-            request.stored_prefix = StoredPrefix(tokens, caches)
+            self._set_stored(request, tokens, caches)
             self._prefixes.insert(tokens, caches)
+
+    def _set_stored(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Note what a request has stored. Keep its caches only for a file, so that eviction frees them."""
+        caches_to_write = [] if self._prefixes.files is None else caches
+        request.stored_prefix = StoredPrefix(tokens, caches_to_write)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Store the caches of a finished request, unless its prompt's caches are already stored.
@@ -131,9 +126,8 @@ class Checkpoints:
             return
         self.insert_prompt(request, tokens, caches)
         files = self._prefixes.files
-        stored_prefix = request.stored_prefix
-        if files is not None and stored_prefix is not None and stored_prefix.tokens:
-            files.write(stored_prefix.tokens, stored_prefix.caches)
+        if files is not None and request.stored_prefix is not None:
+            files.write(*request.stored_prefix)
 
     def _n_system_tokens(self, body: ChatBody, prompt: list[int]) -> int:
         """Return the number of prompt tokens in the system messages.

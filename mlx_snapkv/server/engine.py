@@ -21,8 +21,6 @@ from .api_error import ApiError
 from .checkpoints import Checkpoints
 from .log import LoggedOnce, log
 from .metrics import Metrics
-from .prefix_cache import PrefixCache
-from .prefix_files import PrefixFiles
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
@@ -59,14 +57,12 @@ class Engine:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
             them.
         options: keyword arguments for `CompressedBatchGenerator`.
-        prefixes: the prefix cache.
         limits: limits for requests and KV memory.
         defaults: values for fields that a request omits.
-        metrics: counts requests, tokens and memory.
-        open_files: returns the folder for prefixes on disk, or None.
 
     Attributes:
-        loaded: the served model.
+        loaded: the served model and its prefix cache.
+        metrics: counts requests, tokens and memory.
         kv_bytes: size of the running requests' caches after the last step, in bytes.
     """
 
@@ -76,23 +72,18 @@ class Engine:
         self,
         load: Callable[[], Loaded],
         options: dict[str, Any],
-        prefixes: PrefixCache,
         limits: Limits,
         defaults: Defaults,
-        metrics: Metrics,
-        open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         """Start the thread, and wait until it has loaded the model.
 
         Raises: Exception: `load` failed.
         """
         self.options = options
-        self.prefixes = prefixes
-        self.metrics = metrics
+        self.metrics = Metrics()
         self._load = load
-        self._limits = limits
+        self.limits = limits
         self._defaults = defaults
-        self._open_files = open_files
         self.loaded: Loaded
         self._model_loaded = Future[None]()  # done when loading has finished or failed
         self._submitted_requests: SimpleQueue[EngineRequest] = SimpleQueue()
@@ -103,7 +94,6 @@ class Engine:
         self._waiting_requests: deque[EngineRequest] = deque()
         self._cancelled_numbers: set[int] = set()  # request numbers, the same on all ranks
         self._logged_once = LoggedOnce()
-        metrics.track(self)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         try:
@@ -113,11 +103,6 @@ class Engine:
             raise
 
     # Methods called by other threads:
-
-    @property
-    def max_requests(self) -> int:
-        """Return the maximum number of requests, both running and waiting."""
-        return self._limits.concurrency + self._limits.queue
 
     @property
     def context(self) -> int | None:
@@ -160,16 +145,17 @@ class Engine:
         vocabulary_size = self._admission.bounds.vocabulary_size
         with self._tokenizer_lock:
             prompt = tokenize(request.body, self.loaded.tokenizer, vocabulary_size)
-        request.prompt = prompt
-        self._admission.require_short_prompt(len(prompt.tokens))
-        request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
+            request.prompt = prompt
+            self._admission.require_short_prompt(len(prompt.tokens))
+            request.checkpoints = self._checkpoints.checkpoint_lengths(request.body, prompt.tokens)
         self._submitted_requests.put(request)
         self._wake_event.set()
 
     def count_tokens(self, body: ChatBody) -> int:
         """Return the length of a prompt in tokens."""
         self.require_alive()
-        return len(tokenize(body, self.loaded.tokenizer).tokens)
+        with self._tokenizer_lock:
+            return len(tokenize(body, self.loaded.tokenizer).tokens)
 
     def stop(self, seconds: float | None = None) -> None:
         """Stop after the current step, and wait up to `seconds` (by default, indefinitely) for the thread to end."""
@@ -201,21 +187,19 @@ class Engine:
 
     def _create_parts(self) -> None:
         """Create the objects that depend on the model."""
-        self._checkpoints = Checkpoints(self.prefixes, self.loaded, self.options)
-        self._admission = Admission(
-            self._limits, self.loaded.model, self.options, self.prefixes, self.metrics
-        )
+        self._checkpoints = Checkpoints(self.loaded, self.options)
+        self._admission = Admission(self.limits, self.loaded, self.options, self.metrics)
         self._new_batch = partial(
             ServedBatch,
             self.loaded,
             self.options,
-            max_requests=self._limits.concurrency,
+            max_requests=self.limits.concurrency,
             checkpoints=self._checkpoints,
             metrics=self.metrics,
             on_pause=self._interrupt_if_stopping,
         )
         self.batch = self._new_batch()
-        self.prefixes.files = self._open_files(self.loaded)
+        self.metrics.track(self)
 
     def _run_round(self) -> None:
         """Wait for a request, start waiting requests that may start, and run one step of the batch."""
@@ -295,7 +279,8 @@ class Engine:
             self._admission.bounds,
             request.prompt,
         )
-        request.completion_request = self._admission.limit_answer(request.body, unlimited_request)
+        memory = self._admission.memory_for(request.body)
+        request.completion_request = memory.limit_answer(unlimited_request)
 
     def _admit_next(self) -> bool:
         """Return whether the first waiting request may start. If so, make room for it in memory."""

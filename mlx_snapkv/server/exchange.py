@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from ..completions.body import Body
 from .api_error import ApiError, as_api_error
+from .changing_lines import drop_volatile_lines
 from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
@@ -20,34 +21,35 @@ KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before a keep-alive is sent
 POLL_SECONDS = 0.5  # seconds between checks for a lost client or engine
 
 
+def model_name(request: Request, body: Any) -> str:
+    """Return the model's name in the response: the body's or, by default, the name it was loaded under."""
+    return body.model or request.app.state.engine.loaded.names[0]
+
+
 async def respond(
-    request: Request,
-    body: Any,
-    answer_bodies: Sequence[Body],
-    new_formatter: Callable[[str], ResponseFormatter],
+    request: Request, answer_bodies: Sequence[Body], formatter: ResponseFormatter, stream: bool
 ) -> Response:
-    """Return the response to a request, as JSON or, if the body sets `stream`, as server-sent events.
+    """Return the response to a request.
 
     Args:
         request: the HTTP request. Its application's state has the engine.
-        body: the client's request body.
         answer_bodies: one completion body per answer.
-        new_formatter: creates the formatter for a model name.
+        formatter: formats the answers for the client's API.
+        stream: whether to respond with server-sent events instead of JSON.
 
     Raises: ApiError: a request failed before the response started.
     """
     state = request.app.state
     n_answers = len(answer_bodies)
-    max_answers = state.engine.max_requests
+    max_answers = state.engine.limits.max_requests
     if n_answers > max_answers:
         raise ApiError(
             400, f"{n_answers} answers at once are more than {max_answers}: ask for fewer"
         )
     for answer_body in answer_bodies:
-        state.settings.drop_volatile_lines(answer_body)
+        drop_volatile_lines(answer_body, state.settings.volatile_headers)
         state.changing_lines.compare(answer_body)
     events = _events(request, answer_bodies)
-    formatter = new_formatter(body.model or state.engine.loaded.names[0])
     first_chunks: list[bytes] = []
     n_accepted = 0
     async for index, event in events:
@@ -59,10 +61,10 @@ async def respond(
         # started, or when all are accepted but some have to wait.
         all_started = len(formatter.started) == n_answers
         some_wait = event is None and n_accepted == n_answers
-        if body.stream and (all_started or some_wait):
+        if stream and (all_started or some_wait):
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            stream = _stream(first_chunks, events, formatter, request.state.request_id)
-            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+            chunks = _stream(first_chunks, events, formatter, request.state.request_id)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
     return JSONResponse(formatter.response_body())
 
 

@@ -37,10 +37,11 @@ class Metrics:
         memory_bytes.labels("freed_buffers").set_function(mx.get_cache_memory)
 
     def track(self, engine: Any) -> None:
-        """Report an engine's KV bytes whenever the metrics are read."""
+        """Report an engine's KV bytes whenever the metrics are read. Call this after the model is loaded."""
+        prefixes = engine.loaded.prefixes
         self._kv_bytes.labels("requests").set_function(lambda: engine.kv_bytes)
-        self._kv_bytes.labels("prefixes").set_function(lambda: engine.prefixes.nbytes)
-        self._kv_bytes.labels("prefix_files").set_function(lambda: engine.prefixes.file_nbytes)
+        self._kv_bytes.labels("prefixes").set_function(lambda: prefixes.nbytes)
+        self._kv_bytes.labels("prefix_files").set_function(lambda: prefixes.file_nbytes)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -25,26 +25,24 @@ class PrefixCache:
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
-        files: the folder with prefixes on disk, or None.
+        files: the folder with prefixes that outlive the server, or None.
         nbytes: size of the caches in memory.
         file_nbytes: size of the caches in temporary files.
     """
 
-    files: PrefixFiles | None = None
     nbytes = file_nbytes = 0
 
-    def __init__(self, max_bytes: int):
-        """Start with no prefixes."""
+    def __init__(self, max_bytes: int, files: PrefixFiles | None = None):
+        """Start with no prefixes in memory."""
         self.max_bytes = max_bytes
+        self.files = files
         self._prefixes: list[Prefix] = []
 
     def __len__(self) -> int:
         """Return the number of prefixes in memory and in temporary files."""
         return len(self._prefixes)
 
-    def fetch(
-        self, tokens: list[int], n_unshared: int, exact: bool = False
-    ) -> tuple[list | None, int]:
+    def fetch(self, tokens: list[int], n_unshared: int, exact: bool = False) -> tuple[list, int]:
         """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
 
         Caches that were only in a file are then kept in memory as well.
@@ -54,13 +52,13 @@ class PrefixCache:
             n_unshared: number of tokens at the end that the request must read itself.
             exact: whether to exclude entries computed with sparse attention.
 
-        Returns: `(None, 0)` if no prefix fits.
+        Returns: `([], 0)` if no prefix fits.
         """
         prefixes_in_files = [] if self.files is None else self.files.prefixes
         ids_to_serve = as_ids(tokens[:-n_unshared])
         n_served, prefix = longest_prefix([*self._prefixes, *prefixes_in_files], ids_to_serve)
         if prefix is None:
-            return None, 0
+            return [], 0
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
@@ -73,7 +71,7 @@ class PrefixCache:
         if n_exact is not None and n_exact < n_served:
             can_trim = n_exact > 0 and prefix.is_trimmable
             if not can_trim:
-                return None, 0
+                return [], 0
             n_served = n_exact
         caches_of_request = copy.deepcopy(caches)
         trim_prompt_cache(caches_of_request, len(prefix.ids) - n_served)
@@ -81,8 +79,6 @@ class PrefixCache:
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Store the caches for `tokens`. Log a warning if they exceed the limit on their own."""
-        if not tokens:
-            return
         # An unevaluated array would keep the whole batch's inputs alive.
         mx.eval([cache.state for cache in caches])
         fits = self._insert_if_fits(as_ids(tokens), caches)

@@ -22,14 +22,20 @@ from ..completions.token_bytes import token_bytes
 from ..engine.report import CompressionReport
 from ..planning.footprint import Need
 from .api_error import as_api_error
+from .prefix_cache import PrefixCache
 
 
 class Loaded(NamedTuple):
-    """The served model. Clients see its `names`. The first is the one it was loaded under."""
+    """The served model and its prefix cache.
+
+    Attributes:
+        names: the model's names for clients. The first is the one it was loaded under.
+    """
 
     model: Any
     tokenizer: Any
     names: tuple[str, ...]
+    prefixes: PrefixCache
 
 
 class Accepted(NamedTuple):
@@ -105,7 +111,7 @@ Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | 
 
 
 class StoredPrefix(NamedTuple):
-    """Tokens that a request has read, and the resulting caches."""
+    """Tokens that a request has read, and the resulting caches. Without --prefix-dir, there are no caches."""
 
     tokens: list[int]
     caches: list[Any]
@@ -123,9 +129,9 @@ class EngineRequest:
         is_cancelled: whether the client has left or already has its answer.
         prompt: the prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
-        need: memory that the request's caches will need. None if memory is unlimited.
+        need: memory that the request's caches will need.
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
-        answer: the answer so far. None until the request starts.
+        answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
         stored_prefix: what this request stored in the prefix cache. None until then.
     """
@@ -139,9 +145,9 @@ class EngineRequest:
     is_cancelled: bool = False
     prompt: Prompt | None = None
     completion_request: CompletionRequest = field(init=False)
-    need: Need | None = None
+    need: Need = field(init=False)
     checkpoints: list[int] = field(default_factory=list)
-    answer: Completion | None = None
+    answer: Completion = field(init=False)
     report: CompressionReport | None = None
     stored_prefix: StoredPrefix | None = None
 

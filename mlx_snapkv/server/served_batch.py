@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..batch.generator import CompressedBatchGenerator
 from ..batch.groups import request_errors
-from ..caches.layers import is_compressed, kv_bytes
+from ..caches.layers import kv_bytes
 from ..completions.answer import Completion
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError, sentence
@@ -71,9 +71,7 @@ class ServedBatch:
         """Add a request to the batch. On failure, send the error to its client."""
         completion_request = request.completion_request
         prompt = completion_request.prompt
-        sampler = completion_request.sampler
-        full_cache = bool(request.body.full_cache)
-        caches, n_cached = self._fetch_prefix(prompt, full_cache)
+        caches, n_cached = self._fetch_prefix(request)
         # The generator reports the end of each segment, so split the prompt at the checkpoints.
         checkpoints = [length for length in request.checkpoints if length > n_cached]
         segment_bounds = [n_cached, *checkpoints, len(prompt)]
@@ -82,11 +80,11 @@ class ServedBatch:
             (uid,) = self.generator.insert_segments(
                 [segments],
                 [completion_request.max_tokens],
-                caches=None if caches is None else [caches],
+                caches=[caches],
                 all_tokens=[prompt[:n_cached]],
-                samplers=None if sampler is None else [sampler],
+                samplers=[completion_request.sampler],
                 logits_processors=[completion_request.processors],
-                in_full=full_cache,
+                in_full=bool(request.body.full_cache),
             )
         except request_errors() as error:
             request.fail(error)
@@ -98,22 +96,19 @@ class ServedBatch:
         self._metrics.prefix_hits.inc(n_cached > 0)
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
-    def _fetch_prefix(self, prompt: list[int], full_cache: bool) -> tuple[list | None, int]:
-        """Return caches for a prefix of the prompt, and the prefix's length. Return `(None, 0)` if no prefix fits."""
+    def _fetch_prefix(self, request: EngineRequest) -> tuple[list, int]:
+        """Return caches for a prefix of a prompt, as `Checkpoints.fetch` does. If that fails, use no prefix."""
         try:
-            caches, n_cached = self._checkpoints.fetch(prompt, full_cache)
+            return self._checkpoints.fetch(request)
         except Exception as error:
             log.warning("a prefix is not used: %s", sentence(error))
-            return None, 0
-        if full_cache and caches is not None and is_compressed(caches):
-            return None, 0
-        return caches, n_cached
+            return [], 0
 
     def remove(self, numbers: Collection[int]) -> None:
         """Remove cancelled requests. The part of a prompt that has been read may be stored for a retry."""
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
-            request = self.running[uid]
+            request = self.running.pop(uid)
             if self._checkpoints.stores_cancelled(request):
                 caches_and_tokens = self.generator.read_so_far(uid)
                 if caches_and_tokens is not None:
@@ -121,8 +116,6 @@ class ServedBatch:
                     self._checkpoints.insert_cancelled(request, tokens, caches)
         if uids:
             self.generator.remove(uids)
-        for uid in uids:
-            del self.running[uid]
 
     def step(self) -> list[EngineRequest]:
         """Read a prompt chunk or decode a token, and send the resulting events to the clients.
@@ -155,8 +148,10 @@ class ServedBatch:
         n_read = n_cached + n_uncached_read
         is_at_checkpoint = response.end_of_segment and n_read in request.checkpoints
         if is_at_checkpoint:
-            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
-            self._checkpoints.insert_checkpoint(request, n_read, tokens, caches)
+            caches_and_tokens = self.generator.read_so_far(response.uid)
+            if caches_and_tokens is not None:  # the chunk has not failed
+                caches, tokens = caches_and_tokens
+                self._checkpoints.insert_checkpoint(request, tokens, caches)
         request.put(PromptProgress(n_read, n_prompt))
 
     def _handle_token(self, response: Any) -> EngineRequest | None:
@@ -166,24 +161,23 @@ class ServedBatch:
             response: mlx-lm's `GenerationBatch.Response`, or the error that ended the request.
         """
         request = self.running[response.uid]
-        answer = request.answer
-        assert answer is not None
         if response.finish_reason == "error":
             del self.running[response.uid]
             return self._fail_or_restart(request, response.error)
         n_logprobs = request.completion_request.n_logprobs
         if n_logprobs is not None:
             request.put(TokenLogprob.from_response(response, n_logprobs, self._loaded.tokenizer))
+        answer = request.answer
         for piece in answer.add(response.token, response.finish_reason):
             request.put(piece)
         self._metrics.generated_tokens.inc()
         if answer.n_tokens == 1:
             self._metrics.first_token_seconds.observe(time.perf_counter() - request.since)
         if answer.finish_reason is not None:
-            self._finish(request, answer, response)
+            self._finish(request, response)
         return None
 
-    def _finish(self, request: EngineRequest, answer: Completion, response: Any) -> None:
+    def _finish(self, request: EngineRequest, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
         ended_at_stop_string = response.finish_reason is None  # mlx-lm ignores stop strings
         if ended_at_stop_string:
@@ -200,7 +194,7 @@ class ServedBatch:
                 log.warning("a prompt of %s tokens: %s", n_prompt, warning)
         self._checkpoints.insert_answer(request, tokens, caches)
         del self.running[response.uid]
-        request.put(Finished(answer, report))
+        request.put(Finished(request.answer, report))
 
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send the error to the client. If only a cached prefix is damaged, return the request for a restart instead.
@@ -209,10 +203,9 @@ class ServedBatch:
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)
-            self._checkpoints.drop(error.path)
-            answer_is_empty = request.answer is not None and request.answer.n_tokens == 0
+            self._loaded.prefixes.drop(error.path)
+            answer_is_empty = request.answer.n_tokens == 0
             if answer_is_empty:
-                request.answer = None
                 request.report = None
                 request.stored_prefix = None
                 return request

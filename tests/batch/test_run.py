@@ -48,11 +48,14 @@ def answered(loaded, lines, folder, options, **limits):
     """Run a batch file. Return the records, and the maximum bytes and requests seen after any step."""
     path, seen, policy = folder / "a.jsonl", [], options["policy"]
     path.unlink(missing_ok=True)
-    answers = AnswersFile(path, {})
-    run = Run(*loaded, answers, options, "tiny", {"policy": policy and str(policy)}, **limits)
-    run.on_progress = lambda _: seen.append((run._generator.prompt_cache_nbytes, len(run._active)))
+    answers = AnswersFile(path, "tiny", {"policy": policy and str(policy)})
+    run = Run(*loaded, answers, options, **limits)
+
+    def look(_):
+        seen.append((run._generator.prompt_cache_nbytes, len(run._active)))
+
     with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
-        run.answer(RequestsFile(stream))
+        run.answer(RequestsFile(stream), look)
     return read(path), *map(max, zip(*seen))
 
 
@@ -84,11 +87,11 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
     ]:
         path.write_bytes(data)
         with pytest.raises(SnapKVError, match=words):
-            AnswersFile(path, {})
+            AnswersFile(path, "tiny", {})
         assert path.read_bytes() == data
     for rest in (b"", b'{"i', b"\0" * 4096, second[:-1], second):
         path.write_bytes(first + b"\n" + rest)
-        with AnswersFile(path, {}) as answers:
+        with AnswersFile(path, "tiny", {}) as answers:
             assert (answers.n_answered, answers.n_errors) == (1, 0)
         assert path.read_bytes() == first + b"\n"
 

@@ -1,5 +1,7 @@
 """After a client leaves, what was read of its prompt serves the next request with the same prefix."""
 
+import weakref
+
 import mlx.core as mx
 import pytest
 
@@ -23,17 +25,18 @@ class Served:
     def __init__(self, loaded, method):
         policy = method and setting_named(method)
         options = {"policy": policy, "prefill_step_size": CHUNK}
-        self.loaded, self.prefixes = loaded, PrefixCache(1 << 30)
-        self.checkpoints = Checkpoints(self.prefixes, loaded, options)
+        self.loaded = loaded._replace(prefixes=PrefixCache(1 << 30))
+        self.checkpoints = Checkpoints(self.loaded, options)
         self.batch = ServedBatch(
-            loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
+            self.loaded, options, 4, self.checkpoints, Metrics(), lambda done, total: None
         )
 
-    def start(self, text):
+    def start(self, text, checkpoints=()):
         events = []
         body = parse_body(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 8})
         request = EngineRequest(body, events.append)
         request.completion_request = completion_request(body, self.loaded.tokenizer, Defaults())
+        request.checkpoints = list(checkpoints)
         self.batch.start(request)
         return request, events
 
@@ -48,7 +51,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def loaded(demo_llama):
-    return Loaded(*demo_llama, ("demo",))
+    return Loaded(*demo_llama, ("demo",), PrefixCache(0))
 
 
 @pytest.mark.parametrize("method", SAFE)
@@ -72,7 +75,37 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
     for _ in range(2):
         served.batch.step()
     served.batch.remove([request.number])
-    assert len(served.prefixes) == 0
+    assert len(served.loaded.prefixes) == 0
+
+
+def test_an_evicted_prefix_is_freed_while_its_request_is_answered(loaded, document):
+    served = Served(loaded, SAFE[1])
+    request, _ = served.start(document[0][:4500])
+    while request.report is None:
+        served.batch.step()
+    (prefix,) = served.loaded.prefixes._prefixes
+    cache = weakref.ref(prefix.caches[0])
+    del prefix
+    served.loaded.prefixes.trim_to(0)
+    assert cache() is None and served.batch.running
+    served.batch.remove([request.number])
+
+
+@pytest.mark.parametrize("method", SAFE)
+def test_a_checkpoint_is_kept_unless_its_chunk_failed(loaded, document, monkeypatch, method):
+    served = Served(loaded, method)
+    _, events = served.start(document[0][:4500], [CHUNK, 2 * CHUNK])
+    while len(served.loaded.prefixes) == 0:
+        served.batch.step()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(type(loaded.model), "__call__", fail)
+        while not isinstance(events[-1], Exception):
+            served.batch.step()
+    assert [len(prefix.ids) for prefix in served.loaded.prefixes._prefixes] == [CHUNK]
 
 
 def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(loaded, document):
@@ -81,5 +114,5 @@ def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(lo
     prompt = request.completion_request.prompt
     for n in (CHUNK - 1, len(prompt) - 31):
         served.checkpoints.insert_cancelled(request, prompt[:n], [])
-    assert len(served.prefixes) == 0
+    assert len(served.loaded.prefixes) == 0
     served.batch.remove([request.number])

@@ -52,7 +52,7 @@ def test_with_a_policy_follow_ups_choose_among_all_entries(document):
         kept = served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}')
         assert kept > 3 * found["mlx_snapkv"]["kv_bytes_after"]
         assert_follow_ups_at_once(served, said, facts[2:])
-        served.engine.prefixes.trim_to(0)
+        served.engine.loaded.prefixes.trim_to(0)
         answer, cached, again = ask(served, talk(*said[:-1]), logprobs=True)
         assert (answer, cached) == (said[-1], 0)
         read = [token["logprob"] for token in again["choices"][0]["logprobs"]["content"]]
@@ -80,7 +80,7 @@ def test_a_system_prompt_is_read_once(document):
         assert cached >= max(n for n, *_ in known)
         # The last prompt equals the first.
         for prompt, (_, entries, logprobs) in zip(prompts[1:], known[1:]):
-            served.engine.prefixes.trim_to(0)
+            served.engine.loaded.prefixes.trim_to(0)
             cached, n_entries, found = told(prompt)
             assert (cached, n_entries) == (0, entries)
             assert found == pytest.approx(logprobs, abs=1e-3)

@@ -261,7 +261,7 @@ def test_requests_wait_rather_than_take_more_memory():
 
         def looked_at():
             step()
-            held.append(engine.batch.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
+            held.append(engine.batch.generator.prompt_cache_nbytes + engine.loaded.prefixes.nbytes)
 
         engine._run_round = looked_at
         bodies = [{"prompt": f"{word} " * 400, "max_tokens": 20} for word in ("key", "door")]

@@ -89,7 +89,7 @@ def test_a_server_refuses_a_prompt_that_its_machine_can_not_hold(demo_llama, mon
         for word in ("key", "door", "lock", "oak"):
             body = {"prompt": f"{word} " * 700, "max_tokens": 20}
             assert served.post(TEXT, body).status_code == 200
-            held.append(served.engine.prefixes.nbytes)
+            held.append(served.engine.loaded.prefixes.nbytes)
             mx.synchronize()
         assert 0 < max(held) <= 8_000_000
         assert len(held) * held[0] > 8_000_000  # prefixes were evicted

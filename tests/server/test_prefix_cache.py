@@ -53,7 +53,7 @@ def test_caches_that_cannot_be_cut_serve_only_continuations_and_are_evicted_by_a
     for question in range(1000, 1003):
         prefixes.insert([*DOCUMENT, question], of(321, RotatingKVCache))
     assert prefixes.fetch([*DOCUMENT, 1001, 1], 1)[1] == 321
-    assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == (None, 0)
+    assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == ([], 0)
     prefixes.trim_to(prefixes.nbytes - 1)
     assert kept(prefixes) == [[1000], [1001], [1002]]
 
@@ -91,7 +91,7 @@ def test_prefixes_take_no_more_memory_than_they_count():
 
         post(0)  # computes the weights
         gc.collect()
-        prefixes = served.engine.prefixes
+        prefixes = served.engine.loaded.prefixes
         before = mx.get_active_memory() - prefixes.nbytes
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(post, range(6)))
@@ -107,7 +107,7 @@ def test_questions_about_one_document_share_its_entries(document):
     """The limit has room for two documents. The other document stays in the cache throughout."""
     text, facts = document
     with serving(policy=SPARSE) as served:
-        prefixes, other = served.engine.prefixes, f"Another one. {text}"
+        prefixes, other = served.engine.loaded.prefixes, f"Another one. {text}"
         ask(served, talk(f"{other} What is it?"))
         prefixes.max_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
         for i, fact in enumerate(facts[:3]):

@@ -15,6 +15,7 @@ from ...completions.fields import BodyModel, MaxTokens, Name, Probability, Stops
 from ...completions.messages import Message
 from ...completions.validation import required_for
 from ..api_error import ApiError
+from ..changing_lines import drop_volatile_lines
 from ..chat_messages import (
     ForeignTool,
     NoneAsEmpty,
@@ -25,7 +26,7 @@ from ..chat_messages import (
     tag_by_type,
     unnest_function,
 )
-from ..exchange import respond
+from ..exchange import model_name, respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -169,7 +170,8 @@ async def create(request: Request, body: MessagesBody) -> Response:
     """Answer the last message of a conversation."""
     sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
     chat = body.as_chat_body(**sampling, stop=body.stop_sequences)
-    return await respond(request, body, [chat], MessageFormatter)
+    formatter = MessageFormatter(model_name(request, body))
+    return await respond(request, [chat], formatter, bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -177,7 +179,7 @@ async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any
     """Count a prompt's tokens without running the model."""
     state = request.app.state
     chat = body.as_chat_body()
-    state.settings.drop_volatile_lines(chat)
+    drop_volatile_lines(chat, state.settings.volatile_headers)
     return {"input_tokens": await asyncio.to_thread(state.engine.count_tokens, chat)}
 
 

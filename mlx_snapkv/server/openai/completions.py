@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 from ...completions.answer_body import answer_choice, body_head, message_fields, usage_fields
 from ...completions.answer_parser import Reply
 from ...completions.body import Body, ChatBody, CompletionBody
-from ...engine.report import STAYING, CompressionReport
+from ...engine.report import CompressionReport
 from ..api_error import ApiError
-from ..exchange import respond
+from ..exchange import model_name, respond
 from ..formatter import ResponseFormatter, server_sent_event
 from ..requests import Event, Finished, Logprob, PromptProgress, Started, TokenLogprob
 from .text_offsets import TextOffsets
@@ -33,14 +32,14 @@ async def _respond_to_body(request: Request, body: Body) -> Response:
             answer_body.model_copy(update={"seed": body.seed + index})
             for index, answer_body in enumerate(answer_bodies)
         ]
-    new_formatter = partial(
-        CompletionFormatter,
+    formatter = CompletionFormatter(
+        model_name(request, body),
         is_chat=isinstance(body, ChatBody),
         with_usage=bool(body.stream_options and body.stream_options.include_usage),
         n_answers=n_answers,
         uses_functions=body.uses_functions,
     )
-    return await respond(request, body, answer_bodies, new_formatter)
+    return await respond(request, answer_bodies, formatter, bool(body.stream))
 
 
 @router.post("/v1/chat/completions")
@@ -192,11 +191,14 @@ class CompletionFormatter(ResponseFormatter):
 
 def _report_fields(report: CompressionReport) -> dict[str, Any]:
     """Return the compression report fields to include in a response."""
-    names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
-    fields = {name: getattr(report, name) for name in names}
-    fields["entries"] = report.entries if report.compressed else None
-    staying_bytes = {name: getattr(report, name) for name in STAYING}
-    return fields | {name: n_bytes for name, n_bytes in staying_bytes.items() if n_bytes}
+    return {
+        "policy": report.policy,
+        "kv_bytes_before": report.kv_bytes_before,
+        "kv_bytes_after": report.kv_bytes_after,
+        "reason": report.reason,
+        "entries": report.entries if report.compressed else None,
+        **report.staying_fields,
+    }
 
 
 def _logprob_fields(entry: Logprob) -> dict[str, Any]:

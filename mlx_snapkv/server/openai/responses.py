@@ -5,7 +5,6 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +17,7 @@ from ...completions.messages import Message, parse_message
 from ...completions.validation import must, require
 from ..api_error import ApiError
 from ..chat_messages import ForeignTool, NoneAsEmpty, OutputConfig, chat_body
-from ..exchange import respond
+from ..exchange import model_name, respond
 from ..formatter import Block, BlockFormatter, server_sent_event
 from .response_tools import AnyTool, OfferedTool, chat_tools, tools_by_name
 
@@ -109,9 +108,8 @@ class ResponsesBody(BodyModel):
 @router.post("/v1/responses")
 async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer the last message of a conversation."""
-    return await respond(
-        request, body, [body.as_chat_body()], partial(ResponsesFormatter, body=body)
-    )
+    formatter = ResponsesFormatter(model_name(request, body), body)
+    return await respond(request, [body.as_chat_body()], formatter, bool(body.stream))
 
 
 class ResponsesFormatter(BlockFormatter):
