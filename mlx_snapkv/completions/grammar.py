@@ -10,12 +10,7 @@ from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
 from .argument_types import types_of
-from .matcher import (
-    MAX_OPTIONAL_PROPERTIES,
-    llguidance_tokenizer,
-    make_matcher,
-    require_enforceable,
-)
+from .matcher import MAX_OPTIONAL_PROPERTIES, llguidance_tokenizer, make_matcher
 from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
@@ -312,12 +307,12 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
         _require_few_optional_properties(schema, schema_name)
     grammar = f"start: {reasoning} {answer}\n{reasoning_rules}"
     try:
-        require_enforceable(tokenizer, grammar)
+        make_matcher(tokenizer, grammar)
     except SnapKVError:
         # Check each schema alone, so that the error names the one at fault.
         for schema_name, schema in schemas.items():
             schema_grammar = f"start: %json {_schema_json(schema)}"
-            require_enforceable(tokenizer, schema_grammar, schema_name)
+            make_matcher(tokenizer, schema_grammar, schema_name)
         if len(schemas) > 1:
             raise TooLargeTogether("the schemas are too large together") from None
         raise
