@@ -90,7 +90,7 @@ def completion_request(
     body: Body,
     tokenizer,
     defaults: Defaults,
-    seed: int | None = None,
+    seed: int = 0,
     bounds: Bounds = NO_BOUNDS,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
