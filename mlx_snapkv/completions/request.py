@@ -22,11 +22,10 @@ FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
-    betas stream truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
+    betas truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
-VALUES_WITHOUT_EFFECT: tuple[Any, ...] = ({}, [], "", False)
 MAX_FIELD_LENGTH = 80  # maximum length of an unknown field's name in a warning, in characters
 PENALTY_FIELDS = {
     f"{name}_{field}"
@@ -133,7 +132,7 @@ def completion_request(
         max_tokens=max_tokens,
         sampler=make_sampler(body, tokenizer, vocabulary_size, defaults, seed),
         processors=processors,
-        stop=[text for text in body.stop or [] if text],
+        stop=body.stop or [],
         initial_state=prompt.initial_state,
         tools=prompt.tools,
         chat=isinstance(body, ChatBody),
@@ -166,11 +165,7 @@ def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bo
     """
     warnings = []
     for name, value in sorted(unknown_fields.items()):
-        has_no_effect = (
-            name in FIELDS_WITHOUT_EFFECT
-            or value in VALUES_WITHOUT_EFFECT
-            or _keeps_whole_context(value)
-        )
+        has_no_effect = name in FIELDS_WITHOUT_EFFECT or not value or _keeps_whole_context(value)
         if has_no_effect:
             continue
         warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
