@@ -178,7 +178,7 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     for name, schema in schemas.items():
         quoted_name = json.dumps(name, ensure_ascii=False)
         text_before_arguments = f'{{"name": {quoted_name}, "arguments": '
-        call_start = _string_terminal(text_before_arguments)
+        call_start = json.dumps(text_before_arguments)  # strings in Lark are quoted like JSON's
         calls.append(f'{call_start} %json {_schema_json(schema)} "}}"')
     return " | ".join(calls)
 
@@ -337,7 +337,8 @@ def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
         return "", rules
     first_end_terminal, *other_end_terminals = _terminal_list(tokenizer.think_end, tokenizer)
     text_to_end = f"TEXT {first_end_terminal}"
-    if not _is_special_token(first_end_terminal):
+    ends_with_special_token = first_end_terminal.startswith("<[")
+    if not ends_with_special_token:
         # TEXT may contain the end marker as text. A lazy rule ends at the first one.
         rules += f"until[lazy]: {text_to_end}\n"
         text_to_end = "until"
@@ -387,15 +388,7 @@ def _terminal_list(text: str, tokenizer) -> list[str]:
         any_special_token = "|".join(map(re.escape, longest_first))
         parts = re.split(f"({any_special_token})", text)
     return [
-        f"<[{special_ids[part]}]>" if part in special_ids else _string_terminal(part)
+        f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part)
         for part in parts
         if part
     ]
-
-
-def _is_special_token(terminal: str) -> bool:
-    return terminal.startswith("<[")
-
-
-def _string_terminal(text: str) -> str:
-    return json.dumps(text)
