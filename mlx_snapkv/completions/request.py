@@ -115,18 +115,12 @@ def completion_request(
         n_logprobs = body.logprobs
     processors = _bias_and_penalty_processors(body, vocabulary_size)
     max_tokens = _max_tokens(body, defaults, bounds)
-    warnings = list(prompt.warnings)
     constraint = None
     if answer_format is not None:
         constraint = Constraint(tokenizer, answer_format, max_tokens)
         processors.append(constraint)
-        if answer_format.note:
-            warnings.append(answer_format.note)
     extra_fields = body.model_extra or {}
     unknown_fields = {name: value for name, value in extra_fields.items() if value is not None}
-    forces_call = answer_format is not None and answer_format.kind != "json"
-    may_call_several = prompt.tools is not None and not forces_call
-    warnings += _unknown_field_warnings(unknown_fields, may_call_several)
     return CompletionRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
@@ -138,7 +132,7 @@ def completion_request(
         chat=isinstance(body, ChatBody),
         n_logprobs=n_logprobs,
         ignored=sorted(unknown_fields),
-        warnings=list(dict.fromkeys(warnings)),
+        warnings=_warnings(prompt, answer_format, unknown_fields),
         constraint=constraint,
         uses_functions=body.uses_functions,
         prefill=prompt.prefill,
@@ -156,22 +150,25 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
     return make_logits_processors(bias or None, **penalties)
 
 
-def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a warning for each unknown field that a client may expect to have an effect.
+def _warnings(
+    prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
+) -> list[str]:
+    """Return sentences about the parts of a body that are ignored but that a client may expect to have an effect.
 
-    Args:
-        unknown_fields: values of the unknown fields, by name.
-        may_call_several: whether an answer may contain several tool calls.
+    `unknown_fields` are the values of the body's unknown fields, by name.
     """
-    warnings = []
+    warnings = list(prompt.warnings)
+    if answer_format is not None and answer_format.note:
+        warnings.append(answer_format.note)
+    forces_call = answer_format is not None and answer_format.kind != "json"
+    may_call_several = prompt.tools is not None and not forces_call
+    if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
+        warnings.append("parallel_tool_calls is left out: an answer may call several tools")
     for name, value in sorted(unknown_fields.items()):
         has_no_effect = name in FIELDS_WITHOUT_EFFECT or not value or _keeps_whole_context(value)
-        if has_no_effect:
-            continue
-        warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
-    if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
-        warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
-    return warnings
+        if not has_no_effect:
+            warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
+    return list(dict.fromkeys(warnings))
 
 
 def _keeps_whole_context(value: Any) -> bool:
