@@ -55,7 +55,7 @@ BAD = [
     said("messages.0.content should be texts or parts, got 7", content=7),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # the template has none
     chat("response_format.type should be 'text', 'json_object' or", response_format={"type": "x"}),
-    chat("response_format.json_schema is missing", response_format={"type": "json_schema"}),
+    chat("response_format needs a schema", response_format={"type": "json_schema"}),
     schema("json_schema.schema should be a valid object", 5),
     schema("response_format's schema can't be enforced: unsupported keywords", {"not": {}}),
     schema("response_format's schema can't be enforced: Unsatisfiable", False),

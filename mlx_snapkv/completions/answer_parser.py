@@ -73,11 +73,16 @@ class AnswerParser:
         nothing is held back.
         """
         parts: list[Reply] = []
-        if self._must_split_by_letter(text):
+        state_after_text, segments = TextStateMachine.split(self._machine_state, text)
+        has_call_text = any(state == "tool" for state, _ in segments)
+        may_end_call = has_call_text and bool(self._call_end_marker)
+        # A marker there may turn out to be text, so split the text again, letter by letter.
+        if may_end_call or self._begins_json(segments):
             for letter in text:
                 parts += self._add_segments(self._split_letter(letter))
         else:
-            parts += self._add_segments(self._split_text(text))
+            self._machine_state = state_after_text
+            parts += self._add_segments(segments)
         if is_last:
             _, held_back, state = TextStateMachine.flush(self._machine_state)
             parts += self._add_segments([(state, held_back)])
@@ -101,42 +106,23 @@ class AnswerParser:
                 parts.append(Reply(text))
         return parts
 
-    def _must_split_by_letter(self, text: str) -> bool:
-        """Return whether `text` continues a call or starts JSON, so that a marker may turn out to be text."""
-        _, segments = TextStateMachine.split(self._machine_state, text)
-        has_call_text = any(state == "tool" for state, _ in segments)
-        may_end_call = has_call_text and bool(self._call_end_marker)
-        return may_end_call or self._begins_json(segments)
-
-    def _split_text(self, text: str) -> list[Segment]:
-        """Split text into segments, and advance the state machine.
+    def _split_letter(self, letter: str) -> list[Segment]:
+        """Return the segments that a letter completes. If a marker turns out to be text, correct the state.
 
         A tool call replaces the required JSON, so the parser stops waiting for the JSON.
         """
-        self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
-        if self._is_within_call:
-            self._awaits_json = False
-        return segments
-
-    @property
-    def _is_within_call(self) -> bool:
-        """Return whether the text so far ends between a call's markers."""
-        state, *_ = self._machine_state
-        return state == "tool"
-
-    def _split_letter(self, letter: str) -> list[Segment]:
-        """Split one letter like `_split_text`, and correct the state if a marker turns out to be text."""
         state_before, *_ = self._machine_state
         self._machine_state, segments = TextStateMachine.split(self._machine_state, letter)
-        was_within_call = state_before == "tool"
-        if self._is_within_call and not was_within_call:
+        state_after, *_ = self._machine_state
+        starts_call = state_after == "tool" and state_before != "tool"
+        ends_call = state_before == "tool" and state_after != "tool"
+        if starts_call:
             self._call_is_in_reasoning = state_before == "reasoning"
-        elif was_within_call and not self._is_within_call:
+            self._awaits_json = False
+        elif ends_call:
             segments = self._correct_call_end(segments)
         if self._begins_json(segments):
             segments = [*segments, *self._drop_markers()]
-            self._awaits_json = False
-        if self._is_within_call:
             self._awaits_json = False
         return segments
 

@@ -181,15 +181,17 @@ class CompletionBody(CommonBody):
     suffix: Unsupported = None
     logprobs: Annotated[TopLogprobs | None, BeforeValidator(_logprobs_as_number)] = None
 
+    @property
+    def has_prompt_list(self) -> bool:
+        """Return whether `prompt` is a list of prompts, rather than one text or the token ids of one prompt."""
+        is_list = isinstance(self.prompt, list) and len(self.prompt) > 0
+        return is_list and not isinstance(self.prompt[0], int)
+
     def split_prompts(self) -> list["CompletionBody"]:
         """Return one body per prompt."""
-        prompts = self.prompt
-        is_text = isinstance(prompts, str)
-        is_token_list = isinstance(prompts, list) and (not prompts or isinstance(prompts[0], int))
-        is_one_prompt = is_text or is_token_list
-        if is_one_prompt:
+        if not self.has_prompt_list:
             return [self]
-        return [self.model_copy(update={"prompt": prompt}) for prompt in prompts]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
 
 
 @dataclass(frozen=True)
@@ -218,11 +220,7 @@ def parse_body(url: Any, body: Any) -> Body:
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")
     parsed_body = validate_body(BODIES[url], body)
-    prompt_bodies: list[Any] = [parsed_body]
-    if isinstance(parsed_body, CompletionBody):
-        prompt_bodies = parsed_body.split_prompts()
-    has_prompt_list = prompt_bodies != [parsed_body]
-    if has_prompt_list:
+    if isinstance(parsed_body, CompletionBody) and parsed_body.has_prompt_list:
         raise SnapKVError("prompt must be one text in a file of requests: write a line for each")
     server_fields = {"n", "logprobs", "top_logprobs", "full_cache"}
     for name, value in parsed_body.model_dump(include=server_fields).items():

@@ -1,7 +1,6 @@
 """Convert the `content` of messages (text parts, documents, tool results, media) to text for the model."""
 
 import base64
-import binascii
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -230,7 +229,7 @@ def _size_or_url(part: dict[str, Any]) -> str | None:
             _, _, data = text.partition(";base64,")
         try:
             n_bytes = len(base64.b64decode(data, validate=True))
-        except (binascii.Error, ValueError):
+        except ValueError:
             continue
         # Short strings and the part's type, such as "file", may happen to be valid base64.
         is_data = len(data) >= 4 and text != part_type(part)

@@ -70,6 +70,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=20), WholeFloat]
 Name = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # a key of `logit_bias`
 Stops = Annotated[
-    list[str], BeforeValidator(lambda value: [text for text in as_list(value) if text is not None])
+    list[str],
+    BeforeValidator(lambda value: [text for text in as_list(value) if text not in (None, "")]),
 ]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]

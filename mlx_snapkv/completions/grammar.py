@@ -10,12 +10,7 @@ from mlx_lm.tool_parsers import json_tools, mistral
 
 from ..errors import SnapKVError
 from .argument_types import types_of
-from .matcher import (
-    MAX_OPTIONAL_PROPERTIES,
-    llguidance_tokenizer,
-    make_matcher,
-    require_enforceable,
-)
+from .matcher import MAX_OPTIONAL_PROPERTIES, llguidance_tokenizer, make_matcher
 from .response_format import ANY_OBJECT, Schema
 
 # JSON on one line. If whitespace is allowed, small models fill their answers with it.
@@ -183,7 +178,7 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     for name, schema in schemas.items():
         quoted_name = json.dumps(name, ensure_ascii=False)
         text_before_arguments = f'{{"name": {quoted_name}, "arguments": '
-        call_start = _string_terminal(text_before_arguments)
+        call_start = json.dumps(text_before_arguments)  # strings in Lark are quoted like JSON's
         calls.append(f'{call_start} %json {_schema_json(schema)} "}}"')
     return " | ".join(calls)
 
@@ -312,12 +307,12 @@ def _answer_grammar(answer: str, tokenizer, state: str | None, schemas: dict[str
         _require_few_optional_properties(schema, schema_name)
     grammar = f"start: {reasoning} {answer}\n{reasoning_rules}"
     try:
-        require_enforceable(tokenizer, grammar)
+        make_matcher(tokenizer, grammar)
     except SnapKVError:
         # Check each schema alone, so that the error names the one at fault.
         for schema_name, schema in schemas.items():
             schema_grammar = f"start: %json {_schema_json(schema)}"
-            require_enforceable(tokenizer, schema_grammar, schema_name)
+            make_matcher(tokenizer, schema_grammar, schema_name)
         if len(schemas) > 1:
             raise TooLargeTogether("the schemas are too large together") from None
         raise
@@ -342,7 +337,8 @@ def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
         return "", rules
     first_end_terminal, *other_end_terminals = _terminal_list(tokenizer.think_end, tokenizer)
     text_to_end = f"TEXT {first_end_terminal}"
-    if not _is_special_token(first_end_terminal):
+    ends_with_special_token = first_end_terminal.startswith("<[")
+    if not ends_with_special_token:
         # TEXT may contain the end marker as text. A lazy rule ends at the first one.
         rules += f"until[lazy]: {text_to_end}\n"
         text_to_end = "until"
@@ -392,15 +388,7 @@ def _terminal_list(text: str, tokenizer) -> list[str]:
         any_special_token = "|".join(map(re.escape, longest_first))
         parts = re.split(f"({any_special_token})", text)
     return [
-        f"<[{special_ids[part]}]>" if part in special_ids else _string_terminal(part)
+        f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part)
         for part in parts
         if part
     ]
-
-
-def _is_special_token(terminal: str) -> bool:
-    return terminal.startswith("<[")
-
-
-def _string_terminal(text: str) -> str:
-    return json.dumps(text)

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks in strings
@@ -50,11 +49,6 @@ class Notation:
     is_json: bool = True
     end: str = ""
 
-    @cached_property
-    def header_pattern(self) -> re.Pattern[str]:
-        """Return the compiled `header`."""
-        return re.compile(self.header)
-
 
 JSON = Notation()
 NAME = r"(?<![\w.-])(?P<name>[\w.-]+)"
@@ -88,9 +82,10 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
     """
     if not notation.header:
         return []
+    header_pattern = re.compile(notation.header)
     calls: list[dict[str, Any]] = []
     position = 0
-    while header := notation.header_pattern.search(text, position):
+    while header := header_pattern.search(text, position):
         arguments, position = _read_literal(text, header.end(), notation, is_complete)
         calls.append({**header.groupdict(), "arguments": arguments})
     return calls

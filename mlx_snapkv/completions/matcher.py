@@ -46,14 +46,6 @@ def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> 
     return matcher
 
 
-def require_enforceable(tokenizer, grammar: str, grammar_name: str = "the grammar") -> None:
-    """Check that a Lark grammar can be enforced.
-
-    Raises: SnapKVError: see `make_matcher`.
-    """
-    make_matcher(tokenizer, grammar, grammar_name)
-
-
 def error_reason(matcher: LLMatcher) -> str:
     """Return a matcher's error for use in a sentence, without llguidance's prefixes and quotations."""
     # Clients have no use for quoted grammar lines or the parser's state.

@@ -12,7 +12,7 @@ from .body import Body, ChatBody
 from .contents import MAX_TYPE_LENGTH, replace_surrogates_in
 from .grammar import tool_name
 from .messages import Message
-from .rendering import Rendered, initial_state, render
+from .rendering import initial_state, render
 from .thinking import thinking_variables
 from .tool_choice import ToolChoice
 
@@ -72,16 +72,22 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
-    """Return a chat's prompt, up to the start of the answer."""
+    """Return a chat's prompt, up to the start of the answer or the end of the text that it continues."""
     offer = _tool_offer(body)
-    rendered, message_notes = _render_messages(
-        body, tokenizer, body.messages, offer.tools, for_answer=True
+    variables, thinking_notes = thinking_variables(body, tokenizer)
+    rendered = render(
+        tokenizer,
+        body.messages,
+        offer.tools,
+        variables | {"add_generation_prompt": True},
+        may_continue=body.continue_final_message is not False,
     )
+    message_notes = [note for message in body.messages for note in message.notes]
     return Prompt(
         tokens=rendered.tokens,
         initial_state=initial_state(tokenizer, rendered),
         tools=offer.tools,
-        warnings=(*offer.notes, *message_notes),
+        warnings=(*offer.notes, *message_notes, *thinking_notes, *rendered.notes),
         prefill=rendered.prefill,
         tool_choice=offer.choice,
     )
@@ -92,9 +98,9 @@ def context_tokens(body: ChatBody, tokenizer, context: Iterable[Message]) -> lis
 
     Raises: SnapKVError: the template rejects the messages, or the model has no template.
     """
-    tools = _tool_offer(body).tools
-    rendered, _ = _render_messages(body, tokenizer, context, tools, for_answer=False)
-    return rendered.tokens
+    variables, _ = thinking_variables(body, tokenizer)
+    options = variables | {"add_generation_prompt": False}
+    return render(tokenizer, context, _tool_offer(body).tools, options).tokens
 
 
 def _tool_offer(body: ChatBody) -> ToolOffer:
@@ -146,26 +152,6 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
         if field != "type"
     }
     return {"type": "function", "function": function}
-
-
-def _render_messages(
-    body: ChatBody,
-    tokenizer,
-    messages: Iterable[Message],
-    tools: list[dict[str, Any]] | None,
-    for_answer: bool,
-) -> tuple[Rendered, list[str]]:
-    """Render messages with the body's options. Return the result and all notes.
-
-    If `for_answer`, the prompt ends with the generation prompt, or with the text that the answer continues.
-    """
-    messages = list(messages)
-    variables, thinking_notes = thinking_variables(body, tokenizer)
-    variables = variables | {"add_generation_prompt": for_answer}
-    may_continue = for_answer and body.continue_final_message is not False
-    rendered = render(tokenizer, messages, tools, variables, may_continue)
-    message_notes = [note for message in messages for note in message.notes]
-    return rendered, [*message_notes, *thinking_notes, *rendered.notes]
 
 
 def _text_tokens(prompt: Any, tokenizer) -> list[int]:

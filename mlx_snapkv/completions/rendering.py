@@ -126,7 +126,7 @@ def _drops_calls(tokenizer, turns: list[Message]) -> bool:
     """Return whether the template never reads `tool_calls`, and so would silently omit the chat's calls."""
     template = tokenizer.chat_template
     # mlx-lm's own templates are functions, which can't be searched.
-    is_function = getattr(tokenizer, "_chat_template", None) is not None
+    is_function = tokenizer._chat_template is not None
     if is_function or not isinstance(template, str):
         return False
     return "tool_calls" not in template and any(turn.calls for turn in turns)
@@ -188,9 +188,9 @@ def _common_suffix(first: str, second: str) -> str:
 
 def template_variables(tokenizer) -> set[str]:
     """Return the names of the variables that a tokenizer's chat template reads."""
-    template_function = getattr(tokenizer, "_chat_template", None)  # mlx-lm's own
+    template_function = tokenizer._chat_template  # mlx-lm's own
     names: set[str] = set()
-    if callable(template_function):
+    if template_function is not None:
         names |= set(inspect.signature(template_function).parameters)
     template = tokenizer.chat_template
     # Some tokenizers have several named templates, such as "tool_use".

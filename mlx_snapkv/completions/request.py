@@ -26,11 +26,10 @@ FIELDS_WITHOUT_EFFECT = set(
     """
     user metadata store service_tier safety_identifier client_metadata timeout prompt_cache_key
     prompt_cache_retention prompt_cache_options cache_prompt cache_control parallel_tool_calls include
-    betas stream truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
+    betas truncation inference_geo keep_alive extra_headers prediction usage include_reasoning
     max_tool_calls speed function_call add_generation_prompt
     """.split()
 )
-VALUES_WITHOUT_EFFECT: tuple[Any, ...] = ({}, [], "", False)
 MAX_FIELD_LENGTH = 80  # maximum length of an unknown field's name in a warning, in characters
 PENALTY_FIELDS = {
     f"{name}_{field}"
@@ -104,7 +103,7 @@ def completion_request(
     body: Body,
     tokenizer,
     defaults: Defaults,
-    seed: int | None = None,
+    seed: int = 0,
     bounds: Bounds = NO_BOUNDS,
     prompt: Prompt | None = None,
 ) -> CompletionRequest:
@@ -130,30 +129,24 @@ def completion_request(
         n_logprobs = body.logprobs
     processors = _bias_and_penalty_processors(body, vocabulary_size)
     max_tokens = _max_tokens(body, defaults, bounds)
-    warnings = list(prompt.warnings)
     constraint = None
     if answer_format is not None:
         constraint = Constraint(tokenizer, answer_format, max_tokens)
         processors.append(constraint)
-        if answer_format.note:
-            warnings.append(answer_format.note)
     extra_fields = body.model_extra or {}
     unknown_fields = {name: value for name, value in extra_fields.items() if value is not None}
-    forces_call = answer_format is not None and answer_format.kind != "json"
-    may_call_several = prompt.tools is not None and not forces_call
-    warnings += _unknown_field_warnings(unknown_fields, may_call_several)
     return CompletionRequest(
         prompt=prompt.tokens,
         max_tokens=max_tokens,
         sampler=make_sampler(body, tokenizer, vocabulary_size, defaults, seed),
         processors=processors,
-        stop=[text for text in body.stop or [] if text],
+        stop=body.stop or [],
         initial_state=prompt.initial_state,
         tools=prompt.tools,
         chat=isinstance(body, ChatBody),
         n_logprobs=n_logprobs,
         ignored=sorted(unknown_fields),
-        warnings=list(dict.fromkeys(warnings)),
+        warnings=_warnings(prompt, answer_format, unknown_fields),
         constraint=constraint,
         uses_functions=body.uses_functions,
         prefill=prompt.prefill,
@@ -171,26 +164,25 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
     return make_logits_processors(bias or None, **penalties)
 
 
-def _unknown_field_warnings(unknown_fields: dict[str, Any], may_call_several: bool) -> list[str]:
-    """Return a warning for each unknown field that a client may expect to have an effect.
+def _warnings(
+    prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
+) -> list[str]:
+    """Return sentences about the parts of a body that are ignored but that a client may expect to have an effect.
 
-    Args:
-        unknown_fields: values of the unknown fields, by name.
-        may_call_several: whether an answer may contain several tool calls.
+    `unknown_fields` are the values of the body's unknown fields, by name.
     """
-    warnings = []
-    for name, value in sorted(unknown_fields.items()):
-        has_no_effect = (
-            name in FIELDS_WITHOUT_EFFECT
-            or value in VALUES_WITHOUT_EFFECT
-            or _keeps_whole_context(value)
-        )
-        if has_no_effect:
-            continue
-        warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
+    warnings = list(prompt.warnings)
+    if answer_format is not None and answer_format.note:
+        warnings.append(answer_format.note)
+    forces_call = answer_format is not None and answer_format.kind != "json"
+    may_call_several = prompt.tools is not None and not forces_call
     if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
-        warnings.insert(0, "parallel_tool_calls is left out: an answer may call several tools")
-    return warnings
+        warnings.append("parallel_tool_calls is left out: an answer may call several tools")
+    for name, value in sorted(unknown_fields.items()):
+        has_no_effect = name in FIELDS_WITHOUT_EFFECT or not value or _keeps_whole_context(value)
+        if not has_no_effect:
+            warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
+    return list(dict.fromkeys(warnings))
 
 
 def _keeps_whole_context(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The `response_format` of a chat completion: text, any JSON object, or JSON that must follow a schema."""
+"""The format of an answer in any API: text, any JSON object, or JSON that must follow a schema."""
 
 from typing import Any, Literal
 
@@ -17,7 +17,10 @@ class JsonSchema(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """OpenAI's `response_format`. The field `schema`, which other servers use, is accepted as well."""
+    """The format of an answer.
+
+    Chat Completions nest the schema in `json_schema`. Responses, Anthropic's Messages and other servers have `schema`.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Schema | None = Field(None, alias="schema")
@@ -30,7 +33,7 @@ class ResponseFormat(BodyModel):
         Raises: ValueError: it has none.
         """
         if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
-            raise ValueError(".json_schema is missing")
+            raise ValueError("needs a schema")
         return self
 
     @property

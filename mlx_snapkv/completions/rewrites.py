@@ -19,11 +19,10 @@ MISTRAL_CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 ACKNOWLEDGEMENT = "OK."  # assistant text between a tool result and the next user message
 OMITTED = "(what was said before is left out)"
 
-Chat = tuple[list[Message], dict[str, Any]]  # (turns, options of the chat template)
-Change = Callable[[list[Message], dict[str, Any]], Chat]
+Change = Callable[[list[Message]], list[Message]]
 
 
-def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
+def _shorten_ids(turns: list[Message]) -> list[Message]:
     """Give calls nine-character ids, as Mistral's templates require. Equal client ids get equal short ids."""
 
     def shorten(call_id: str) -> str:
@@ -36,35 +35,16 @@ def _shorten_ids(turns: list[Message], options: dict[str, Any]) -> Chat:
         call_id = shorten(turn.call_id) if turn.role == "tool" else ""
         return replace(turn, calls=calls, call_id=call_id)
 
-    return [shorten_in(turn) for turn in turns], options
+    return [shorten_in(turn) for turn in turns]
 
 
-def _describe_tools(turns: list[Message], options: dict[str, Any]) -> Chat:
-    """Give each tool every field that templates may read. If a tool has no function, change nothing."""
-    default_function = {"description": "", "parameters": {}}
-    default_schema = {"type": "object", "properties": {}, "required": []}
-    tools = []
-    for tool in options.get("tools", []):
-        if not isinstance(tool["function"], dict):
-            return turns, options
-        client_fields = {
-            name: value for name, value in tool["function"].items() if value is not None
-        }
-        function = default_function | client_fields
-        function["parameters"] = default_schema | function["parameters"]
-        tools.append(tool | {"function": function})
-    if not tools:
-        return turns, options
-    return turns, options | {"tools": tools}
-
-
-def _give_system_to_user(turns: list[Message], options: dict[str, Any]) -> Chat:
+def _give_system_to_user(turns: list[Message]) -> list[Message]:
     """Turn the system message into the first user message."""
     messages = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
-    return merge_into_turns(messages), options
+    return merge_into_turns(messages)
 
 
-def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: bool) -> Chat:
+def _convert_arguments(turns: list[Message], as_text: bool) -> list[Message]:
     """Convert the arguments of all calls to JSON text or to objects."""
 
     def convert(arguments: Any) -> str | dict[str, Any]:
@@ -77,15 +57,15 @@ def _convert_arguments(turns: list[Message], options: dict[str, Any], as_text: b
         arguments = convert(function["arguments"])
         return call | {"function": function | {"arguments": arguments}}
 
-    return [replace(turn, calls=tuple(map(convert_call, turn.calls))) for turn in turns], options
+    return [replace(turn, calls=tuple(map(convert_call, turn.calls))) for turn in turns]
 
 
-def _drop_thoughts(turns: list[Message], options: dict[str, Any]) -> Chat:
+def _drop_thoughts(turns: list[Message]) -> list[Message]:
     """Drop the reasoning of turns with calls, because some templates don't allow both in one turn."""
-    return [replace(turn, reasoning="") if turn.calls else turn for turn in turns], options
+    return [replace(turn, reasoning="") if turn.calls else turn for turn in turns]
 
 
-def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
+def _split_calls(turns: list[Message]) -> list[Message]:
     """Split turns with several calls, so that each call is followed by its result.
 
     A result whose call is unknown goes to the first call without a result.
@@ -111,7 +91,7 @@ def _split_calls(turns: list[Message], options: dict[str, Any]) -> Chat:
         call_index, *_ = possible_calls
         groups[call_index].append(turn)
         del ids_without_result[call_index]
-    return [message for group in groups for message in group], options
+    return [message for group in groups for message in group]
 
 
 def _one_call_each(turn: Message) -> list[Message]:
@@ -120,7 +100,7 @@ def _one_call_each(turn: Message) -> list[Message]:
     return [first, *(Message(turn.role, calls=(call,)) for call in turn.calls[1:])]
 
 
-def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
+def _acknowledge_results(turns: list[Message]) -> list[Message]:
     """Insert a short assistant turn before user turns that follow a call or a result.
 
     Agents send reminders in such turns.
@@ -132,21 +112,19 @@ def _acknowledge_results(turns: list[Message], options: dict[str, Any]) -> Chat:
             if last.calls or last.role == "tool":
                 new_turns.append(Message("assistant", ACKNOWLEDGEMENT))
         new_turns.append(turn)
-    return new_turns, options
+    return new_turns
 
 
-def make_alternating(turns: list[Message], options: dict[str, Any]) -> Chat:
+def make_alternating(turns: list[Message]) -> list[Message]:
     """Turn calls and results into text, so that user and assistant turns alternate, starting with the user."""
     new_turns = merge_into_turns(map(calls_as_text, turns))
     starts_with_system = bool(new_turns) and new_turns[0].role == "system"
     first_index = 1 if starts_with_system else 0
     if first_index < len(new_turns) and new_turns[first_index].role == "assistant":
         new_turns.insert(first_index, Message("user", OMITTED))
-    return new_turns, options
+    return new_turns
 
 
-# Changes that keep the meaning. Every rewrite except the first includes them.
-CHANGES_WITHOUT_LOSS: tuple[Change, ...] = (_shorten_ids, _describe_tools)
 # Each is tried with the system message unchanged, then with it turned into a user message.
 ALTERNATIVES: list[tuple[Change, ...]] = [
     (),
@@ -157,10 +135,11 @@ ALTERNATIVES: list[tuple[Change, ...]] = [
     (_acknowledge_results,),
     (make_alternating,),
 ]
+# The first is the chat as it is. All others also shorten ids, which keeps the meaning.
 REWRITES: list[tuple[Change, ...]] = [
     (),
     *(
-        (*CHANGES_WITHOUT_LOSS, *system, *alternative)
+        (_shorten_ids, *system, *alternative)
         for alternative in ALTERNATIVES
         for system in ((), (_give_system_to_user,))
     ),
@@ -175,8 +154,30 @@ NOTES = {
 def rewrite(
     changes: tuple[Change, ...], turns: list[Message], options: dict[str, Any]
 ) -> tuple[list[Message], dict[str, Any], list[str]]:
-    """Apply `changes` to a chat's turns and template options. Return both, with notes for the client."""
+    """Apply `changes` to a chat's turns, and return the turns, the template options and notes for the client.
+
+    If there are changes, the tools in the options are described in full.
+    """
     for change in changes:
-        turns, options = change(turns, options)
+        turns = change(turns)
+    if changes and "tools" in options:
+        options = options | {"tools": _describe_tools(options["tools"])}
     notes = [note for change, note in NOTES.items() if change in changes]
     return turns, options, notes
+
+
+def _describe_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each tool every field that templates may read. If a tool has no function, change nothing."""
+    default_function = {"description": "", "parameters": {}}
+    default_schema = {"type": "object", "properties": {}, "required": []}
+    described_tools = []
+    for tool in tools:
+        if not isinstance(tool["function"], dict):
+            return tools
+        client_fields = {
+            name: value for name, value in tool["function"].items() if value is not None
+        }
+        function = default_function | client_fields
+        function["parameters"] = default_schema | function["parameters"]
+        described_tools.append(tool | {"function": function})
+    return described_tools

@@ -1,6 +1,5 @@
 """Create samplers that each have their own random sequence."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,9 @@ NEARLY_ZERO = 1e-6
 
 
 def make_sampler(
-    body: Body, tokenizer, vocabulary_size: int, defaults: Defaults, seed: int | None
+    body: Body, tokenizer, vocabulary_size: int, defaults: Defaults, seed: int
 ) -> Callable | None:
-    """Return the sampler for a body, or None for greedy decoding.
-
-    `seed` is used if the body has none. If both are None, the seed is random.
+    """Return the sampler for a body, or None for greedy decoding. `seed` is used if the body has none.
 
     Raises: OptionError: `top_k` is not smaller than the vocabulary.
     """
@@ -44,8 +41,6 @@ def make_sampler(
     )
     if body.seed is not None:
         seed = body.seed
-    if seed is None:
-        seed = secrets.randbits(64)
     # XTC draws once more, to decide whether it applies.
     n_draws = 2 if options["xtc_probability"] > 0 else 1
     return SeededSampler(sampler, seed % 2**64, n_draws)

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import string
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -52,23 +52,17 @@ def is_in_string(bitmask: bytes, tokenizer: LLTokenizer) -> bool:
     return all(_is_allowed(bitmask, token) for token in tokens)
 
 
-@dataclass(order=True)
+@dataclass
 class _Path:
-    """A candidate for the end: its tokens so far, and a matcher that has consumed them.
+    """A candidate for the end: its tokens so far, and a matcher that has consumed them."""
 
-    Shorter paths sort first, and of equally long ones the earlier one, as given by `order`.
-    """
-
-    length: int
-    order: int
-    matcher: LLMatcher = field(compare=False)
-    tokens: list[int] = field(compare=False)
-    was_in_string: bool = field(default=False, compare=False)
+    matcher: LLMatcher
+    tokens: list[int]
+    was_in_string: bool = False
 
     def append(self, tokens: list[int]) -> bool:
         """Append tokens, and return whether the grammar allows them."""
         self.tokens += tokens
-        self.length += len(tokens)
         return bool(self.matcher.consume_tokens(tokens))
 
 
@@ -76,32 +70,33 @@ def _search_end(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
     """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
-    orders = itertools.count()
-    paths = [_Path(0, next(orders), matcher.deep_copy(), [])]  # a heap, shortest first
+    numbers = itertools.count()
+    # A heap of (length, number, path). The shortest path is first, and of equally long paths the earliest.
+    paths = [(0, next(numbers), _Path(matcher.deep_copy(), []))]
     n_steps = 0
     # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.
     max_rounds = MAX_PATHS if max_choices > 1 else max_length + 1
     for _ in range(max_rounds):
         if not paths or n_steps > MAX_STEPS:
             break
-        path = heapq.heappop(paths)
+        length_before, number, path = heapq.heappop(paths)
         if path.matcher.is_accepting():
             return path.tokens
-        length_before = path.length
         next_tokens = _advance(path, tokenizer, max_length)
-        n_steps += path.length - length_before
+        length = len(path.tokens)
+        n_steps += length - length_before
         if next_tokens is None:  # the path is too long
             continue
         if not next_tokens:  # the answer may end here, but there may be a shorter path
-            heapq.heappush(paths, path)
+            heapq.heappush(paths, (length, number, path))
             continue
         # To follow this many would use up all paths.
         has_too_many = len(next_tokens) > MAX_CHOICES
         choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
         for token in choices:
-            branch = _Path(path.length, next(orders), path.matcher.deep_copy(), [*path.tokens])
+            branch = _Path(path.matcher.deep_copy(), [*path.tokens])
             if branch.append([token]):
-                heapq.heappush(paths, branch)
+                heapq.heappush(paths, (length + 1, next(numbers), branch))
     return None
 
 
@@ -119,7 +114,7 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
             tokens = _closer_tokens(path, bitmask, tokenizer)
             if not tokens:
                 return _continuations(path.matcher, bitmask, tokenizer)
-        is_too_long = path.length + len(tokens) > max_length
+        is_too_long = len(path.tokens) + len(tokens) > max_length
         if is_too_long or not path.append(tokens):
             return None
     return []

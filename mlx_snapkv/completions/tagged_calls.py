@@ -38,11 +38,6 @@ class Tags:
     has_cdata: bool = False
 
     @cached_property
-    def call_pattern(self) -> re.Pattern[str]:
-        """Return the expression for the start of a call."""
-        return re.compile(self.call)
-
-    @cached_property
     def tag_outside_values(self) -> re.Pattern[str]:
         """Return the expression for tags outside values. The group that matches names the kind of tag."""
         return re.compile(
@@ -165,9 +160,10 @@ def parse_tagged_calls(
         UnclosedArgument: an argument has no end.
         ValueError: a call has no end, or its arguments are not an object.
     """
+    call_pattern = re.compile(tags.call)
     calls = []
     position = 0
-    while call := tags.call_pattern.search(text, position):
+    while call := call_pattern.search(text, position):
         name = call["name"]
         parameters = parameters_of(name, tools)
         arguments, position = _read_arguments(text, call.end(), tags, parameters, is_complete)
@@ -276,16 +272,12 @@ def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Coll
     limit = call_end.start() if call_end else len(text)
     for tag in tags.tag_outside_values.finditer(text, value_start, limit):
         is_expected = tag["argument"] and tag["key"] in expected_keys
-        if is_expected and _may_end_before(text, value_start, tag.start(), tags):
+        if not is_expected:
+            continue
+        follows_line_break = text.endswith("\n", value_start, tag.start())
+        if follows_line_break or _closing_tags(text, value_start, tag.start(), tags):
             return tag.start()
     return limit
-
-
-def _may_end_before(text: str, value_start: int, next_tag_start: int, tags: Tags) -> bool:
-    """Return whether a value may end before the next tag, after a line break or a closing tag."""
-    if text.endswith("\n", value_start, next_tag_start):
-        return True
-    return bool(_closing_tags(text, value_start, next_tag_start, tags))
 
 
 def _closing_tags(text: str, start: int, end: int, tags: Tags) -> list[re.Match[str]]:

@@ -54,8 +54,7 @@ def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer
     if "reasoning_effort" in variable_names and request.effort is not None:
         variables["reasoning_effort"] = request.effort
     # mlx-lm's tokenizer renames `enable_thinking` to the template's variable.
-    thinking_name = getattr(tokenizer, "_thinking_kwarg", "enable_thinking")
-    if thinking_name in variable_names:
+    if tokenizer._thinking_kwarg in variable_names:
         variables["enable_thinking"] = request.thinks
     if request.budget is not None:
         budget_names = [name for name in BUDGET_VARIABLES if name in variable_names]

@@ -121,7 +121,7 @@ def _call_or_none(value: Any) -> dict[str, Any] | None:
         return None
     try:
         arguments_json = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # NaN is not valid JSON
+    except ValueError:  # NaN is not valid JSON
         return None
     call_id = value.get("id")
     return {

@@ -1,39 +1,20 @@
 """Convert Anthropic Messages and OpenAI Responses bodies to chat completion bodies."""
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator
 
 from ..completions.body import ChatBody
 from ..completions.fields import BodyModel
 from ..completions.messages import Message
+from ..completions.response_format import ResponseFormat
 from ..completions.validation import validate_body
-
-
-class OutputFormat(BodyModel):
-    """The format of an answer. Unlike in `ResponseFormat`, the schema is not nested."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> "OutputFormat":
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ValueError("needs a schema")
-        return self
-
-    @property
-    def response_format(self) -> dict[str, Any]:
-        """Return the equivalent chat completion `response_format`."""
-        if self.type == "json_schema":
-            return {"type": self.type, "json_schema": {"schema": self.schema_}}
-        return {"type": self.type}
 
 
 class OutputConfig(BodyModel):
     """The answer's format and the reasoning effort."""
 
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
     effort: str | None = None
 
 

@@ -13,6 +13,7 @@ from ...completions.body import ChatBody, Messages
 from ...completions.contents import text_parts
 from ...completions.fields import BodyModel, MaxTokens, Name, Probability, Stops, Temperature, TopK
 from ...completions.messages import Message
+from ...completions.response_format import ResponseFormat
 from ...completions.validation import required_for
 from ..api_error import ApiError
 from ..changing_lines import drop_volatile_lines
@@ -20,7 +21,6 @@ from ..chat_messages import (
     ForeignTool,
     NoneAsEmpty,
     OutputConfig,
-    OutputFormat,
     chat_body,
     function_tool,
     tag_by_type,
@@ -127,7 +127,7 @@ class CountedMessages(BodyModel):
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_anthropic_choice)] = None
     thinking: Any = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_format: ResponseFormat | None = None
 
     def as_chat_body(self, **sampling: Any) -> ChatBody:
         """Convert to a chat completion body.
@@ -135,7 +135,6 @@ class CountedMessages(BodyModel):
         Raises: SnapKVError: the request can't be answered.
         """
         output_config = self.output_config or OutputConfig()
-        output_format = self.output_format or output_config.format
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:
             sampling["parallel_tool_calls"] = False
         tools = [
@@ -147,7 +146,7 @@ class CountedMessages(BodyModel):
             [*self.system, *self.messages],
             tools,
             tool_choice=self.tool_choice and self.tool_choice.as_chat_choice,
-            response_format=output_format and output_format.response_format,
+            response_format=self.output_format or output_config.format,
             thinking=self.thinking,
             reasoning_effort=output_config.effort,
             **sampling,

@@ -93,14 +93,13 @@ class ResponsesBody(BodyModel):
 
         Raises: SnapKVError: the request can't be answered.
         """
-        output_format = self.text and self.text.format
         return chat_body(
             self,
             _system_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
             continue_final_message=False,  # the answer is a new item, not a continuation
-            response_format=output_format and output_format.response_format,
+            response_format=self.text and self.text.format,
             **self.model_dump(include={"tool_choice", "temperature", "top_p", "reasoning"}),
         )
 
