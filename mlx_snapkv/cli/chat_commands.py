@@ -321,28 +321,19 @@ def _policy(session: Session, text: str) -> None:
         return
     policy: Setting | None = None
     if text == AUTO:
-        policy = _let_auto_choose(session)
+        auto = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
+        policy = auto.setting_for_task(
+            conversation.model,
+            CONVERSATION,
+            session.say,
+            conversation.generation,
+            session.sampling.max_tokens,
+        )
     elif text != "none":
         policy = session.compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(
         f"started a new conversation with policy {policy or 'none'}", policy=policy
     )
-
-
-def _let_auto_choose(session: Session) -> Setting | None:
-    """Let auto choose a setting and print its choice."""
-    options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
-    generation = session.conversation.generation
-    recommendation = options.recommend(
-        session.conversation.model,
-        n_prompt=None,
-        task=CONVERSATION,
-        say=session.say,
-        generation=generation,
-        max_tokens=generation.get("max_tokens"),
-    )
-    assert recommendation is not None  # `options` selects auto
-    return recommendation.config.setting
 
 
 @_command("[TEXT]")
