@@ -215,13 +215,11 @@ def generate(
     keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:
         keywords |= _constraint_keywords(schema, tokenizer, text, tokens, prompt, max_tokens)
-    advice = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     answer = _Answer(
         model_name=model_options.model,
         keywords=keywords,
         saved=saved,
-        output=output,
-        advice=advice,
+        as_json=output.as_json,
         recommendation=recommendation,
     )
     answer.print(model, tokenizer, tokens, console)
@@ -235,8 +233,7 @@ class _Answer:
         model_name: model name as typed by the user.
         keywords: keyword arguments for `stream_generate`.
         saved: saved prompt that the answer continues, if any.
-        output: output options.
-        advice: hint shown after "full cache" in the closing line.
+        as_json: whether to print a JSON object on stdout instead of the text.
         recommendation: what --policy auto chose, if it was used.
         reports: the request's report, once there is one.
         texts: text of each response.
@@ -248,8 +245,7 @@ class _Answer:
     model_name: str
     keywords: dict[str, Any]
     saved: SavedPrompt | None
-    output: AnswerOutputOptions
-    advice: str
+    as_json: bool
     recommendation: Recommendation | None
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -262,10 +258,7 @@ class _Answer:
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
 
-        prints_text = not self.output.as_json
-        predict_cost = None
-        if prints_text:
-            predict_cost = partial(file_cost, model, self.keywords["policy"])
+        predict_cost = partial(file_cost, model, self.keywords["policy"])
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,
@@ -277,12 +270,12 @@ class _Answer:
                     self.last_response = response
                     self.texts.append(response.text)
                     self.n_drafted += response.from_draft
-                    if prints_text:
+                    if not self.as_json:
                         print(response.text, end="", flush=True)
         except KeyboardInterrupt:
             self._print_figures(console, "stopped: ")
             raise
-        if not prints_text:
+        if self.as_json:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._print_figures(console)
 
@@ -291,7 +284,7 @@ class _Answer:
         response = self.last_response
         if response is None:
             return
-        if not self.output.as_json:
+        if not self.as_json:
             print(flush=True)
         drafted_share = self._drafted_share
         drafted_text = ""
@@ -331,10 +324,13 @@ class _Answer:
             return "all entries kept so far"
         report = self.reports[0]
         if report.policy == NO_POLICY:
+            advice = ""
+            if self.recommendation is None:
+                advice = " (no policy; --policy auto chooses one where it helps)"
             max_kv_size = self.keywords["max_kv_size"]
             if max_kv_size is None:
-                return f"full cache{self.advice}"
-            return f"mlx-lm's rotating cache of {max_kv_size} entries{self.advice}"
+                return f"full cache{advice}"
+            return f"mlx-lm's rotating cache of {max_kv_size} entries{advice}"
         if report.reason == ENDED_IN_BLOCKS:
             return report.reason
         if not report.compressed:
