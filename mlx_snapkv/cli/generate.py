@@ -13,7 +13,7 @@ from typer import Context, Option
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from . import cache_options, options
-from .command import OUTPUT, flag_of, is_typed, reset_unless_typed
+from .command import EXCLUDED_BY_SAVED_PROMPT, OUTPUT, flag_of, is_typed
 from .loading import require_one_process
 from .options import one_of
 from .prompt_console import PromptConsole
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from .saved_prompt import SavedPrompt
 
-# Options that can't be combined with a saved prompt.
-EXCLUDED_OPTIONS = ("prefill_response", "system_prompt", "draft_model", "max_kv_size")
-# Options whose values are stored with a saved prompt. Only the command line overrides them.
-SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *cache_options.STORE_OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
@@ -129,20 +125,12 @@ def _constraint_keywords(
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _reset_for_saved_prompt(context: Context, *option_groups: Any) -> list[Any]:
-    """Reset the options that a saved prompt sets or excludes, unless they were typed.
-
-    Raises: SnapKVError: a typed option can't be combined with a saved prompt.
-    """
-    reset_groups = []
-    for option_group in option_groups:
-        names = vars(option_group).keys() & {*EXCLUDED_OPTIONS, *SAVED_OPTIONS}
-        reset_groups.append(reset_unless_typed(context, option_group, *names))
-    for name in EXCLUDED_OPTIONS:
+def _require_usable_with_saved_prompt(context: Context) -> None:
+    """Raise SnapKVError if an option was typed that can't be combined with a saved prompt."""
+    for name in EXCLUDED_BY_SAVED_PROMPT:
         if is_typed(context, name):
             flag = flag_of(name)
             raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-    return reset_groups
 
 
 def generate(
@@ -171,9 +159,7 @@ def generate(
     file = prompt.prompt_cache_file
     max_tokens = sampling.max_tokens
     if file is not None:
-        prompt, draft, cache, compression = _reset_for_saved_prompt(
-            context, prompt, draft, cache, compression
-        )
+        _require_usable_with_saved_prompt(context)
     # A saved prompt may have its own setting. In that case, --store changes that setting's store.
     setting = compression.setting if file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
