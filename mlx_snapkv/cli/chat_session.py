@@ -45,7 +45,7 @@ class MessageReader:
         is_terminal: whether the input is a terminal.
     """
 
-    def __init__(self, stream: TextIO | None, completer: Completer | None = None):
+    def __init__(self, stream: TextIO | None, completer: Completer):
         """Set up line editing if the input is a terminal, and decode other input as UTF-8.
 
         Raises: SnapKVError: the input is closed.
@@ -143,7 +143,7 @@ class Session:
     context: Context
     policy: Setting | None
     compression: CompressionOptions
-    max_kv_bytes: int | None = None
+    max_kv_bytes: int | None
     file_names: dict[str, str] = field(default_factory=dict)
     exported: set[Path] = field(default_factory=set)
     speed: str = ""
