@@ -96,9 +96,7 @@ class Conversation:
         self.generation = generation
         self._render = Rendering(tokenizer)
         self.policy = config.setting
-        if self.policy is None:
-            self._config.require_supported(model)
-        else:
+        if self.policy is not None:
             require_servable(model, self._config.with_mlx_options(generation))
         self.system = system
         self.reset()
