@@ -26,62 +26,41 @@ if TYPE_CHECKING:
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
-
-@dataclass(frozen=True)
-class QuestionOptions(PromptOptions):
-    """Options for a prompt, or a question about a saved prompt."""
-
-    prompt_cache_file: Annotated[
-        str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
-    ] = None
-
-
-@dataclass(frozen=True)
-class AnswerOutputOptions(options.OutputOptions):
-    """Output options, including mlx-lm's --verbose."""
-
-    verbose: Annotated[
-        str,
-        Option(
-            parser=one_of("True", "T", "False", "F"),
-            help="mlx-lm's option; False means --quiet.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "True"
-
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether --quiet or mlx-lm's --verbose False is set."""
-        return self.quiet or self.verbose.startswith("F")
+PromptCacheFile = Annotated[
+    str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
+]
+JSONSchema = Annotated[
+    str | None,
+    Option(
+        metavar="FILE_OR_TEXT",
+        help="JSON schema that the answer obeys, as text or in a file.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Verbose = Annotated[
+    str,
+    Option(
+        parser=one_of("True", "T", "False", "F"),
+        help="mlx-lm's option; False means --quiet.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 
-@dataclass(frozen=True)
-class ConstraintOptions:
-    """Option for answers that follow a JSON schema."""
-
-    json_schema: Annotated[
-        str | None,
-        Option(
-            metavar="FILE_OR_TEXT",
-            help="JSON schema that the answer obeys, as text or in a file.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-
-    def read(self) -> dict[str, Any] | bool | None:
-        """Return the JSON schema, or None without --json-schema. Raises: SnapKVError: it can't be read."""
-        if self.json_schema is None:
-            return None
-        text = self.json_schema.strip()
-        if not _is_json_text(text):
-            text = read_file("--json-schema", text)
-        try:
-            schema = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
-        if not isinstance(schema, dict | bool):
-            raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
-        return schema
+def _read_schema(file_or_text: str | None) -> dict[str, Any] | bool | None:
+    """Read the value of --json-schema. Return None without the option. Raises: SnapKVError: it can't be read."""
+    if file_or_text is None:
+        return None
+    text = file_or_text.strip()
+    if not _is_json_text(text):
+        text = read_file("--json-schema", text)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
+    if not isinstance(schema, dict | bool):
+        raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
+    return schema
 
 
 def _is_json_text(value: str) -> bool:
@@ -137,14 +116,16 @@ def generate(
     context: Context,
     *,
     model_options: options.ShardedModelOptions,
-    prompt: QuestionOptions,
+    prompt: PromptOptions,
+    prompt_cache_file: PromptCacheFile = None,
     compression: cache_options.CompressionOptions,
     cache: cache_options.MLXCacheOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
-    constraint: ConstraintOptions,
+    json_schema: JSONSchema = None,
     draft: options.DraftOptions,
-    output: AnswerOutputOptions,
+    output: options.OutputOptions,
+    verbose: Verbose = "True",
 ) -> None:
     r"""Answer a prompt on stdout, and print progress and figures on stderr.
 
@@ -156,23 +137,22 @@ def generate(
     from ..models.distributed import from_first_rank
     from .saved_prompt import SavedPrompt
 
-    file = prompt.prompt_cache_file
     max_tokens = sampling.max_tokens
-    if file is not None:
+    if prompt_cache_file is not None:
         _require_usable_with_saved_prompt(context)
     # A saved prompt may have its own setting. In that case, --store changes that setting's store.
-    setting = compression.setting if file is None else compression.resolve()
+    setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)
-    schema = from_first_rank(constraint.read)
+    schema = from_first_rank(partial(_read_schema, json_schema))
     require_one_process(draft_model=draft.draft_model)
     model, tokenizer = model_options.load()
     keywords |= draft.load(tokenizer, model_options.trust_remote_code)
-    console = PromptConsole(output.is_quiet)
+    console = PromptConsole(output.quiet or verbose.startswith("F"))
     saved = None
     recommendation = None
     cache.require_supported(model, draft.draft_model)
-    if file is None:
+    if prompt_cache_file is None:
         tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
         recommendation = compression.recommend(
             model, len(tokens), "question", console.say, keywords, max_tokens
@@ -189,7 +169,9 @@ def generate(
             **keywords,
         )
     else:
-        saved = SavedPrompt(file, model_options.model, model, compression, cache.quantization)
+        saved = SavedPrompt(
+            prompt_cache_file, model_options.model, model, compression, cache.quantization
+        )
         keywords |= saved.options
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
