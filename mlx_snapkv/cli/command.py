@@ -187,7 +187,13 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
-        """Reject typed options whose required option is missing (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
+        """Reject typed options that would do nothing, or can't be combined with a saved prompt. Raises: SnapKVError."""
+        if ctx.params.get("prompt_cache_file") is not None:
+            for name in EXCLUDED_BY_SAVED_PROMPT:
+                if is_typed(ctx, name):
+                    raise SnapKVError(
+                        f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
+                    )
         # Besides --store, these may set the file store: --sparse, /policy in a chat, auto, or a saved prompt.
         may_get_file_store = (
             "file" in _stores_in(ctx.params.get("sparse"))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Context, Option
+from typer import Option
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from . import cache_options, options
-from .command import EXCLUDED_BY_SAVED_PROMPT, OUTPUT, flag_of, is_typed
+from .command import OUTPUT
 from .loading import require_one_process
 from .options import one_of
 from .prompt_console import PromptConsole
@@ -104,16 +104,7 @@ def _constraint_keywords(
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _require_usable_with_saved_prompt(context: Context) -> None:
-    """Raise SnapKVError if an option was typed that can't be combined with a saved prompt."""
-    for name in EXCLUDED_BY_SAVED_PROMPT:
-        if is_typed(context, name):
-            flag = flag_of(name)
-            raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-
-
 def generate(
-    context: Context,
     *,
     model_options: options.ShardedModelOptions,
     prompt: PromptOptions,
@@ -138,8 +129,6 @@ def generate(
     from .saved_prompt import SavedPrompt
 
     max_tokens = sampling.max_tokens
-    if prompt_cache_file is not None:
-        _require_usable_with_saved_prompt(context)
     # A saved prompt may have its own setting. In that case, --store changes that setting's store.
     setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
