@@ -245,8 +245,10 @@ class Conversation:
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
-        arguments, attributes = load_saved(path, model, setting)
-        conversation = cls(model, tokenizer, **options, **arguments)
+        resumed_setting, attributes = load_saved(path, model, setting)
+        conversation = cls(
+            model, tokenizer, policy=resumed_setting, system=attributes["system"], **options
+        )
         vars(conversation).update(attributes)
         return conversation
 
