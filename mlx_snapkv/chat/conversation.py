@@ -96,9 +96,7 @@ class Conversation:
         self.generation = generation
         self._render = Rendering(tokenizer)
         self.policy = config.setting
-        if self.policy is None:
-            self._config.require_supported(model)
-        else:
+        if self.policy is not None:
             require_servable(model, self._config.with_mlx_options(generation))
         self.system = system
         self.reset()
@@ -247,8 +245,10 @@ class Conversation:
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
         """
         setting = policy if sparse is None else resolve_setting(policy=policy, sparse=sparse)
-        arguments, attributes = load_saved(path, model, setting)
-        conversation = cls(model, tokenizer, **options, **arguments)
+        resumed_setting, attributes = load_saved(path, model, setting)
+        conversation = cls(
+            model, tokenizer, policy=resumed_setting, system=attributes["system"], **options
+        )
         vars(conversation).update(attributes)
         return conversation
 

@@ -57,10 +57,10 @@ class StateBeforeTurn:
 
 def load_saved(
     path: str | Path, model, policy: Policy | Setting | str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Setting | None, dict[str, Any]]:
     """Load a saved conversation or text; see `Conversation.load`.
 
-    Returns: The arguments `policy` and `system` for `Conversation`, and the attributes to set afterwards.
+    Returns: The setting, and the conversation's attributes, including `system`.
 
     Raises: SnapKVError: the file can't be read, contains a different kind of prompt, or can't be used with `policy`.
     """
@@ -74,9 +74,9 @@ def load_saved(
             move_entries(model, caches, into=make_caches(model, sparse))
     except SnapKVError as error:
         raise SnapKVError("{} can't be used: {}", path, error) from error
-    # `mlx-snapkv cache-prompt` saves the system prompt as `system_prompt`.
-    system = notes.get("system", notes.get("system_prompt"))
     attributes = {name: notes[name] for name in STATE_FIELDS if name in notes}
+    # `mlx-snapkv cache-prompt` saves the system prompt as `system_prompt`.
+    attributes.setdefault("system", notes.get("system_prompt"))
     if "text" in notes:
         attributes["attached"] = [notes["text"]]
     if prompt.is_from_mlx_lm:
@@ -85,7 +85,7 @@ def load_saved(
     else:
         attributes["read"] = prompt.tokens
     attributes["prompt_cache"] = caches
-    return {"policy": setting, "system": system}, attributes
+    return setting, attributes
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:

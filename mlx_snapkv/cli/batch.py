@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileOptions(options.ConcurrencyOptions):
+class FileOptions:
     """Options for the request file, the answer file and the concurrency."""
 
+    concurrency: options.Concurrency = 8
     requests: Annotated[
         str, Argument(help="File with one request per line, or - for stdin.", metavar="REQUESTS")
     ]

@@ -343,7 +343,12 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         return None if self.is_auto else self.apply_to(setting)
 
     def setting_for_task(
-        self, model: str, task: str, say: Callable[[str], None], generation: dict[str, Any]
+        self,
+        model: Any,
+        task: str,
+        say: Callable[[str], None],
+        generation: dict[str, Any],
+        max_tokens: int | None = None,
     ) -> Setting | None:
         """Return the setting for a task whose prompts are not known yet.
 
@@ -352,7 +357,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         Raises: SnapKVError: options conflict.
         """
         setting = self.setting
-        recommendation = self.recommend(model, None, task, say, generation)
+        recommendation = self.recommend(model, None, task, say, generation, max_tokens)
         return setting if recommendation is None else recommendation.config.setting
 
     def recommend(

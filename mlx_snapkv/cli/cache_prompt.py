@@ -82,14 +82,13 @@ def cache_prompt(
         "system_prompt": prompt.system_prompt,
         "time": now.isoformat(),
     }
-    saved_policy = report.policy if report.compressed else NO_POLICY
-    if config.sparse is not None:
-        # Record the setting even if a short text was not compressed, because answers continue with it.
-        saved_policy = str(setting)
+    is_sparse = config.sparse is not None
+    # Record sparse attention even if a short text was not compressed, because answers continue with it.
+    saved_policy = report.policy if report.compressed or is_sparse else NO_POLICY
     save = partial(saved.save, path, model, caches, tokens, saved_policy, notes)
     files_text = _save_with_bar(path, save, console)
     memory_text = f"KV memory {format_bytes(report.kv_bytes_after or kv_bytes(caches))}"
-    kept_text = _kept_text(report, config.sparse is not None)
+    kept_text = _kept_text(report, is_sparse)
     console.say(f"{report.prompt_tokens} prompt tokens, {kept_text}, {memory_text} | {files_text}")
 
 

@@ -37,18 +37,15 @@ def chat(
     from .chat_session import MessageReader, Session
     from .prompt_console import PromptConsole
 
-    setting = compression.setting
-    generation = cache.generate_keywords(setting)
+    generation = cache.generate_keywords(compression.setting)
     reader = MessageReader(sys.stdin, CommandCompleter())
     model, tokenizer = model_options.load()
     cache.require_supported(model)
     options.seed_sampling(seed)
     console = PromptConsole(quiet)
-    recommendation = compression.recommend(
-        model, None, "conversation", console.say, vars(cache), sampling.max_tokens
+    setting = compression.setting_for_task(
+        model, "conversation", console.say, vars(cache), sampling.max_tokens
     )
-    if recommendation is not None:
-        setting = recommendation.config.setting
     generation |= sampling.generate_keywords(tokenizer)
     conversation = Conversation(
         model, tokenizer, policy=setting, system=system_prompt, **generation

@@ -1,10 +1,9 @@
 """Slash commands for `mlx-snapkv chat`."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,9 +230,6 @@ def _stats(session: Session, _: str) -> None:
         session.say("there is no turn yet, or none since the conversation was loaded")
         return
     session.say(str(report))
-    entries_text = _entries_text(report.entries_kept)
-    if entries_text:
-        session.say(f"entries: {entries_text}")
     caches = conversation.prompt_cache
     sizes = [f"{format_bytes(kv_bytes(caches))} in memory"]
     n_file_bytes = file_bytes(caches)
@@ -243,23 +239,6 @@ def _stats(session: Session, _: str) -> None:
     if n_undo_bytes:
         sizes.append(f"{format_bytes(n_undo_bytes)} in memory for /undo")
     session.say(f"held between turns: {', '.join(sizes)}\nspeed: {session.speed}")
-
-
-def _entries_text(entries_by_layer: Sequence[int | None]) -> str:
-    """Describe how many entries each layer has, e.g. "512 in layers 0 to 3, 64 in layer 4".
-
-    Args:
-        entries_by_layer: entries per KV head in each layer. Layers without entries are None and omitted.
-    """
-    all_layers = range(len(entries_by_layer))
-    items = []
-    for n_entries, layers in groupby(all_layers, key=lambda layer: entries_by_layer[layer]):
-        if n_entries is None:
-            continue
-        first, *others = layers
-        layers_text = f"layers {first} to {others[-1]}" if others else f"layer {first}"
-        items.append(f"{n_entries} in {layers_text}")
-    return ", ".join(items)
 
 
 @_command(FILE)
@@ -321,28 +300,19 @@ def _policy(session: Session, text: str) -> None:
         return
     policy: Setting | None = None
     if text == AUTO:
-        policy = _let_auto_choose(session)
+        auto = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
+        policy = auto.setting_for_task(
+            conversation.model,
+            CONVERSATION,
+            session.say,
+            conversation.generation,
+            session.sampling.max_tokens,
+        )
     elif text != "none":
         policy = session.compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(
         f"started a new conversation with policy {policy or 'none'}", policy=policy
     )
-
-
-def _let_auto_choose(session: Session) -> Setting | None:
-    """Let auto choose a setting and print its choice."""
-    options = replace(session.compression, policy=AUTO, snapkv=None, sparse=None)
-    generation = session.conversation.generation
-    recommendation = options.recommend(
-        session.conversation.model,
-        n_prompt=None,
-        task=CONVERSATION,
-        say=session.say,
-        generation=generation,
-        max_tokens=generation.get("max_tokens"),
-    )
-    assert recommendation is not None  # `options` selects auto
-    return recommendation.config.setting
 
 
 @_command("[TEXT]")

@@ -23,7 +23,6 @@ from ..planning.long_prompts import LongPrompts
 from ..planning.settings import Setting
 from .cache_options import CompressionOptions
 from .options import SamplingOptions
-from .progress import stderr_console
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
@@ -45,7 +44,7 @@ class MessageReader:
         is_terminal: whether the input is a terminal.
     """
 
-    def __init__(self, stream: TextIO | None, completer: Completer | None = None):
+    def __init__(self, stream: TextIO | None, completer: Completer):
         """Set up line editing if the input is a terminal, and decode other input as UTF-8.
 
         Raises: SnapKVError: the input is closed.
@@ -143,21 +142,21 @@ class Session:
     context: Context
     policy: Setting | None
     compression: CompressionOptions
-    max_kv_bytes: int | None = None
+    max_kv_bytes: int | None
     file_names: dict[str, str] = field(default_factory=dict)
     exported: set[Path] = field(default_factory=set)
     speed: str = ""
 
     def __post_init__(self) -> None:
         """Initialise the private state."""
-        self._stderr = stderr_console()
+        self._stderr = PromptConsole()
         # The conversation's messages when it was last saved.
         self._saved_messages: list[dict[str, str]] = []
         self._policy_warned_about: Any = None  # the policy whose warnings were printed last
 
     def say(self, text: str) -> None:
         """Print a line on stderr, even if the chat is quiet."""
-        self._stderr.print(text, markup=False, soft_wrap=True)
+        self._stderr.say(text)
 
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""

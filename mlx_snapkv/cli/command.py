@@ -4,16 +4,14 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import Annotated, Any, TypeVar, get_type_hints
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import Option, SnapKVError
 from .config import SETTING_OPTIONS, ConfigValue, config_values
-
-OptionGroup = TypeVar("OptionGroup")
 
 # Panels of `--help`, in order. Options without a panel go to "Options".
 PANELS = "Arguments", "Options", "KV cache", "Sampling", "Output", "Model and prompt", "Server"
@@ -78,6 +76,9 @@ REQUIRED_OPTIONS = {
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
 }
+# Options that can't be combined with a saved prompt, and options whose values are stored with it.
+EXCLUDED_BY_SAVED_PROMPT = "prefill_response", "system_prompt", "draft_model", "max_kv_size"
+STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 
 class Command(TyperCommand):
@@ -122,12 +123,15 @@ class Command(TyperCommand):
     def _reset_values_without_effect(self, ctx: Any) -> None:
         """Reset configured values that have no effect.
 
-        If any of `SETTING_OPTIONS` was typed, the configured values of all three are reset. A configured store is
-        reset unless sparse attention may use it. The policy "none" becomes None.
+        A saved prompt has its own setting, so only typed options change it. If any of `SETTING_OPTIONS` was typed, the
+        configured values of all three are reset. A configured store is reset unless sparse attention may use it. The
+        policy "none" becomes None.
 
         Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
         """
         params = ctx.params
+        if params.get("prompt_cache_file") is not None:
+            self._reset_configured(ctx, {*EXCLUDED_BY_SAVED_PROMPT, *STORED_WITH_SAVED_PROMPT})
         overrides_setting = not SETTING_OPTIONS.isdisjoint(ctx.meta["config"])
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
@@ -183,7 +187,13 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
-        """Reject typed options whose required option is missing (see `REQUIRED_OPTIONS`). Raises: SnapKVError."""
+        """Reject typed options that would do nothing, or can't be combined with a saved prompt. Raises: SnapKVError."""
+        if ctx.params.get("prompt_cache_file") is not None:
+            for name in EXCLUDED_BY_SAVED_PROMPT:
+                if is_typed(ctx, name):
+                    raise SnapKVError(
+                        f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
+                    )
         # Besides --store, these may set the file store: --sparse, /policy in a chat, auto, or a saved prompt.
         may_get_file_store = (
             "file" in _stores_in(ctx.params.get("sparse"))
@@ -222,18 +232,6 @@ def is_typed(ctx: Any, name: str) -> bool:
     """Return whether an option was typed on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def reset_unless_typed(ctx: Any, option_group: OptionGroup, *names: str) -> OptionGroup:
-    """Return a copy of an options dataclass with the named options reset unless they were typed.
-
-    Their configured values are also removed from the context, so errors don't mention them.
-    """
-    defaults = {field.name: field.default for field in fields(option_group)}  # type: ignore[arg-type]
-    names_to_reset = [name for name in names if not is_typed(ctx, name)]
-    for name in names_to_reset:
-        ctx.meta["config"].pop(name, None)
-    return replace(option_group, **{name: defaults[name] for name in names_to_reset})  # type: ignore[type-var]
 
 
 def invalid_value_message(name: str, option: Any, value: Any, error: Any) -> str:

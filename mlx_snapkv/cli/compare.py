@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +86,7 @@ def compare(
         len(tokens), max_kv_bytes=model_options.max_kv_bytes
     )
     answers: list[Compared] = []
-    on_text = _ignore_text if compare_options.as_json else _AnswerPrinter().print_part
+    on_text = _answer_printer(is_silent=compare_options.as_json)
     with console.bar() as update_bar:
         for answer in compare_methods(
             model,
@@ -126,22 +127,21 @@ def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[M
     return methods_to_measure(policies, [sparse], store=store)
 
 
-def _ignore_text(name: str, text: str) -> None:
-    """Print nothing, because --json prints all answers at the end."""
+def _answer_printer(is_silent: bool) -> Callable[[str, str], None]:
+    """Return a function that prints the next part of a method's answer, or nothing if it is silent.
 
+    The method's name is printed with the first part. By then, the progress bar has disappeared.
+    """
+    printed_names: set[str] = set()
 
-class _AnswerPrinter:
-    """Streams answers to stdout, each under its method's name."""
-
-    def __init__(self) -> None:
-        self._printed_names: set[str] = set()
-
-    def print_part(self, name: str, text: str) -> None:
-        """Print the next part of a method's answer."""
-        # Print the name with the first part of the answer. By then, the progress bar has disappeared.
-        heading = "" if name in self._printed_names else f"── {name}\n"
-        self._printed_names.add(name)
+    def print_part(name: str, text: str) -> None:
+        if is_silent:
+            return
+        heading = "" if name in printed_names else f"── {name}\n"
+        printed_names.add(name)
         print(heading, text, sep="", end="", flush=True)
+
+    return print_part
 
 
 def _table(answers: list[Compared], n_prompt: int) -> Table:

@@ -17,7 +17,7 @@ from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from ..planning.units import format_bytes
 from .loading import load_model
-from .options import MAX_PROMPT_TOKENS, DocumentSeed, Facts, Model, adapt_tokenizer
+from .options import MAX_PROMPT_TOKENS, DocumentSeed, Model, adapt_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +41,9 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=1024, max=MAX_PROMPT_TOKENS, help="Length of the document.")
     ] = 2048,
-    questions: Facts = 3,
+    questions: Annotated[
+        int, typer.Option(min=1, max=32, help="Number of facts to hide and ask for.")
+    ] = 3,
     seed: DocumentSeed = 0,
     save_document: Annotated[
         str | None,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Context, Option
+from typer import Option
 
 from ..engine.report import ENDED_IN_BLOCKS, NO_POLICY, CompressionReport
 from ..errors import SnapKVError, brief
 from . import cache_options, options
-from .command import OUTPUT, flag_of, is_typed, reset_unless_typed
+from .command import OUTPUT
 from .loading import require_one_process
 from .options import one_of
 from .prompt_console import PromptConsole
@@ -23,69 +23,44 @@ if TYPE_CHECKING:
     from ..planning.auto import Recommendation
     from .saved_prompt import SavedPrompt
 
-# Options that can't be combined with a saved prompt.
-EXCLUDED_OPTIONS = ("prefill_response", "system_prompt", "draft_model", "max_kv_size")
-# Options whose values are stored with a saved prompt. Only the command line overrides them.
-SAVED_OPTIONS = ("snapkv", "policy", "sparse", "kv_bits", *cache_options.STORE_OPTIONS)
 # Attributes of mlx-lm's response that --json prints.
 FIGURES = "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason"
 
-
-@dataclass(frozen=True)
-class QuestionOptions(PromptOptions):
-    """Options for a prompt, or a question about a saved prompt."""
-
-    prompt_cache_file: Annotated[
-        str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
-    ] = None
-
-
-@dataclass(frozen=True)
-class AnswerOutputOptions(options.OutputOptions):
-    """Output options, including mlx-lm's --verbose."""
-
-    verbose: Annotated[
-        str,
-        Option(
-            parser=one_of("True", "T", "False", "F"),
-            help="mlx-lm's option; False means --quiet.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "True"
-
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether --quiet or mlx-lm's --verbose False is set."""
-        return self.quiet or self.verbose.startswith("F")
+PromptCacheFile = Annotated[
+    str | None, Option(help="Prompt saved by cache-prompt, to continue from.")
+]
+JSONSchema = Annotated[
+    str | None,
+    Option(
+        metavar="FILE_OR_TEXT",
+        help="JSON schema that the answer obeys, as text or in a file.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Verbose = Annotated[
+    str,
+    Option(
+        parser=one_of("True", "T", "False", "F"),
+        help="mlx-lm's option; False means --quiet.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 
 
-@dataclass(frozen=True)
-class ConstraintOptions:
-    """Option for answers that follow a JSON schema."""
-
-    json_schema: Annotated[
-        str | None,
-        Option(
-            metavar="FILE_OR_TEXT",
-            help="JSON schema that the answer obeys, as text or in a file.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-
-    def read(self) -> dict[str, Any] | bool | None:
-        """Return the JSON schema, or None without --json-schema. Raises: SnapKVError: it can't be read."""
-        if self.json_schema is None:
-            return None
-        text = self.json_schema.strip()
-        if not _is_json_text(text):
-            text = read_file("--json-schema", text)
-        try:
-            schema = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
-        if not isinstance(schema, dict | bool):
-            raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
-        return schema
+def _read_schema(file_or_text: str | None) -> dict[str, Any] | bool | None:
+    """Read the value of --json-schema. Return None without the option. Raises: SnapKVError: it can't be read."""
+    if file_or_text is None:
+        return None
+    text = file_or_text.strip()
+    if not _is_json_text(text):
+        text = read_file("--json-schema", text)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SnapKVError(f"--json-schema is not JSON: {brief(error)}") from error
+    if not isinstance(schema, dict | bool):
+        raise SnapKVError('--json-schema must be a JSON object, such as \'{"type": "object"}\'')
+    return schema
 
 
 def _is_json_text(value: str) -> bool:
@@ -129,34 +104,19 @@ def _constraint_keywords(
     return {"logits_processors": [Constraint(tokenizer, answer_format, max_tokens)]}
 
 
-def _reset_for_saved_prompt(context: Context, *option_groups: Any) -> list[Any]:
-    """Reset the options that a saved prompt sets or excludes, unless they were typed.
-
-    Raises: SnapKVError: a typed option can't be combined with a saved prompt.
-    """
-    reset_groups = []
-    for option_group in option_groups:
-        names = vars(option_group).keys() & {*EXCLUDED_OPTIONS, *SAVED_OPTIONS}
-        reset_groups.append(reset_unless_typed(context, option_group, *names))
-    for name in EXCLUDED_OPTIONS:
-        if is_typed(context, name):
-            flag = flag_of(name)
-            raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
-    return reset_groups
-
-
 def generate(
-    context: Context,
     *,
     model_options: options.ShardedModelOptions,
-    prompt: QuestionOptions,
+    prompt: PromptOptions,
+    prompt_cache_file: PromptCacheFile = None,
     compression: cache_options.CompressionOptions,
     cache: cache_options.MLXCacheOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
-    constraint: ConstraintOptions,
+    json_schema: JSONSchema = None,
     draft: options.DraftOptions,
-    output: AnswerOutputOptions,
+    output: options.OutputOptions,
+    verbose: Verbose = "True",
 ) -> None:
     r"""Answer a prompt on stdout, and print progress and figures on stderr.
 
@@ -168,25 +128,20 @@ def generate(
     from ..models.distributed import from_first_rank
     from .saved_prompt import SavedPrompt
 
-    file = prompt.prompt_cache_file
     max_tokens = sampling.max_tokens
-    if file is not None:
-        prompt, draft, cache, compression = _reset_for_saved_prompt(
-            context, prompt, draft, cache, compression
-        )
     # A saved prompt may have its own setting. In that case, --store changes that setting's store.
-    setting = compression.setting if file is None else compression.resolve()
+    setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)
-    schema = from_first_rank(constraint.read)
+    schema = from_first_rank(partial(_read_schema, json_schema))
     require_one_process(draft_model=draft.draft_model)
     model, tokenizer = model_options.load()
     keywords |= draft.load(tokenizer, model_options.trust_remote_code)
-    console = PromptConsole(output.is_quiet)
+    console = PromptConsole(output.quiet or verbose.startswith("F"))
     saved = None
     recommendation = None
     cache.require_supported(model, draft.draft_model)
-    if file is None:
+    if prompt_cache_file is None:
         tokens = console.wait_for(partial(prompt.encode, tokenizer, text))
         recommendation = compression.recommend(
             model, len(tokens), "question", console.say, keywords, max_tokens
@@ -203,7 +158,9 @@ def generate(
             **keywords,
         )
     else:
-        saved = SavedPrompt(file, model_options.model, model, compression, cache.quantization)
+        saved = SavedPrompt(
+            prompt_cache_file, model_options.model, model, compression, cache.quantization
+        )
         keywords |= saved.options
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
@@ -215,13 +172,11 @@ def generate(
     keywords |= sampling.generate_keywords(tokenizer)
     if schema is not None:
         keywords |= _constraint_keywords(schema, tokenizer, text, tokens, prompt, max_tokens)
-    advice = "" if compression.is_auto else " (no policy; --policy auto chooses one where it helps)"
     answer = _Answer(
         model_name=model_options.model,
         keywords=keywords,
         saved=saved,
-        output=output,
-        advice=advice,
+        as_json=output.as_json,
         recommendation=recommendation,
     )
     answer.print(model, tokenizer, tokens, console)
@@ -235,8 +190,7 @@ class _Answer:
         model_name: model name as typed by the user.
         keywords: keyword arguments for `stream_generate`.
         saved: saved prompt that the answer continues, if any.
-        output: output options.
-        advice: hint shown after "full cache" in the closing line.
+        as_json: whether to print a JSON object on stdout instead of the text.
         recommendation: what --policy auto chose, if it was used.
         reports: the request's report, once there is one.
         texts: text of each response.
@@ -248,8 +202,7 @@ class _Answer:
     model_name: str
     keywords: dict[str, Any]
     saved: SavedPrompt | None
-    output: AnswerOutputOptions
-    advice: str
+    as_json: bool
     recommendation: Recommendation | None
     reports: list[CompressionReport] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -262,10 +215,7 @@ class _Answer:
         from ..planning.auto import explaining
         from ..planning.file_cost import file_cost
 
-        prints_text = not self.output.as_json
-        predict_cost = None
-        if prints_text:
-            predict_cost = partial(file_cost, model, self.keywords["policy"])
+        predict_cost = partial(file_cost, model, self.keywords["policy"])
         options = {
             "on_report": explaining(self.recommendation, self.reports.append),
             **self.keywords,
@@ -277,12 +227,12 @@ class _Answer:
                     self.last_response = response
                     self.texts.append(response.text)
                     self.n_drafted += response.from_draft
-                    if prints_text:
+                    if not self.as_json:
                         print(response.text, end="", flush=True)
         except KeyboardInterrupt:
             self._print_figures(console, "stopped: ")
             raise
-        if not prints_text:
+        if self.as_json:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._print_figures(console)
 
@@ -291,7 +241,7 @@ class _Answer:
         response = self.last_response
         if response is None:
             return
-        if not self.output.as_json:
+        if not self.as_json:
             print(flush=True)
         drafted_share = self._drafted_share
         drafted_text = ""
@@ -331,10 +281,13 @@ class _Answer:
             return "all entries kept so far"
         report = self.reports[0]
         if report.policy == NO_POLICY:
+            advice = ""
+            if self.recommendation is None:
+                advice = " (no policy; --policy auto chooses one where it helps)"
             max_kv_size = self.keywords["max_kv_size"]
             if max_kv_size is None:
-                return f"full cache{self.advice}"
-            return f"mlx-lm's rotating cache of {max_kv_size} entries{self.advice}"
+                return f"full cache{advice}"
+            return f"mlx-lm's rotating cache of {max_kv_size} entries{advice}"
         if report.reason == ENDED_IN_BLOCKS:
             return report.reason
         if not report.compressed:

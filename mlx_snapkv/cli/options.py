@@ -134,7 +134,7 @@ MaxTokens = Annotated[
 Seed = Annotated[
     int | None, Option(min=0, max=2**64 - 1, help="Sampling seed.", rich_help_panel=SAMPLING)
 ]
-Facts = Annotated[int, Option(min=1, max=32, help="Number of facts to hide and ask for.")]
+Concurrency = Annotated[int, Option(min=1, max=1024, help="Maximum number of requests at once.")]
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
 Quiet = Annotated[
     bool,
@@ -272,15 +272,6 @@ class OutputOptions:
 
     quiet: Quiet = False
     as_json: AsJson = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConcurrencyOptions:
-    """Limit on the number of requests that are answered at once."""
-
-    concurrency: Annotated[
-        int, Option(min=1, max=1024, help="Maximum number of requests at once.")
-    ] = 8
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
@@ -17,9 +17,9 @@ from .terminal_table import print_table
 
 if TYPE_CHECKING:
     from ..planning.break_even import BreakEven
-    from ..planning.config import CompressionConfig
     from ..planning.machine import Machine
     from ..planning.memory_plan import MemoryPlan, Planner
+    from ..planning.settings import Setting
     from ..planning.speed_record import Speed
 
 PLANNED_CONTEXTS = tuple(1 << n for n in range(12, 21))  # tokens
@@ -69,14 +69,11 @@ def plan(
     from ..measure.layer_speed import sparse_pays
     from ..planning.machine import mac, this_machine
     from ..planning.memory_plan import Planner
-    from ..planning.speed_record import speed_of
+    from ..planning.speed_record import Speed, speed_of
     from ..sparse.options import Sparse
     from .loading import load_without_weights
 
     setting = policy.resolve()
-    setting_text = None
-    if setting is not None:
-        setting_text = policy.policy or str(setting)  # --policy as typed
     machine = this_machine() if options.memory is None else mac(options.memory)
     loaded_model = load_without_weights(model, for_mac=options.memory is not None)
     planner = Planner(
@@ -85,17 +82,21 @@ def plan(
         prefill_step_size=cache.prefill_step_size,
         kv_group_size=cache.kv_group_size,
     )
+    speed = Speed()
+    break_evens: dict[str, BreakEven] = {}
+    if options.memory is None and planner.can_compress:
+        speed = speed_of(loaded_model, Sparse())
+        break_evens = sparse_pays(loaded_model)
     plans = Plans(
         model=model,
         machine=machine,
         planner=planner,
-        policy=setting_text,
+        setting=setting,
         kv_bits=cache.kv_bits,
         kv_memory=policy.kv_memory,
+        speed=speed,
+        break_evens=break_evens,
     )
-    if options.memory is None and planner.can_compress:
-        speed = speed_of(loaded_model, Sparse())
-        plans = replace(plans, speed=speed, break_evens=sparse_pays(loaded_model))
     contexts = [options.context] if options.context else plans.default_contexts()
     plans_by_length = [plans.for_context(context) for context in contexts]
     if options.as_json:
@@ -126,10 +127,10 @@ class Plans:
 
     Attributes:
         model: model name as typed by the user.
-        policy: the user's setting as text, if any.
+        setting: the user's setting, if any.
         kv_bits: bits per value of kept entries; see --kv-bits.
         kv_memory: KV memory limit in bytes; see --kv-memory.
-        speed: speed record for sparse attention on this machine. None when planning for a different machine.
+        speed: speed record for sparse attention on this machine. Empty when planning for a different machine.
         break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when planning for a
             different machine.
     """
@@ -137,11 +138,11 @@ class Plans:
     model: str
     machine: Machine
     planner: Planner
-    policy: str | None
+    setting: Setting | None
     kv_bits: int | None
     kv_memory: int | None
-    speed: Speed | None = None
-    break_evens: dict[str, BreakEven] = field(default_factory=dict)
+    speed: Speed
+    break_evens: dict[str, BreakEven]
 
     def default_contexts(self) -> list[int]:
         """Return the default prompt lengths, up to the model's trained length."""
@@ -154,58 +155,54 @@ class Plans:
     def for_context(self, n_prompt: int) -> ContextPlans:
         """Return the plans for a prompt of `n_prompt` tokens.
 
-        Recommend the user's policy if it fits, and otherwise what --policy auto chooses.
+        Recommend the user's setting if it fits, and otherwise what --policy auto chooses.
         """
         from ..planning.auto import AutoRequest, recommend
-        from ..planning.speed_record import Speed
 
         usable = self.machine.usable
-        plan_by_policy = {
-            policy: self.planner.plan(n_prompt, policy, self.kv_bits)
-            for policy in (None, *self._policies_to_plan())
+        plan_by_setting = {
+            setting: self.planner.plan(n_prompt, setting, self.kv_bits)
+            for setting in (None, *self._settings_to_plan())
         }
         plans = []
         if self.kv_bits is not None:
             plans.append(self.planner.plan(n_prompt))  # for comparison
-        for policy, plan in plan_by_policy.items():
+        for setting, plan in plan_by_setting.items():
             changes_nothing = bool(plan.reason)
-            is_users_choice = policy == self.policy
+            is_users_choice = setting == self.setting
             if is_users_choice or not changes_nothing:
                 plans.append(plan)
-        users_plan = plan_by_policy[self.policy]
-        if self.policy is not None and users_plan.peak <= usable:
+        users_plan = plan_by_setting[self.setting]
+        if self.setting is not None and users_plan.peak <= usable:
             return ContextPlans(
                 context=n_prompt, plans=plans, best=users_plan, why="you asked for it, and it fits"
             )
         request = AutoRequest(
-            n_prompt,
-            kv_bits=self.kv_bits,
-            kv_memory=self.kv_memory,
-            speed=self.speed or Speed(),
+            n_prompt, kv_bits=self.kv_bits, kv_memory=self.kv_memory, speed=self.speed
         )
         recommendation = recommend(self.planner, request, usable)
         if not recommendation.fits:
             return ContextPlans(context=n_prompt, plans=plans)
         why = recommendation.why
-        if self.policy is not None:
-            would_take = f"{_policy_text(users_plan)} would take {format_bytes(users_plan.peak)}"
+        if self.setting is not None:
+            would_take = f"{_method_text(users_plan)} would take {format_bytes(users_plan.peak)}"
             why = f"{would_take}, and {format_bytes(usable)} is available"
         best = recommendation.plan
         if best not in plans:
             plans.append(best)
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
-    def _policies_to_plan(self) -> list[str]:
+    def _settings_to_plan(self) -> list[Setting | None]:
         """Return the settings to plan in addition to the full cache: the user's setting, or auto's candidates."""
         from ..planning.auto import SNAPKV, SPARSE
 
-        if self.policy is not None:
-            return [self.policy]
+        if self.setting is not None:
+            return [self.setting]
         if not self.planner.can_compress:
             return []
         # --kv-bits quantises only entries that a policy keeps.
         configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
-        return [str(config.setting) for config in configs]
+        return [config.setting for config in configs]
 
     def to_dict(self, plans_by_length: list[ContextPlans]) -> dict[str, Any]:
         """Return the object for --json, with sizes in bytes."""
@@ -259,7 +256,7 @@ class Plans:
         if self.break_evens:
             print(f"On this machine, {sentence(self.break_evens)}.")
         best, why = recommendations[-1]  # for the longest prompt that fits
-        advice = f"{_policy_text(best)}, because {why}.\n  {self._command(best)}"
+        advice = f"{_method_text(best)}, because {why}.\n  {self._command(best)}"
         print(f"For {format_tokens(best.context)} tokens, recommended: {advice}")
         if best.reason is not None:
             print(f"Nothing is compressed: {best.reason}.")
@@ -269,10 +266,12 @@ class Plans:
 
     def _command(self, plan: MemoryPlan) -> str:
         """Return a command that answers a prompt as planned."""
+        from ..planning.config import CompressionConfig
+        from ..planning.settings import setting_named
+
         command = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
-        compresses = plan.policy is not None and plan.reason is None
-        if compresses:
-            command += f" {_config(plan).flags}"
+        if plan.policy is not None and plan.reason is None:
+            command += f" {CompressionConfig(setting_named(plan.policy)).flags}"
         if plan.kv_bits is not None:
             command += f" --kv-bits {plan.kv_bits}"
         return command
@@ -296,7 +295,7 @@ class Plans:
                 length = format_tokens(plan.context) if i == 0 else ""
                 table.add(
                     length,
-                    _policy_text(plan),
+                    _method_text(plan),
                     format_bytes(plan.kv),
                     format_bytes(plan.reading),
                     format_bytes(plan.answering),
@@ -305,15 +304,7 @@ class Plans:
         return table
 
 
-def _policy_text(plan: MemoryPlan) -> str:
-    """Return a plan's policy, store and bits as text."""
-    text = str(_config(plan)) if plan.policy else "full cache"
+def _method_text(plan: MemoryPlan) -> str:
+    """Return a plan's setting and bits as text."""
+    text = plan.policy or "full cache"
     return text if plan.kv_bits is None else f"{text}, {plan.kv_bits} bits"
-
-
-def _config(plan: MemoryPlan) -> CompressionConfig:
-    """Return a plan's config, without quantisation."""
-    from ..planning.config import CompressionConfig
-    from ..planning.settings import setting_named
-
-    return CompressionConfig(None if plan.policy is None else setting_named(plan.policy))

@@ -55,8 +55,7 @@ class SavedPrompt:
         requested_setting = compression.resolve()
         self._file = file
         self._saved = saved.load(file, model)
-        self._policy_flag = compression.flag
-        self._is_auto = compression.is_auto
+        self._compression = compression
         self._caches = self._saved.prompt_cache
         if self._saved.is_from_mlx_lm:
             self._require_model(name)
@@ -70,7 +69,7 @@ class SavedPrompt:
             self._require_no_other_setting(requested_setting, quantization)
             answer_setting = replace(saved_sparse, **compression.flag_values)
         elif is_compressed(self._caches):
-            self._require_no_setting(requested_setting, compression.store)
+            self._require_no_setting(requested_setting)
         else:
             answer_setting = compression.apply_to(requested_setting)
             if isinstance(answer_setting, Compress):
@@ -97,12 +96,12 @@ class SavedPrompt:
             f"{self._file} is already {state}, and its entries stay so: drop --kv-bits"
         )
 
-    def _require_no_setting(self, setting: Setting | None, store: str | None) -> None:
+    def _require_no_setting(self, setting: Setting | None) -> None:
         """Reject settings and stores for entries that are already compressed. Raises: SnapKVError."""
         flags = []
         if setting is not None:
-            flags.append(self._policy_flag)
-        if store:
+            flags.append(self._compression.flag)
+        if self._compression.store is not None:
             flags.append("--store")
         if flags:
             raise SnapKVError(
@@ -123,7 +122,7 @@ class SavedPrompt:
         """Reject settings other than the file's own. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if setting is not None:
-            raise SnapKVError(f"{conflict}: drop {self._policy_flag}")
+            raise SnapKVError(f"{conflict}: drop {self._compression.flag}")
         if quantization is not None:
             raise SnapKVError(
                 f"{conflict}, which evicts nothing: give --store 8bit or 4bit instead of --kv-bits"
@@ -131,7 +130,7 @@ class SavedPrompt:
 
     def notes(self, text: str) -> Iterator[str]:
         """Yield notes about options that have no effect, and about a question that repeats the saved text."""
-        if self._is_auto:
+        if self._compression.is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
         if saved_text and text.lstrip().startswith(saved_text):
@@ -194,7 +193,7 @@ class SavedPrompt:
         for policy in compress.policies:
             if policy.observes:
                 raise SnapKVError(
-                    f"{self._policy_flag}: {policy.name} needs queries, and a saved full cache holds none: "
+                    f"{self._compression.flag}: {policy.name} needs queries, and a saved full cache holds none: "
                     "give --sparse, with which every token chooses among the saved entries"
                 )
         min_ctx = compress.policy.min_ctx

@@ -87,9 +87,10 @@ class HTTPOptions:
 
 
 @dataclass(frozen=True)
-class LimitOptions(options.ConcurrencyOptions):
+class LimitOptions:
     """Limits on the number and length of requests."""
 
+    concurrency: options.Concurrency = 8
     queue: Annotated[
         int,
         Option(
