@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -273,7 +273,7 @@ class StoreOptions:
     @property
     def flag_values(self) -> dict[str, Any]:
         """Return the values of the flags that are set, keyed by `Sparse` option."""
-        values = {name: getattr(self, name) for name in STORE_OPTIONS}
+        values = {"store": self.store, "store_dir": self.store_dir}
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
@@ -322,9 +322,6 @@ class StoreOptions:
                     sparse_value,
                     NamedOption(name, value),
                 )
-
-
-STORE_OPTIONS = tuple(option.name for option in fields(StoreOptions))
 
 
 @dataclass(frozen=True)
