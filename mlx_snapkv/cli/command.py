@@ -111,7 +111,7 @@ class Command(TyperCommand):
 
     def _unparsed_value(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
         """Return an option's unparsed value and its origin: a flag, variable or config key. Return None if unset."""
-        values_by_name, *_ = self.make_parser(ctx).parse_args(list(args))
+        values_by_name, *_ = self.make_parser(ctx).parse_args(args)
         typed_value = values_by_name.get(option.name)
         if typed_value is not None:
             flag = option.opts[0]
