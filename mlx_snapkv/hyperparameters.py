@@ -29,8 +29,6 @@ def option(
     default: Any,
     is_allowed: Callable[[Any], bool],
     allowed: str,
-    *,
-    help: str = "",
     compare: bool = True,
 ) -> Any:
     """Return a dataclass field that is validated by `is_allowed`.
@@ -41,11 +39,10 @@ def option(
         default: the default value.
         is_allowed: returns whether a value is allowed.
         allowed: the allowed values, phrased to follow "must be" in an error message.
-        help: text for `--help`, if the field has its own command-line flag.
         compare: whether cached entries depend on the value. If not, the field is left out of comparisons and the
             string form.
     """
-    metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
+    metadata = {"is_allowed": is_allowed, "allowed": allowed}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
@@ -65,15 +62,15 @@ def entry_count(default: int | str | None, least: int = 0, example: str = "25%")
     return option(default, lambda value: is_amount(value, least), allowed)
 
 
-def choice(*values: str, help: str = "") -> Any:
-    """Return a field for one of several words. The first one is the default. See `option` for `help`."""
+def choice(*values: str) -> Any:
+    """Return a field for one of several words. The first one is the default."""
     allowed = f"{', '.join(values[:-1])} or {values[-1]}"
-    return option(values[0], values.__contains__, allowed, help=help)
+    return option(values[0], values.__contains__, allowed)
 
 
-def folder(help: str = "") -> Any:
-    """Return a field for a writable folder. Cached entries do not depend on it. See `option` for `help`."""
-    return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
+def folder() -> Any:
+    """Return a field for a writable folder. Cached entries do not depend on it."""
+    return option(None, is_writable_folder, "a writable folder", compare=False)
 
 
 def is_whole(value: object) -> bool:

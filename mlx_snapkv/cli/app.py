@@ -56,12 +56,11 @@ COMMANDS = (
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
-        name = function.__name__.replace("_", "-")
         # Typer does not rewrap paragraphs that start with a backspace character.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)
-        group.command(name, cls=Command, help=text, short_help=summary)(command)
+        group.command(cls=Command, help=text, short_help=summary)(command)
 app.add_typer(evaluations, name="eval", short_help=EVALUATIONS)
 
 

@@ -205,7 +205,7 @@ class Session:
         report = conversation.report
         is_new_policy = conversation.policy != self._policy_warned_about
         if report is not None and report.warnings and is_new_policy:
-            self.console.say_warnings(report)
+            self.console.say_warnings(report.warnings)
             self._policy_warned_about = conversation.policy
 
     @property

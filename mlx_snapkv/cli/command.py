@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -21,9 +21,8 @@ ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Turn a function into a command with one option per field of its dataclass parameters.
 
-    Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. Fields for
-    `Sparse` options have their help text in the field metadata instead. The command builds each dataclass from its
-    option values and calls the function. Other parameters stay as they are.
+    Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. The command
+    builds each dataclass from its option values and calls the function. Other parameters stay as they are.
     """
     option_groups: dict[str, Any] = {}  # parameter name -> dataclass
     parameters: list[inspect.Parameter] = []
@@ -55,12 +54,11 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
             default = field.default
         elif field.default_factory is not MISSING:
             default = field.default_factory()
-        annotation = annotations[field.name]
-        if "help" in field.metadata:
-            option = typer.Option(help=field.metadata["help"], rich_help_panel=KV_CACHE)
-            annotation = Annotated[annotation, option]
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=annotations[field.name],
         )
 
 
@@ -113,7 +111,7 @@ class Command(TyperCommand):
 
     def _unparsed_value(self, option: Any, ctx: Any, args: list[str]) -> ConfigValue | None:
         """Return an option's unparsed value and its origin: a flag, variable or config key. Return None if unset."""
-        values_by_name, *_ = self.make_parser(ctx).parse_args(list(args))
+        values_by_name, *_ = self.make_parser(ctx).parse_args(args)
         typed_value = values_by_name.get(option.name)
         if typed_value is not None:
             flag = option.opts[0]
@@ -126,20 +124,12 @@ class Command(TyperCommand):
         A saved prompt has its own setting, so only typed options change it. If any of `SETTING_OPTIONS` was typed, the
         configured values of all three are reset. A configured store is reset unless sparse attention may use it. The
         policy "none" becomes None.
-
-        Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
         """
         params = ctx.params
         if params.get("prompt_cache_file") is not None:
             self._reset_configured(ctx, {*EXCLUDED_BY_SAVED_PROMPT, *STORED_WITH_SAVED_PROMPT})
-        overrides_setting = not SETTING_OPTIONS.isdisjoint(ctx.meta["config"])
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
-        is_typed_none = params.get("policy") == ["none"] and is_typed(ctx, "policy")
-        if is_typed_none and self.name == "compare" and not overrides_setting:
-            raise SnapKVError(
-                "--policy none adds nothing here, since the full cache is always included: drop it"
-            )
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
         may_use_sparse = (

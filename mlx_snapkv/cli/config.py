@@ -31,36 +31,6 @@ class ConfigValue(NamedTuple):
     origin: str
 
 
-class _Source(NamedTuple):
-    """One source of values: all variables, or one table of config.toml.
-
-    Attributes:
-        values: values by option name.
-        origin_prefix: prefix of each value's origin.
-        is_shared: whether the values apply to all commands.
-    """
-
-    values: Table
-    origin_prefix: str
-    is_shared: bool
-
-    def origin(self, name: str) -> str:
-        """Return where an option's value comes from: the variable's name, or the file, table and key."""
-        key = name.upper() if self.origin_prefix == PREFIX else name.replace("_", "-")
-        return self.origin_prefix + key
-
-    def values_for(self, options: dict[str, Any]) -> Table:
-        """Return the values that apply to a command with these options.
-
-        A shared policy "auto" is omitted if the command does not support auto.
-        """
-        values = {name: value for name, value in self.values.items() if name in options}
-        supports_auto = "kv_memory" in options  # only commands that support auto have this option
-        if self.is_shared and not supports_auto and values.get("policy") == "auto":
-            del values["policy"]
-        return values
-
-
 def config_file() -> Path:
     """Return the path of config.toml in XDG_CONFIG_HOME or, by default, ~/.config. The file may not exist."""
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -95,16 +65,17 @@ def _merge_sources(
         table: the whole config.toml.
     """
     options = _options_of(command)
+    supports_auto = "kv_memory" in options  # only commands that support auto have this option
     values_by_flag: dict[str, ConfigValue] = {}
-    for source in _sources_by_precedence(command_path, table):
+    for source in _sources_by_precedence(command_path, table, supports_auto):
         has_setting = any(name in values_by_flag for name in SETTING_OPTIONS)
-        for name, value in source.values_for(options).items():
+        for name, (value, origin) in source.items():
             is_overridden = name in values_by_flag or (has_setting and name in SETTING_OPTIONS)
-            if is_overridden:
+            if name not in options or is_overridden:
                 continue
             if options[name].multiple and not isinstance(value, list):
                 value = [value]
-            values_by_flag[name] = ConfigValue(value, source.origin(name))
+            values_by_flag[name] = ConfigValue(value, origin)
     return {
         option.name: values_by_flag[name]
         for name, option in options.items()
@@ -112,27 +83,41 @@ def _merge_sources(
     }
 
 
-def _sources_by_precedence(command_path: tuple[str, ...], table: Table) -> list[_Source]:
-    """Return the sources for the command at `command_path`: variables, the command's table, then enclosing tables.
+def _sources_by_precedence(
+    command_path: tuple[str, ...], table: Table, supports_auto: bool
+) -> list[dict[str, ConfigValue]]:
+    """Return each source's values: variables, the command's table, then enclosing tables.
 
     Args:
         command_path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
+        supports_auto: whether the command supports the policy "auto". If not, it is omitted from the sources that all
+            commands share: variables, and the top of config.toml.
     """
     variables = {
-        name[len(PREFIX) :].lower(): value
+        name.removeprefix(PREFIX).lower(): ConfigValue(value, origin=name)
         for name, value in os.environ.items()
         if value and name.startswith(PREFIX)
     }
-    table_sources = [_Source(values=table, origin_prefix=f"{config_file()}, ", is_shared=True)]
-    subtable = table
+    top_values = _values_in(table, str(config_file()))
+    for shared_values in (variables, top_values):
+        policy = shared_values.get("policy")
+        if policy is not None and policy.value == "auto" and not supports_auto:
+            del shared_values["policy"]
+    tables = [top_values]
     for depth, command_name in enumerate(command_path, start=1):
-        subtable = subtable.get(command_name.replace("-", "_"), {})
+        table = table.get(command_name.replace("-", "_"), {})
         table_name = ".".join(command_path[:depth])
-        origin_prefix = f"{config_file()}, [{table_name}], "
-        table_sources.append(_Source(values=subtable, origin_prefix=origin_prefix, is_shared=False))
-    variable_source = _Source(values=variables, origin_prefix=PREFIX, is_shared=True)
-    return [variable_source, *reversed(table_sources)]
+        tables.append(_values_in(table, f"{config_file()}, [{table_name}]"))
+    return [variables, *reversed(tables)]
+
+
+def _values_in(table: Table, location: str) -> dict[str, ConfigValue]:
+    """Return a table's values with their origins. `location` names the file and the table."""
+    return {
+        name: ConfigValue(value, origin=f"{location}, {name.replace('_', '-')}")
+        for name, value in table.items()
+    }
 
 
 def _read_config_file(root: Any) -> Table:

@@ -256,7 +256,7 @@ class _Answer:
             f"peak memory {response.peak_memory:.3g} GB"
         )
         for report in self.reports:
-            console.say_warnings(report)
+            console.say_warnings(report.warnings)
 
     @property
     def _continued_prompt(self) -> SavedPrompt | None:

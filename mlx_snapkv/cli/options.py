@@ -118,15 +118,6 @@ IgnoreChatTemplate = Annotated[
     bool,
     Option("--ignore-chat-template", help="Use the prompt as raw text.", rich_help_panel=MODEL),
 ]
-ChatTemplateConfig = Annotated[
-    Any,
-    Option(
-        parser=parse_json_object,
-        help="Options for the chat template.",
-        metavar="JSON",
-        rich_help_panel=MODEL,
-    ),
-]
 SystemPrompt = Annotated[str | None, Option(help="System message for the chat template.")]
 MaxTokens = Annotated[
     int, Option("--max-tokens", "-m", min=1, help="Maximum number of answer tokens.")
@@ -187,20 +178,24 @@ class ModelOptions:
             self.adapter_path,
             self.trust_remote_code,
             quantize_activations=self.quantize_activations,
-            pipeline=self.pipeline_argument,
+            # Only commands that several Macs can share have --pipeline.
+            pipeline=getattr(self, "pipeline", None),
         )
-
-    @property
-    def pipeline_argument(self) -> bool | None:
-        """Return `load_model`'s `pipeline` argument. None is for commands that run in one process only."""
-        return None
 
 
 @dataclass(frozen=True)
 class ChatModelOptions(ModelOptions):
     """Options for a model, its tokenizer and its chat template."""
 
-    chat_template_config: ChatTemplateConfig = None
+    chat_template_config: Annotated[
+        Any,
+        Option(
+            parser=parse_json_object,
+            help="Options for the chat template.",
+            metavar="JSON",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
     extra_eos_token: Annotated[
         list[str] | None,
         Option(help="Another token that ends answers; repeatable.", rich_help_panel=MODEL),
@@ -225,11 +220,6 @@ class ShardedModelOptions(ChatModelOptions):
             rich_help_panel=MODEL,
         ),
     ] = False
-
-    @property
-    def pipeline_argument(self) -> bool:
-        """Return `load_model`'s `pipeline` argument."""
-        return self.pipeline
 
 
 @dataclass(frozen=True)

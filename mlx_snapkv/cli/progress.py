@@ -142,11 +142,10 @@ class StepBars:
         self._last_line_time = self._progress.get_time()
         self._has_printed_end = False
 
-    def count_step(self, prints: bool = True) -> None:
-        """Count a finished step. If `prints` is False, print no line for it."""
+    def count_step(self) -> None:
+        """Count a finished step."""
         self._progress.advance(self._task)
-        if prints:
-            self._print_line_if_due()
+        self._print_line_if_due()
 
     def set_count(self, n_done: int, details: str) -> None:
         """Set the number of finished steps, and the text after the bar."""

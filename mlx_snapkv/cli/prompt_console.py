@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from ..engine.report import CompressionReport
     from ..planning.file_cost import FileCost
     from ..planning.prompt_plan import ProgressCallback
 
@@ -39,9 +38,9 @@ class PromptConsole:
         for line in lines:
             self.say(line)
 
-    def say_warnings(self, report: CompressionReport) -> None:
-        """Print a report's warnings, one per line."""
-        self.say_all(f"warning: {warning}" for warning in report.warnings)
+    def say_warnings(self, warnings: Iterable[str]) -> None:
+        """Print warnings, one per line."""
+        self.say_all(f"warning: {warning}" for warning in warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
         """Tokenise text in a thread by calling `work`. Return its result or raise its exception.
@@ -124,7 +123,7 @@ class PromptConsole:
                 file_cost = predict_cost(n_total)
                 if file_cost is not None:
                     self.say(str(file_cost))
-                    self.say_all(f"warning: {warning}" for warning in file_cost.warnings)
+                    self.say_warnings(file_cost.warnings)
             bar.update(n_read, n_total)
 
         with bar:

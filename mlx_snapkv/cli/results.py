@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..measure.records import Record, Results
     from ..measure.tables import Page
 
-    Run = Callable[[Results, Callable[..., None]], list[Record]]
+    Run = Callable[[Results, Callable[[], None]], list[Record]]
 
 VERSION = {"mlx-snapkv": __version__}
 

@@ -73,7 +73,7 @@ def run(
     questions: Sequence[str],
     max_tokens: int,
     results: Results,
-    on_piece: Callable[[bool], None] = lambda measured: None,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     """Measure every piece with every method in every setting and return the records.
 
@@ -88,7 +88,7 @@ def run(
         questions: questions about the pieces, used in turn.
         max_tokens: maximum number of tokens in an answer.
         results: records of earlier runs. Missing records are added.
-        on_piece: called after each piece. The argument says whether anything was measured.
+        on_piece: called after each piece.
     """
     policies = {method.name: method.policy for method in methods}
     # The text setting asks no question.

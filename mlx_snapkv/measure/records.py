@@ -66,14 +66,14 @@ class Results:
     def complete(
         self,
         documents: Iterable[tuple[list[Record], Measure]],
-        on_document: Callable[[bool], None] = lambda measured: None,
+        on_document: Callable[[], None] = lambda: None,
     ) -> list[Record]:
         """Measure missing records, document by document, and return the records of all documents.
 
         Args:
             documents: for each document, the keys of its records and a function to measure them. The function takes the
                 keys of missing records and yields those records. Their values may be scalar arrays.
-            on_document: called after each document. The argument says whether any record was measured.
+            on_document: called after each document.
         """
         all_keys: list[Record] = []
         for keys, measure_records in documents:
@@ -82,7 +82,7 @@ class Results:
             if missing_keys:
                 for record in measure_records(missing_keys):
                     self.add(record)
-            on_document(bool(missing_keys))
+            on_document()
         return [self._records[_record_key(key)] for key in all_keys]
 
     def _read(self) -> None:

@@ -38,7 +38,7 @@ def run(
     methods: Sequence[Method],
     settings: Sequence[str],
     results: Results,
-    on_document: Callable[[bool], None] = lambda asked: None,
+    on_document: Callable[[], None] = lambda: None,
 ) -> list[Record]:
     """Ask every method every question in every setting and return the records. See `Results.complete`."""
     method_by_name = {method.name: method for method in methods}
