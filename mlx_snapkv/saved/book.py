@@ -248,7 +248,7 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
     """Yield a function `(start, stop) -> rows` for each file of a layer: keys, values and, if indexed, codes."""
     for kind in (KEYS, VALUES):
-        yield partial(cache.store.stored, kind)
+        yield partial(cache.store.read, kind)
     if cache.index is not None:
         yield cache.index.codes.between
 

@@ -241,7 +241,6 @@ class _FilePair(EntryView):
 
     files: Sequence[EntryFile]
     n_entries: int = 0
-    quantization = None
     reads_allocate = True
 
     @property
@@ -249,7 +248,7 @@ class _FilePair(EntryView):
         """Return whether entries can be appended. No file may be a saved one, or have more entries than this pair."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
-    def stored(self, which: int, start: int, stop: int) -> Stored:
+    def read(self, which: int, start: int, stop: int) -> mx.array:
         return self.files[which].read(start, stop)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
@@ -284,7 +283,6 @@ class FileStore(JoinedView, Store):
         folder: str | None = None,
     ):
         """Start with the `n_entries` entries of saved files, if any. The first `append` creates new files."""
-        self.quantization = None
         self._first_entry = first_entry
         self.folder = folder
         saved_pairs = [_FilePair(files, n_entries)] if n_entries else []

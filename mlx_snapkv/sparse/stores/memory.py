@@ -8,7 +8,6 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from ...entries.entries import Entries
 from ...entries.quantization import (
     Quantization,
-    Stored,
     count_bytes,
     count_rows,
     slice_rows,
@@ -75,9 +74,15 @@ class MemoryStore(Store):
         """Drop all but the first `n` entries. The buffers keep their size."""
         self.cache.trim(max(0, self.n_entries - n))
 
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the stored KEYS or VALUES of entries `[start, stop)`."""
-        return slice_rows((self.cache.keys, self.cache.values)[which], start, stop)
+    def all_entries(self) -> Entries:
+        """Return all entries as stored."""
+        keys, values = slice_rows((self.cache.keys, self.cache.values), 0, self.n_entries)
+        return Entries(keys, values, quantization=self.quantization)
+
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
+        buffer = (self.cache.keys, self.cache.values)[which]
+        return unpack(slice_rows(buffer, start, stop), self.quantization)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
