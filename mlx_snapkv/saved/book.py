@@ -25,10 +25,11 @@ from ..entries.quantization import KEYS, VALUES, Stored
 from ..entries.spans import spans
 from ..errors import SnapKVError
 from ..paths import UNFINISHED
+from ..sparse.entry_file import Layout, SavedFile
 from ..sparse.index import empty_codes
 from ..sparse.prompt_caches import caches_in_files
 from ..sparse.stored_cache import StoredKVCache
-from ..sparse.stores.file import FileStore, Layout, SavedFile
+from ..sparse.stores.file import FileStore
 from . import sealed
 
 BOOK_KEY = "book"

@@ -17,11 +17,11 @@ from ..entries.quantization import concatenate_rows, count_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
 from .clusters import CompleteBlocks
+from .entry_file import SpillFile
 from .index import KeyIndex
 from .options import PAGE_SIZE
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
-from .stores.file import SpillFile
 
 _FILES_MISSING = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "

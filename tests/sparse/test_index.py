@@ -9,8 +9,8 @@ from entry_helpers import normal
 
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse import growing_rows
+from mlx_snapkv.sparse.entry_file import SpillFile
 from mlx_snapkv.sparse.index import KeyIndex, index_bytes
-from mlx_snapkv.sparse.stores.file import SpillFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
 KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
