@@ -21,7 +21,6 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # None if the entries are plain
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
     is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
-    converts_to_save: bool = False  # whether `cache_to_save` returns a different cache
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
     observes: bool = False  # whether it records queries (requires a patched attention class)

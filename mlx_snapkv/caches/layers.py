@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -239,6 +240,17 @@ def slots(prompt_cache: list) -> list[Slot]:
 def all_caches(prompt_cache: list) -> list:
     """Return all caches in a prompt cache, including those inside a `CacheList`."""
     return [slot.cache for slot in slots(prompt_cache)]
+
+
+def map_caches(function: Callable[[Any], Any], prompt_cache: list) -> list:
+    """Apply `function` to each cache in a prompt cache, including those inside a `CacheList`."""
+    mapped_caches: list[Any] = []
+    for cache in prompt_cache:
+        if isinstance(cache, CacheList):
+            mapped_caches.append(CacheList(*map(function, cache.caches)))
+        else:
+            mapped_caches.append(function(cache))
+    return mapped_caches
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:

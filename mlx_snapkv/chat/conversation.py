@@ -216,7 +216,7 @@ class Conversation:
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in STATE_FIELDS}
-        caches = caches_to_save(self.model, self.prompt_cache)
+        caches = caches_to_save(self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
     @classmethod

@@ -24,7 +24,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         layer: the cache's `AttentionLayer`.
     """
 
-    grows = converts_to_save = True
+    grows = True
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):

@@ -17,7 +17,7 @@ from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
-from ..sparse.prompt_caches import caches_to_continue, make_caches
+from ..sparse.prompt_caches import caches_to_save, make_caches
 from .compress import KeptCallback
 from .loop_model import evicts, observing_queries, split_at_evictions, trimming_drafts, with_pacing
 from .pace import Pace
@@ -87,7 +87,7 @@ def serve(
 
     def hand_back_and_report(report: CompressionReport) -> None:
         if prompt_cache is not None:
-            prompt_cache[:] = caches_to_continue(model, stored_caches, config.store)
+            prompt_cache[:] = caches_to_save(stored_caches)
         callback(report)
 
     answer = _answer(items, request, hand_back_and_report, will_use_cache)

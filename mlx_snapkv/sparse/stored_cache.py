@@ -53,7 +53,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         index: index of earlier turns' keys, or None if there were too few keys.
     """
 
-    grows = converts_to_save = True
+    grows = True
     store: Store
     page_means: PageMeans
     clusters: CompleteBlocks | None

@@ -307,7 +307,7 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm():
     model = make_model("falcon_h1")  # a state and entries in every layer
     caches = make_caches(model, Sparse())
     mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-    forms = list(all_caches(caches_to_save(model, caches)))
+    forms = list(all_caches(caches_to_save(caches)))
     assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
     for form, cache in zip(forms, all_caches(caches)):
         if form is not cache:
