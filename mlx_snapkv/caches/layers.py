@@ -258,10 +258,9 @@ def layer_caches(prompt_cache: list) -> list[LayerCache]:
     return [layer_cache(cache) for cache in all_caches(prompt_cache)]
 
 
-def n_tokens_read(model, prompt_cache: list) -> int:
-    """Return the number of tokens read into a prompt cache."""
-    first_layer, *_ = attention_layers(model, prompt_cache)
-    return first_layer.layer_cache_in(prompt_cache).offset
+def n_tokens(prompt_cache: list) -> int:
+    """Return the number of tokens read into a prompt cache, or 0 if none of its caches counts tokens."""
+    return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
 def kv_dtype(cache: LayerCache) -> str:

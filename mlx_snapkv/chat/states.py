@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import saved
-from ..caches.layers import is_compressed, kv_bytes
-from ..caches.matching import n_tokens
+from ..caches.layers import is_compressed, kv_bytes, n_tokens
 from ..compress.policy import Policy
 from ..engine.report import NO_POLICY
 from ..engine.restore import CacheCopy

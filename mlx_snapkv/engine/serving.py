@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import attention_layers, require_quantizable
-from ..caches.matching import n_tokens
+from ..caches.layers import attention_layers, n_tokens, require_quantizable
 from ..entries.quantization import split_off_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
