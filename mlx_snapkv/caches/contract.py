@@ -56,11 +56,6 @@ class LayerCache(ABC):
         return self.n_entries + 1
 
     @property
-    def n_before_next(self) -> int:
-        """Return the number of earlier entries that the next prompt tokens will read."""
-        return self.n_entries
-
-    @property
     def kv_nbytes(self) -> int:
         """Return the size in bytes of keys and values in memory, including unused rows."""
         return self.nbytes

@@ -49,11 +49,6 @@ class SparsePrefillKVCache(AttendingCache):
         """Return whether the next chunk reads only some of the entries."""
         return not self._ranking.reads_all(self.offset)
 
-    @property
-    def n_before_next(self) -> int:
-        """Return the number of earlier entries that the next chunk reads."""
-        return self._ranking.n_read(self.offset)
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`.
 
@@ -85,8 +80,8 @@ class SparsePrefillKVCache(AttendingCache):
         return self._ranking.read(captured, chunk_start)
 
     def size(self) -> int:
-        """Return the number of earlier entries that the next chunk reads. mlx-lm needs it for its mask."""
-        return self.n_before_next
+        """Return the number of earlier entries that the next chunk reads."""
+        return self._ranking.n_read(self.offset)
 
     @property
     def state(self) -> tuple:
