@@ -126,7 +126,7 @@ class SparseKVCache(AttendingCache):
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of the index and of the entries that one token reads."""
         index = self.ranking.view.index
-        index_nbytes = 0 if index is None else index.nbytes
+        index_nbytes = 0 if index is None else index.codes.nbytes
         return self._entry_nbytes * self.n_entries + index_nbytes
 
     def empty(self) -> bool:

@@ -211,7 +211,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         if n_to_trim_from_store > 0:
             self.store.truncate(self._n_stored - n_to_trim_from_store)
         if self.index is not None:
-            self.index.truncate(self.offset)
+            self.index.codes.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE_SIZE)
         if self.clusters is not None:
             self.clusters = self.clusters.within_first(self.offset)
@@ -253,7 +253,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     @property
     def index_nbytes(self) -> int:
         """Return the size in bytes of the index in memory, or 0 without an index."""
-        return 0 if self.index is None else self.index.nbytes
+        return 0 if self.index is None else self.index.codes.nbytes
 
     @property
     def sample_entries(self) -> tuple:

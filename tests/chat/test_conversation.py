@@ -137,7 +137,7 @@ def test_an_index_is_made_once_and_grows_with_the_turns(demo_llama, haystack, st
     for cache in conversation.prompt_cache:
         keys, _ = cache.keys_and_values()
         rebuilt = copy.deepcopy(cache.index)
-        rebuilt.truncate(0)
+        rebuilt.codes.truncate(0)
         rebuilt.append(keys)
         assert len(cache.index) == len(rebuilt) == n
         queries = mx.random.normal((1, keys.shape[1], 1, keys.shape[3]), key=mx.random.key(0))

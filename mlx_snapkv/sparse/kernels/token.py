@@ -84,7 +84,7 @@ def _choose(
     return choose(
         captured.queries,
         captured.scale,
-        projection=index.projection,
+        projection=index.query_projection,
         codes=codes,
         powers=powers,
         n_chosen=ranking.n_chosen,
