@@ -113,10 +113,11 @@ class SparseMode:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
         for layer in self._choosing_layers:
-            cache = SparseKVCache(self._make_ranking(layer))
+            ranking = self._make_ranking(layer)
+            cache = SparseKVCache(ranking)
             layer.put(caches, cache)
-            report.entries_kept[layer.index] = cache.n_entries - cache.n_means
-            report.means = max(report.means, cache.n_means)
+            report.entries_kept[layer.index] = cache.n_entries - ranking.n_means
+            report.means = max(report.means, ranking.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
         self._note_plain_path(caches, report)
 
@@ -145,7 +146,9 @@ class SparseMode:
                     *slice_rows(all_entries, stored_cache.offset, answer_cache.offset)
                 )
             else:
-                stored_cache.append_sparsely_computed(*answer_cache.answer)
+                stored_cache.append_sparsely_computed(
+                    *answer_cache.ranking.answer.keys_and_values()
+                )
             layer.put(caches, stored_cache)
         self._prompt_cache[:] = caches
 

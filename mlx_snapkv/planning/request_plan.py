@@ -297,7 +297,7 @@ def _plan_sparse(
         decode_quota=decode_quota,
         adapts=_adapts(config),
     )
-    if not sparse.reads_sparsely:
+    if sparse.read == "dense":
         return plan
     n_cheap = 0 if sparse.read_top_k is not None else entries_costing(CHEAP_SHARE, model, layers)
     return replace(plan, sparse_reading=_plan_reading(plan, sparse, n_cheap))

@@ -241,14 +241,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the size in bytes of the entries, index and means that are in memory."""
-        return self.nbytes + self.index_nbytes + self._means_nbytes
-
-    @property
-    def _means_nbytes(self) -> int:
-        """Return the size in bytes of page means and clusters in memory."""
+        """Return the size in bytes of the entries, index, page means and clusters that are in memory."""
         cluster_nbytes = 0 if self.clusters is None else self.clusters.nbytes
-        return self.page_means.nbytes + cluster_nbytes
+        return self.nbytes + self.index_nbytes + self.page_means.nbytes + cluster_nbytes
 
     @property
     def index_nbytes(self) -> int:

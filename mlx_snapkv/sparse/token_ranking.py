@@ -147,7 +147,7 @@ class TokenRanking:
         if reaches_new_entries:
             new_clusters = cluster_entries(self.view, n_in_view)
             clusters = clusters.followed_by(new_clusters)
-        choosable = self._count_choosable(clusters)
+        choosable = clusters.sizes_between(self.n_sink, self.choice_stop)
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
@@ -165,10 +165,6 @@ class TokenRanking:
             scores = -1 / votes  # `best_positions` needs scores of at most 0
         choosable_scores = scores[..., self.n_sink : stop]
         return best_positions(choosable_scores, self._max_chosen, first=self.n_sink)
-
-    def _count_choosable(self, clusters: Clusters) -> mx.array:
-        """Count the entries in each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
-        return clusters.sizes_between(self.n_sink, self.choice_stop)
 
     def fit_residual(
         self, queries: Queries, earlier_clusters: CompleteBlocks | None = None
@@ -203,7 +199,7 @@ class TokenRanking:
         # Process all queries together, because entries may have to be read from files.
         squared_distances = distances(self.view, clusters, example)
         log_mass, temperature = best_factors(squared_distances)
-        choosable = self._count_choosable(clusters)
+        choosable = clusters.sizes_between(self.n_sink, self.choice_stop)
         self.residual = Residual(clusters, choosable, log_mass, temperature)
 
     def _cluster_all(self, earlier_clusters: CompleteBlocks | None) -> Clusters:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -75,10 +74,6 @@ class Store(EntryView):
     @abstractmethod
     def truncate(self, n: int) -> None:
         """Drop all but the first `n` entries."""
-
-    def reads(self, path: Path) -> bool:
-        """Return whether the store reads the saved file at `path`."""
-        return False
 
     def all_entries(self) -> Entries:
         """Return all entries as stored. A store of quantised entries overrides this method."""
