@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import Result, shared_options, watched
 
-from mlx_snapkv.caches.layers import file_bytes, kv_bytes, n_tokens_read
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes, n_tokens
 from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
 from mlx_snapkv.measure.speed import N_ANSWER, Row, answer_prompt
 from mlx_snapkv.sparse.options import Sparse
@@ -50,7 +50,7 @@ def measure(model, case: Case) -> Row:
     mx.reset_peak_memory()
     with watched(os.getpid()) as process_bytes:
         seconds, report = answer_prompt(model, random_prompt(length), cache, N_ANSWER, **options)
-        disk_bytes_per_token = file_bytes(cache) / n_tokens_read(model, cache)
+        disk_bytes_per_token = file_bytes(cache) / n_tokens(cache)
         questions = [random_prompt(QUESTION_TOKENS) for _ in range(N_QUESTIONS)]
         answers = [
             answer_prompt(model, question, cache, N_ANSWER, **options) for question in questions

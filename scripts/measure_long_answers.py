@@ -19,7 +19,7 @@ from measure_associations import METHODS
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, Row, shared_options
 
-from mlx_snapkv.caches.layers import n_tokens_read
+from mlx_snapkv.caches.layers import n_tokens
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
@@ -63,7 +63,7 @@ def answers(
         return reference.generate(method.policy), answer.tokens
     cache, report = reading.compress(method.policy, answering=True)
     logprobs = reference.predictions(copy.deepcopy(cache))
-    n_known = n_tokens_read(model, cache) - len(reading.tokens) + 1
+    n_known = n_tokens(cache) - len(reading.tokens) + 1
     first_tokens = full_answer[:n_known]
     answer = decode(model, tokenizer, reading.tokens, max_tokens, cache, report, first_tokens)
     return logprobs, answer.tokens

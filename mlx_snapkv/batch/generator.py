@@ -16,7 +16,7 @@ from ..compress.policies import SnapKV
 from ..compress.policy import Policy
 from ..engine.loop_model import PacedModel
 from ..engine.serving import require_servable
-from ..entries.quantization import split_off_quantization
+from ..entries.quantization import without_quantization
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
@@ -92,7 +92,7 @@ class CompressedBatchGenerator(BatchGenerator):
         """Check the options and the model. Nothing is read before `insert`."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
-        _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
+        mlx_options = without_quantization(kwargs)  # mlx-lm's generator does not quantise
         self._plans: dict[int, Plan] = {}  # uid -> plan of a waiting request
         self._is_plain = config.setting is None and not turns  # whether all is left to mlx-lm
         if self._is_plain:

@@ -56,7 +56,7 @@ class Job:
         self.caches = copy.deepcopy(prompt_cache)
         try:
             if plan.is_left_to_mlx_lm:
-                self.caches = caches_to_batch(self.model, self.caches)
+                self.caches = caches_to_batch(self.caches)
                 on_report(uid, CompressionReport.of_full_cache(plan))
             else:
                 self.request = Request(self.model, plan, self.caches)
@@ -112,12 +112,12 @@ class Job:
             return request.prompt_cache
         if request.plan.config.evicts_in_blocks:
             return None
-        return caches_to_save(self.model, copies_sharing_entries(request.caches, request.layers))
+        return caches_to_save(copies_sharing_entries(request.caches, request.layers))
 
     def copy_caches(self) -> list:
         """Copy the caches with the tokens read so far, so that other requests can continue from them."""
         caches_so_far = self.caches if self.request is None else self.request.caches_so_far
-        caches = caches_to_save(self.model, copy.deepcopy(caches_so_far))
+        caches = caches_to_save(copy.deepcopy(caches_so_far))
         for cache in all_caches(caches):
             if isinstance(cache, KVCache) and cache.offset > 0:
                 # Free the rows that are allocated for the rest of the prompt.

@@ -21,7 +21,6 @@ class LayerCache(ABC):
     quantization: Quantization | None = None  # None if the entries are plain
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
     is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
-    converts_to_save: bool = False  # whether `cache_to_save` returns a different cache
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
     observes: bool = False  # whether it records queries (requires a patched attention class)
@@ -55,11 +54,6 @@ class LayerCache(ABC):
     def n_after_next(self) -> int:
         """Return what `n_entries` will be after one more token."""
         return self.n_entries + 1
-
-    @property
-    def n_before_next(self) -> int:
-        """Return the number of earlier entries that the next prompt tokens will read."""
-        return self.n_entries
 
     @property
     def kv_nbytes(self) -> int:

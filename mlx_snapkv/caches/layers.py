@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -241,15 +242,25 @@ def all_caches(prompt_cache: list) -> list:
     return [slot.cache for slot in slots(prompt_cache)]
 
 
+def map_caches(function: Callable[[Any], Any], prompt_cache: list) -> list:
+    """Apply `function` to each cache in a prompt cache, including those inside a `CacheList`."""
+    mapped_caches: list[Any] = []
+    for cache in prompt_cache:
+        if isinstance(cache, CacheList):
+            mapped_caches.append(CacheList(*map(function, cache.caches)))
+        else:
+            mapped_caches.append(function(cache))
+    return mapped_caches
+
+
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
     """Return all caches in a prompt cache as `LayerCache`s."""
     return [layer_cache(cache) for cache in all_caches(prompt_cache)]
 
 
-def n_tokens_read(model, prompt_cache: list) -> int:
-    """Return the number of tokens read into a prompt cache."""
-    first_layer, *_ = attention_layers(model, prompt_cache)
-    return first_layer.layer_cache_in(prompt_cache).offset
+def n_tokens(prompt_cache: list) -> int:
+    """Return the number of tokens read into a prompt cache, or 0 if none of its caches counts tokens."""
+    return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 
 def kv_dtype(cache: LayerCache) -> str:

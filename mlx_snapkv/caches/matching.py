@@ -55,11 +55,6 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
         raise SnapKVError(f"its layers hold {token_counts[0]} tokens, the prompt has {n_tokens}")
 
 
-def n_tokens(prompt_cache: list) -> int:
-    """Return the number of tokens read into a prompt cache, or 0 if none of its caches counts tokens."""
-    return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
-
-
 def set_missing_layers(prompt_cache: list, model) -> None:
     """Set `layer` on caches that were loaded from a file and need it."""
     needs_layers = any(cache.needs_layer for cache in layer_caches(prompt_cache))

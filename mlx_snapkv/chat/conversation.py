@@ -11,7 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
-from ..caches.layers import is_compressed, n_tokens_read
+from ..caches.layers import is_compressed, n_tokens
 from ..compress.policy import Policy
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
@@ -214,7 +214,7 @@ class Conversation:
         if not self.read:
             raise SnapKVError("the conversation is empty, so there is nothing to save")
         notes = {name: getattr(self, name) for name in STATE_FIELDS}
-        caches = caches_to_save(self.model, self.prompt_cache)
+        caches = caches_to_save(self.prompt_cache)
         saved.save(path, self.model, caches, self.read, self.policy or NO_POLICY, notes)
 
     @classmethod
@@ -329,6 +329,6 @@ class Conversation:
         elif self.policy is None:
             n_read = len(all_tokens)
         else:
-            n_read = n_tokens_read(self.model, self.prompt_cache)
+            n_read = n_tokens(self.prompt_cache)
         self.read = all_tokens[:n_read]
         self.pending_tokens = all_tokens[n_read:]

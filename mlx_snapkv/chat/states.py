@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import saved
-from ..caches.layers import is_compressed, kv_bytes
-from ..caches.matching import n_tokens
+from ..caches.layers import is_compressed, kv_bytes, n_tokens
 from ..compress.policy import Policy
 from ..engine.report import NO_POLICY
 from ..engine.restore import CacheCopy
 from ..errors import Option, SnapKVError
 from ..planning.settings import Setting, resolve_setting, setting_named
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import file_store_of, make_caches, move_entries
+from ..sparse.prompt_caches import caches_in_files, make_caches, move_entries
 
 # Conversation attributes that are saved to files.
 STATE_FIELDS = (
@@ -122,9 +121,9 @@ def _resumed_setting(
     if isinstance(policy, Sparse):
         store = setting.store if policy.store == "memory" else policy.store
         setting = replace(setting, store=store, store_dir=policy.store_dir)
-    file_store = file_store_of(prompt.prompt_cache)
-    if file_store is not None and setting.store == "memory":
-        setting = replace(setting, store=file_store)
+    file_caches = caches_in_files(prompt.prompt_cache)
+    if file_caches and setting.store == "memory":
+        setting = replace(setting, store=file_caches[0].store.name)
     return setting
 
 
@@ -133,7 +132,7 @@ def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: lis
 
     Raises: SnapKVError: entries in files need sparse attention, and a compressed prompt needs a policy.
     """
-    is_book = file_store_of(prompt_cache) is not None
+    is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):
         raise SnapKVError(
             "{} holds a book, of which all entries stay: give {} instead of a policy",

@@ -76,7 +76,7 @@ def cache_prompt(
             **vars(cache),
             prompt_progress_callback=update_bar,
         )
-    caches = caches_to_save(model, caches)
+    caches = caches_to_save(caches)
     notes = {
         "text": text,
         "system_prompt": prompt.system_prompt,

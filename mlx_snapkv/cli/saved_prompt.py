@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import saved
-from ..caches.layers import is_compressed, kv_bytes, layer_caches
-from ..caches.matching import n_tokens
+from ..caches.layers import is_compressed, kv_bytes, layer_caches, n_tokens
 from ..chat.prompts import mlx_lm_suffix
 from ..compress.options import Compress
 from ..demo import MODELS

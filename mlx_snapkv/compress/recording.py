@@ -24,7 +24,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         layer: the cache's `AttentionLayer`.
     """
 
-    grows = converts_to_save = True
+    grows = True
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
@@ -57,13 +57,10 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         `n_queries` is ignored because `first` and `last` determine the voters.
         """
         keys, values = self.keys_and_values()
-        voting_queries = None
-        if self.n_queries:
-            voting_queries = self.make_voters(self.queries, self.query_positions, keys.shape)
         return Entries(
             keys,
             values,
-            voting_queries,
+            self.recorded_voters(keys.shape),
             layer=self.layer,
             statistics=self.statistics,
             shared_votes=self._shared_votes,

@@ -62,5 +62,5 @@ class Pieces:
         """Return the maximum number of tokens in the next piece, given the tokens already in `cache`."""
         if not self._pair_bytes:
             return UNLIMITED
-        n_before = max(layer.layer_cache_in(cache).n_before_next for layer in self._layers)
+        n_before = max(layer.layer_cache_in(cache).n_entries for layer in self._layers)
         return tokens_at_once(n_before, self._pair_bytes, self._score_limit)

@@ -16,7 +16,7 @@ from ..planning.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, require_
 from ..planning.request_plan import plan_request
 from ..planning.settings import Setting
 from ..sparse.options import Sparse
-from ..sparse.prompt_caches import caches_to_continue, caches_to_save, make_caches
+from ..sparse.prompt_caches import caches_to_save, make_caches
 from .loop_model import observing_queries, split_at_evictions, with_pacing
 from .report import CompressionReport
 from .request import Request
@@ -76,7 +76,7 @@ def prefill(
         # Nothing is compressed, so mlx-lm quantises the entries itself.
         with observing_queries(model, caches):
             read(split_at_evictions(model, caches), tokens, caches, loop_options | kv_options)
-        caches_after = caches_to_save(model, caches) if prompt_cache is None else caches
+        caches_after = caches_to_save(caches) if prompt_cache is None else caches
         report = CompressionReport.of_full_cache(plan)
     else:
         request = Request(model, plan, caches, uses_store=prompt_cache is None)
@@ -113,7 +113,7 @@ def _read_request(request: Request, tokens: mx.array, loop_options: dict[str, An
         request.finish()
         if plan.adapts:
             request.record_speed()
-        return caches_to_continue(model, request.prompt_cache, plan.config.store)
+        return caches_to_save(request.prompt_cache)
     request.record_prefill_time()
     n_voting_answer_tokens = plan.voters.stop - tokens.size
     _decode_voters(model, request.caches, next_logprobs, n_voting_answer_tokens)

@@ -9,15 +9,14 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import attention_layers, require_quantizable
-from ..caches.matching import n_tokens
-from ..entries.quantization import split_off_quantization
+from ..caches.layers import attention_layers, n_tokens, require_quantizable
+from ..entries.quantization import without_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
 from ..planning.speed_record import SETUP, Measurement
-from ..sparse.prompt_caches import caches_to_continue, make_caches
+from ..sparse.prompt_caches import caches_to_save, make_caches
 from .compress import KeptCallback
 from .loop_model import evicts, observing_queries, split_at_evictions, trimming_drafts, with_pacing
 from .pace import Pace
@@ -66,7 +65,7 @@ def serve(
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
     # Leave out kv_bits, or mlx-lm would quantise the entries before the policy has scored them.
-    _, loop_options = split_off_quantization(options)
+    loop_options = without_quantization(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(
         model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded
@@ -86,7 +85,7 @@ def serve(
 
     def hand_back_and_report(report: CompressionReport) -> None:
         if prompt_cache is not None:
-            prompt_cache[:] = caches_to_continue(model, stored_caches, config.store)
+            prompt_cache[:] = caches_to_save(stored_caches)
         on_report(report)
 
     answer = _answer(items, request, hand_back_and_report, will_use_cache)

@@ -15,7 +15,6 @@ from ..caches.layers import (
 )
 from ..entries.attention import nan_scores_error
 from ..entries.quantization import KEYS, slice_rows
-from ..entries.queries import Queries
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
@@ -138,10 +137,11 @@ class SparseMode:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
         for layer in self._choosing_layers:
-            cache = SparseKVCache(self._make_ranking(layer))
+            ranking = self._make_ranking(layer)
+            cache = SparseKVCache(ranking)
             layer.put(caches, cache)
-            report.entries_kept[layer.index] = cache.n_entries - cache.n_means
-            report.means = max(report.means, cache.n_means)
+            report.entries_kept[layer.index] = cache.n_entries - ranking.n_means
+            report.means = max(report.means, ranking.n_means)
         report.read_per_token = max(filter(None, report.entries_kept))
         self._note_plain_path(caches, report)
 
@@ -170,7 +170,9 @@ class SparseMode:
                     *slice_rows(all_entries, stored_cache.offset, answer_cache.offset)
                 )
             else:
-                stored_cache.append_sparsely_computed(*answer_cache.answer)
+                stored_cache.append_sparsely_computed(
+                    *answer_cache.ranking.answer.keys_and_values()
+                )
             layer.put(caches, stored_cache)
         self._prompt_cache[:] = caches
 
@@ -225,16 +227,12 @@ class SparseMode:
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and cache.n_queries:
-            ranking.fit_residual(self._make_voters(layer, view), cache.clusters)
+            voters = cache.recorded_voters(view.key_reader().shape)
+            ranking.fit_residual(voters, cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.complete_blocks()
             mx.eval(ranking.residual)  # one layer at a time, to limit memory
         return ranking
-
-    def _make_voters(self, layer: AttentionLayer, view: FullView) -> Queries:
-        """Return the prompt's last queries as voters on all of a layer's entries."""
-        cache = layer.cache_in(self._prompt_cache)
-        return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_read_per_chunk(self, prefill_caches: list, report: CompressionReport) -> None:
         """Record how many earlier entries a chunk read, if chunks chose entries."""

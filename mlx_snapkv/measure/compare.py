@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes, n_tokens_read
+from ..caches.layers import attention_layers, kv_bytes, n_tokens
 from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
@@ -87,7 +87,7 @@ def decode(
     n_left = max_tokens - len(first_tokens)
     has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
     if n_left > 0 and not has_ended:
-        unread = [*prompt, *first_tokens][n_tokens_read(model, cache) :]
+        unread = [*prompt, *first_tokens][n_tokens(cache) :]
         keywords = {"on_report": note_report, **options} if report is None else {}
         responses = stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
@@ -283,7 +283,7 @@ class _Comparison:
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
         # The answer tokens that the cache has read, and the next one.
-        n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
+        n_known = n_tokens(cache) - len(self._tokens) + 1
         first_tokens = self.full.tokens[:n_known]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
         kept_share = self._kept_share(compressed_cache)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layers import attention_layers, n_tokens_read
+from ..caches.layers import attention_layers, n_tokens
 from ..engine.generate import generate_step
 from ..engine.loop_model import split_at_evictions
 from ..engine.report import CompressionReport
@@ -64,7 +64,7 @@ class Reference:
         """
         model = self._reading.model
         # The last token does not need to be fed.
-        unread = [*self.prompt, *self._tokens][n_tokens_read(model, cache) : -1]
+        unread = [*self.prompt, *self._tokens][n_tokens(cache) : -1]
         if not unread:
             return self._first_logprobs[:0]
         return log_softmax(logits_after(model, cache, unread)[-len(self) :])

@@ -12,10 +12,9 @@ from ..caches.layers import (
     AttentionLayer,
     attention_layers,
     is_compressed,
-    n_tokens_read,
+    n_tokens,
     require_quantizable,
 )
-from ..caches.matching import n_tokens
 from ..compress.options import Compress
 from ..compress.policy import Policy
 from ..entries.quota import Quota
@@ -271,7 +270,8 @@ def _reason_for_mlx_lm(
         return reason_to_leave(setting, n_new, prompt_cache, max_tokens)
     if is_compressed(prompt_cache):
         return None
-    n_prompt = n_tokens_read(model, prompt_cache) + n_new
+    attention_layers(model, prompt_cache)  # raises an error if the caches don't belong to the model
+    n_prompt = n_tokens(prompt_cache) + n_new
     return reason_to_leave(setting, n_prompt, None, max_tokens)
 
 
@@ -299,7 +299,7 @@ def _plan_sparse(
 ) -> Plan:
     """Plan a request that uses sparse attention."""
     reading = None
-    if sparse.reads_sparsely:
+    if sparse.read == "sparse":
         n_cheap = 0
         if sparse.read_top_k is None:
             n_cheap = entries_costing(CHEAP_SHARE, model, layers)

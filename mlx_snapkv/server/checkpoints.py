@@ -38,7 +38,7 @@ class Checkpoints:
         self._setting = config.setting
         compress = config.compress
         sparse = config.sparse
-        self._reads_sparsely = sparse is not None and sparse.reads_sparsely
+        self._reads_sparsely = sparse is not None and sparse.read == "sparse"
         self._keeps_all_entries = not config.evicts_in_blocks
         # If all queries vote, a trim can't take back the votes of the tokens that it removes.
         accumulates_attention = (

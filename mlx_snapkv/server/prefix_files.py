@@ -117,7 +117,7 @@ class PrefixFiles:
 
         Failures are logged as warnings.
         """
-        caches = caches_to_save(self._model, caches)
+        caches = caches_to_save(caches)
         name = _digest(json.dumps([tokens, self._setting]))
         path = self._folder / f"{name}.safetensors"
         new_prefix = Prefix(as_ids(tokens), is_trimmable=can_trim_prompt_cache(caches), path=path)

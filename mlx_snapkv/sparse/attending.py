@@ -67,7 +67,7 @@ class AttendingCache(LayerCache):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return mlx-lm's causal mask for the next `N` tokens and the entries that they will read."""
-        return create_attention_mask(N, self.n_before_next, return_array, window_size)
+        return create_attention_mask(N, self.size(), return_array, window_size)
 
     def is_trimmable(self) -> bool:
         """Return False. mlx-lm must not trim this cache, and conversations restore a copy instead."""

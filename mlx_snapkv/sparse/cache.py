@@ -94,11 +94,6 @@ class SparseKVCache(AttendingCache):
         return keys, values, bias
 
     @property
-    def answer(self) -> Pair:
-        """Return the answer's keys and values, `(B, n_kv_heads, n, head_dim)` each."""
-        return self.ranking.answer.keys_and_values()
-
-    @property
     def state(self) -> tuple:
         """Return the answer's buffers, for mlx-lm to evaluate after each step."""
         return self.ranking.answer.keys, self.ranking.answer.values
@@ -118,15 +113,10 @@ class SparseKVCache(AttendingCache):
         return ranking.n_means + ranking.n_sink + ranking.n_chosen + ranking.n_newest
 
     @property
-    def n_means(self) -> int:
-        """Return the number of cluster means that a token reads."""
-        return self.ranking.n_means
-
-    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Return the size in bytes of the index and of the entries that one token reads."""
         index = self.ranking.view.index
-        index_nbytes = 0 if index is None else index.nbytes
+        index_nbytes = 0 if index is None else index.codes.nbytes
         return self._entry_nbytes * self.n_entries + index_nbytes
 
     def empty(self) -> bool:

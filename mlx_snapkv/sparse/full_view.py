@@ -101,7 +101,7 @@ class FullView(Entries):
 
     def _add_missing_keys(self, index: KeyIndex) -> KeyIndex:
         """Add missing keys to `index`, and return it."""
-        index.reserve(len(self))
+        index.codes.reserve(len(self))
         for span in spans(len(index), len(self), KEYS_QUANTISED_AT_ONCE):
             index.append(self.read_keys(*span))
         return index

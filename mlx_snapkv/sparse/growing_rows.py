@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -24,21 +23,14 @@ from ..entries.quantization import (
     with_new_rows,
     write_rows,
 )
+from .entry_file import SpillFile
 
 # Number of entries whose rows stay in memory if there is a spill file: a trade-off between memory and file reads.
 ENTRIES_IN_MEMORY = 1 << 16
 ENTRIES_MOVED = 1 << 15  # number of entries whose rows move to the file at a time
 
 
-class Spill(Protocol):
-    """A file for rows that don't stay in memory. `stores.file.SpillFile` implements this protocol."""
-
-    def append(self, stored: Stored) -> Callable[[], Stored]:
-        """Write rows, and return a function that reads them. Raises: SnapKVError: the disk is full."""
-        ...
-
-
-MakeSpill = Callable[[], Spill]
+MakeSpill = Callable[[], SpillFile]
 
 
 class GrowingRows:

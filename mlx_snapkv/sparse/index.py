@@ -52,6 +52,7 @@ class KeyIndex:
     Attributes:
         n_keys_at_sampling: number of keys that the sample represents.
         codes: MXFP4 codes of the keys' components, with their powers of two.
+        query_projection: matrix that projects queries to components, float32 `(B, n_kv_heads, head_dim, components)`.
     """
 
     def __init__(
@@ -69,35 +70,22 @@ class KeyIndex:
         float32_keys = keys.astype(mx.float32)
         self._mean = float32_keys.mean(axis=2, keepdims=True)
         weighted_keys = (float32_keys - self._mean) * channel_weights
-        directions = _principal_directions(weighted_keys, n_components)
+        n_directions = min(D, n_components)
+        directions = _principal_directions(weighted_keys, n_directions)
         # Scale the keys so that no component of the sample exceeds 1, and the queries inversely, so that logits stay
         # the same.
         components = weighted_keys @ directions
         largest_component = mx.maximum(mx.abs(components).max(axis=2, keepdims=True), 1e-6)
         weight_column = channel_weights.swapaxes(-1, -2)
-        padding = [(0, 0), (0, 0), (0, 0), (0, -n_components % MXFP4_GROUP)]  # to whole groups
+        padding = [(0, 0), (0, 0), (0, 0), (0, n_components - n_directions)]
         self._key_projection = mx.pad(weight_column * directions / largest_component, padding)
-        self._query_projection = mx.pad(directions * largest_component / weight_column, padding)
-        mx.async_eval(self._mean, self._key_projection, self._query_projection)
+        self.query_projection = mx.pad(directions * largest_component / weight_column, padding)
+        mx.async_eval(self._mean, self._key_projection, self.query_projection)
         self.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
 
     def __len__(self) -> int:
         """Return the number of indexed keys."""
         return len(self.codes)
-
-    @property
-    def projection(self) -> mx.array:
-        """Return the matrix that projects queries to components, float32 `(B, n_kv_heads, head_dim, components)`."""
-        return self._query_projection
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size in bytes of the codes in memory."""
-        return self.codes.nbytes
-
-    def reserve(self, n: int) -> None:
-        """Allocate memory for `n` keys, so that `append` doesn't have to copy codes."""
-        self.codes.reserve(n)
 
     def append(self, keys: mx.array) -> None:
         """Index the next tokens' keys, `(B, n_kv_heads, L, head_dim)`."""
@@ -112,14 +100,10 @@ class KeyIndex:
         """
         return n >= 2 * self.n_keys_at_sampling
 
-    def truncate(self, n: int) -> None:
-        """Drop all codes but the first `n`."""
-        self.codes.truncate(n)
-
     @property
     def state(self) -> list[mx.array]:
         """Return the arrays to save, without the codes."""
-        return [self._mean, self._key_projection, self._query_projection]
+        return [self._mean, self._key_projection, self.query_projection]
 
     @classmethod
     def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
@@ -130,12 +114,12 @@ class KeyIndex:
             shapes = [mean.shape, key_projection.shape, query_projection.shape]
         except (AttributeError, TypeError, ValueError):
             return None
-        projection_shape = (B, H, D, _n_stored_components(D))
+        projection_shape = (B, H, D, _n_components(D))
         if shapes != [(B, H, 1, D), projection_shape, projection_shape]:
             return None
         index = cls.__new__(cls)
         index._mean = mean
-        index._key_projection, index._query_projection = key_projection, query_projection
+        index._key_projection, index.query_projection = key_projection, query_projection
         index.codes = GrowingRows(empty_codes(keys), make_spill=make_spill)
         index.n_keys_at_sampling = 0  # set by `fill`
         return index
@@ -161,10 +145,10 @@ class KeyIndex:
 
         Returns: `(B, n_kv_heads, n)` float32, at most 0. Higher is better.
         """
+        B, n_heads, n_queries, D = queries.vectors.shape
         n_kv_heads = self._mean.shape[1]
-        scaled_queries = _scale_and_group(queries.vectors, queries.scale, n_kv_heads)
-        projected = scaled_queries @ self._query_projection
-        B, n_heads, n_queries, _ = queries.vectors.shape
+        scaled_queries = queries.vectors.astype(mx.float32) * queries.scale
+        projected = scaled_queries.reshape(B, n_kv_heads, -1, D) @ self.query_projection
         logit_bytes_per_key = FLOAT_BYTES * B * n_heads * n_queries
         keys_at_once = max(MXFP4_GROUP, self._max_logit_bytes // logit_bytes_per_key)
         key_spans = list(self._key_spans(n, keys_at_once))
@@ -177,10 +161,12 @@ class KeyIndex:
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
     ) -> mx.array:
         """Compute `relevance` with the logits of all keys in memory."""
-        logits: list[mx.array] = []
+        span_logits: list[mx.array] = []
         for start, stop in key_spans:
-            logits.append(self._logits(projected, start, stop, after=logits[-1:]))
-        return _distances_from_top(mx.concatenate(logits, axis=3))
+            span_logits.append(self._logits(projected, start, stop, after=span_logits[-1:]))
+        logits = mx.concatenate(span_logits, axis=3)
+        top = logits.max(axis=3, keepdims=True)
+        return (logits - top).max(axis=2)
 
     def _relevance_in_two_passes(
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
@@ -245,18 +231,6 @@ def _principal_directions(centred_keys: mx.array, n: int) -> mx.array:
     return eigenvectors[..., : -n - 1 : -1]  # the last `n`, largest variance first
 
 
-def _scale_and_group(vectors: mx.array, scale: float, n_kv_heads: int) -> mx.array:
-    """Scale queries `(B, n_heads, m, head_dim)` and group them by KV head: `(B, n_kv_heads, group * m, head_dim)`."""
-    B, _, _, D = vectors.shape
-    return (vectors.astype(mx.float32) * scale).reshape(B, n_kv_heads, -1, D)
-
-
-def _distances_from_top(logits: mx.array) -> mx.array:
-    """Subtract each query's largest logit, and return each key's maximum over the queries, `(B, n_kv_heads, n)`."""
-    top = logits.max(axis=3, keepdims=True)
-    return (logits - top).max(axis=2)
-
-
 def empty_codes(keys: mx.array) -> tuple[mx.array, ...]:
     """Return empty arrays of codes and powers of two for keys of this shape."""
     B, H, _, D = keys.shape
@@ -271,18 +245,15 @@ def index_bytes(keys: mx.array) -> int:
 
 
 def _n_components(head_dim: int) -> int:
-    """Return the number of components: half of `head_dim`, rounded up to whole MXFP4 groups."""
+    """Return the number of components: half of `head_dim`, rounded up to whole MXFP4 groups.
+
+    It may exceed `head_dim`. The other components are then 0.
+    """
     n_groups = math.ceil(head_dim / 2 / MXFP4_GROUP)
-    return min(head_dim, n_groups * MXFP4_GROUP)
-
-
-def _n_stored_components(head_dim: int) -> int:
-    """Return the number of stored components, including padding to whole MXFP4 groups."""
-    n_groups = math.ceil(_n_components(head_dim) / MXFP4_GROUP)
     return n_groups * MXFP4_GROUP
 
 
 def _packed_formats(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
     """Return (width, dtype) of a key's codes, packed eight to a uint32, and of its powers of two."""
-    n_stored = _n_stored_components(head_dim)
-    return (n_stored // 8, mx.uint32), (n_stored // MXFP4_GROUP, mx.uint8)
+    n_components = _n_components(head_dim)
+    return (n_components // 8, mx.uint32), (n_components // MXFP4_GROUP, mx.uint8)

@@ -164,11 +164,6 @@ class Sparse(Hyperparameters):
         """Return whether an answer token would read every entry of a prompt with `n_prompt` tokens."""
         return n_prompt <= self.entries(n_prompt)
 
-    @property
-    def reads_sparsely(self) -> bool:
-        """Return whether prompt chunks choose the entries that they read."""
-        return self.read == "sparse"
-
     def reach(self, n_prompt: int, n_cheap: int = 0) -> Reach:
         """Return how many earlier entries a chunk reads in a prompt of `n_prompt` tokens.
 

@@ -13,6 +13,7 @@ from ..caches.layers import (
     head_sizes,
     is_compressed,
     layer_caches,
+    map_caches,
     require_quantised_attention,
 )
 from ..entries.quantization import Quantization, fitting_group_sizes
@@ -47,8 +48,7 @@ def make_caches(model, sparse: Sparse | None) -> list:
     folder_option: dict[str, Any] = {"folder": sparse.store_dir} if store_class.in_files else {}
     for layer in layers:
         store = store_class(quantization, **folder_option)
-        cache = StoredKVCache(first=0, last=0, capacity=KVCache.step, layer=layer, store=store)
-        layer.put(caches, cache)
+        layer.put(caches, StoredKVCache(layer, store))
     return caches
 
 
@@ -94,31 +94,22 @@ def move_entries(model, caches: list, *, into: list) -> None:
         layer.put(caches, _cache_after_move(layer.cache_in(caches), target_cache))
 
 
-def caches_to_continue(model, caches: list, store: str | None) -> list:
-    """Return caches that a caller can continue from: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
-    are_entries_in_files = in_files(store) or file_store_of(caches) is not None
-    return caches if are_entries_in_files else caches_to_save(model, caches)
+def caches_to_save(prompt_cache: list) -> list:
+    """Return caches that can be saved and continued: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
+    return map_caches(lambda cache: layer_cache(cache).cache_to_save(), prompt_cache)
 
 
-def caches_to_save(model, caches: list) -> list:
-    """Return caches that can be saved: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
-    converted_caches = list(caches)
-    if any(cache.converts_to_save for cache in layer_caches(caches)):
-        for layer in attention_layers(model, caches):
-            layer.put(converted_caches, layer.layer_cache_in(caches).cache_to_save())
-    return converted_caches
-
-
-def caches_to_batch(model, caches: list) -> list:
+def caches_to_batch(prompt_cache: list) -> list:
     """Return caches that mlx-lm can batch. Stored and quantised entries are unpacked into a `KVCache`."""
-    converted_caches = list(caches)
-    for layer in attention_layers(model, caches):
-        cache = layer.layer_cache_in(caches)
-        is_plain = cache.store is None and cache.quantization is None
-        if cache.is_compressed or is_plain:
-            continue
-        layer.put(converted_caches, _plain_cache(cache) if cache.offset > 0 else KVCache())
-    return converted_caches
+
+    def cache_to_batch(cache: Any) -> Any:
+        source = layer_cache(cache)
+        is_plain = source.store is None and source.quantization is None
+        if source.is_compressed or is_plain:
+            return cache
+        return _plain_cache(source) if source.offset > 0 else KVCache()
+
+    return map_caches(cache_to_batch, prompt_cache)
 
 
 def _plain_cache(cache: LayerCache) -> Any:
@@ -158,11 +149,6 @@ def _is_same_store(store: Store | None, other: Store | None) -> bool:
     if store is None or other is None:
         return False
     return store.name == other.name and store.quantization == other.quantization
-
-
-def file_store_of(caches: list) -> str | None:
-    """Return the name of the caches' store if it keeps entries in files, otherwise None."""
-    return next((cache.store.name for cache in caches_in_files(caches)), None)
 
 
 def caches_in_files(prompt_cache: list) -> list:

@@ -1,10 +1,8 @@
-"""Find the positions of the highest scores, and gather entries at given positions."""
+"""Find the positions of the highest scores."""
 
 from functools import partial
 
 import mlx.core as mx
-
-from ..entries.quantization import Stored, flat_arrays, map_arrays
 
 MAGNITUDE_BITS = 0x7FFFFFFF  # all bits of a float except the sign
 INFINITY_BITS = 0x7F800000  # bits of infinity; those of NaN are larger
@@ -39,21 +37,3 @@ def _costs(score_bits: mx.array, positions: mx.array) -> mx.array:
     # If a float is at most 0, its magnitude bits increase as it decreases.
     score_costs = mx.minimum(score_bits & MAGNITUDE_BITS, INFINITY_BITS).astype(mx.uint64)
     return (score_costs << 32) | positions
-
-
-def take_entries(buffers: Stored, positions: mx.array) -> Stored:
-    """Return the keys and values at `positions` `(B, n_kv_heads, n)`, plain or quantised.
-
-    Buffers `(B, n_kv_heads, T, ...)` should be contiguous, or MLX will copy them.
-    """
-    first_buffer, *_ = flat_arrays(buffers)
-    B, H, T, _ = first_buffer.shape
-    # Taking from a flat array is 2 to 6 times faster than `take_along_axis`.
-    starts = mx.arange(0, B * H * T, T, dtype=mx.uint32).reshape(B, H, 1)
-    row_numbers = (positions + starts).flatten()
-
-    def take_rows(buffer: mx.array) -> mx.array:
-        rows = mx.take(mx.flatten(buffer, 0, 2), row_numbers, axis=0)
-        return mx.unflatten(rows, 0, (B, H, -1))
-
-    return map_arrays(take_rows, buffers)

@@ -17,11 +17,11 @@ from ..entries.quantization import concatenate_rows, count_bytes
 from ..entries.queries import Recorder
 from ..errors import Missing
 from .clusters import CompleteBlocks
+from .entry_file import SpillFile
 from .index import KeyIndex
 from .options import PAGE_SIZE
 from .page_means import PageMeans
 from .stores import MemoryStore, Store
-from .stores.file import SpillFile
 
 _FILES_MISSING = (
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -31,7 +31,7 @@ _FILES_MISSING = (
 
 @loadable
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
-    """A KV cache that keeps all of a layer's entries, and records post-RoPE queries at positions `[first, last)`.
+    """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
     A plain in-memory store always has all entries. Any other store has the entries of earlier turns. They are read
     again for each attention call, so only one layer's entries are in memory at a time.
@@ -40,9 +40,6 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
 
     Args:
-        first: first position whose query is recorded.
-        last: position after the last recorded query.
-        capacity: number of entries to allocate up front, so that prefill never reallocates the buffers.
         layer: the cache's `AttentionLayer`.
         store: keeps entries between turns. None means plain memory.
 
@@ -53,7 +50,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         index: index of earlier turns' keys, or None if there were too few keys.
     """
 
-    grows = converts_to_save = True
+    grows = True
     store: Store
     page_means: PageMeans
     clusters: CompleteBlocks | None
@@ -61,21 +58,21 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     growing: KVCache
     keys = keys_property(attrgetter("growing"))
 
-    def __init__(
-        self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
-    ):
-        """Start with the store's entries, if there are any."""
-        super().__init__(first, last)
+    def __init__(self, layer: Any = None, store: Store | None = None):
+        """Start with the store's entries, if there are any. No queries are recorded before `observe`."""
+        super().__init__(first=0, last=0)
         self.layer = layer
         self.store = store or MemoryStore()
         self.page_means = PageMeans()
         self.clusters = None
         is_plain_memory = type(self.store.cache) is KVCache
         self.growing = self.store.cache if is_plain_memory else KVCache()
-        self.growing.step = capacity  # number of rows to allocate at a time
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`."""
+        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`.
+
+        The next tokens' rows are allocated at once, so that prefill never reallocates the buffers.
+        """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
@@ -123,10 +120,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def held(self, n_queries: int = 0) -> Entries:
         """Return all entries, with all recorded queries as voters (`n_queries` is ignored)."""
         keys, values = self.keys_and_values()
-        voters = None
-        if self.n_queries > 0:
-            voters = self.make_voters(self.queries, self.query_positions, keys.shape)
-        return Entries(keys, values, voting_queries=voters, layer=self.layer)
+        return Entries(keys, values, self.recorded_voters(keys.shape), layer=self.layer)
 
     def stored_entries(self) -> Entries:
         """Move all entries to the store, and return them as stored."""
@@ -211,7 +205,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         if n_to_trim_from_store > 0:
             self.store.truncate(self._n_stored - n_to_trim_from_store)
         if self.index is not None:
-            self.index.truncate(self.offset)
+            self.index.codes.truncate(self.offset)
         self.page_means.truncate(self.offset // PAGE_SIZE)
         if self.clusters is not None:
             self.clusters = self.clusters.within_first(self.offset)
@@ -241,19 +235,14 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the size in bytes of the entries, index and means that are in memory."""
-        return self.nbytes + self.index_nbytes + self._means_nbytes
-
-    @property
-    def _means_nbytes(self) -> int:
-        """Return the size in bytes of page means and clusters in memory."""
+        """Return the size in bytes of the entries, index, page means and clusters that are in memory."""
         cluster_nbytes = 0 if self.clusters is None else self.clusters.nbytes
-        return self.page_means.nbytes + cluster_nbytes
+        return self.nbytes + self.index_nbytes + self.page_means.nbytes + cluster_nbytes
 
     @property
     def index_nbytes(self) -> int:
         """Return the size in bytes of the index in memory, or 0 without an index."""
-        return 0 if self.index is None else self.index.nbytes
+        return 0 if self.index is None else self.index.codes.nbytes
 
     @property
     def sample_entries(self) -> tuple:
@@ -283,7 +272,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         first_entry = (first_key, first_value)
         # Raises an error that says how to load the files, until they are opened.
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
-        self.__init__(first=0, last=0, capacity=KVCache.step, store=store)  # type: ignore[misc]
+        self.__init__(store=store)  # type: ignore[misc]
         self.index = None
         if index_state is not None:
             self.index = KeyIndex.from_state(index_state, first_key, SpillFile)

@@ -48,7 +48,7 @@ class TokenRanking:
     def __init__(self, prompt: FullView, quota: Quota):
         """Place sink and window in the prompt, and start an empty answer."""
         self.n_prompt = len(prompt)
-        self._prompt = prompt
+        self.prompt = prompt
         self._batch_and_heads = prompt.key_reader().shape[:2]
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
@@ -61,15 +61,10 @@ class TokenRanking:
         """Copy the ranking, but share the prompt's entries."""
         duplicate = copy.copy(self)
         duplicate.answer = copy.deepcopy(self.answer, memo)
-        duplicate.view = self._prompt.followed_by(MemoryStore(cache=duplicate.answer))
+        duplicate.view = self.prompt.followed_by(MemoryStore(cache=duplicate.answer))
         duplicate.view.index = copy.deepcopy(self.view.index)
         duplicate.view.extend(len(self.view))
         return duplicate
-
-    @property
-    def prompt_buffers(self) -> Pair | None:
-        """Return the prompt's buffers, or None if entries are quantised or in files; see `EntryView`."""
-        return self._prompt.buffers
 
     @property
     def answer_buffers(self) -> Pair:
@@ -147,7 +142,7 @@ class TokenRanking:
         if reaches_new_entries:
             new_clusters = cluster_entries(self.view, n_in_view)
             clusters = clusters.followed_by(new_clusters)
-        choosable = self._count_choosable(clusters)
+        choosable = clusters.sizes_between(self.n_sink, self.choice_stop)
         self.residual = self.residual._replace(clusters=clusters, choosable=choosable)
 
     def _set_always_read(self) -> None:
@@ -165,10 +160,6 @@ class TokenRanking:
             scores = -1 / votes  # `best_positions` needs scores of at most 0
         choosable_scores = scores[..., self.n_sink : stop]
         return best_positions(choosable_scores, self._max_chosen, first=self.n_sink)
-
-    def _count_choosable(self, clusters: Clusters) -> mx.array:
-        """Count the entries in each cluster that a token may choose: `(B, n_kv_heads, n_clusters)`."""
-        return clusters.sizes_between(self.n_sink, self.choice_stop)
 
     def fit_residual(
         self, queries: Queries, earlier_clusters: CompleteBlocks | None = None
@@ -203,7 +194,7 @@ class TokenRanking:
         # Process all queries together, because entries may have to be read from files.
         squared_distances = distances(self.view, clusters, example)
         log_mass, temperature = best_factors(squared_distances)
-        choosable = self._count_choosable(clusters)
+        choosable = clusters.sizes_between(self.n_sink, self.choice_stop)
         self.residual = Residual(clusters, choosable, log_mass, temperature)
 
     def _cluster_all(self, earlier_clusters: CompleteBlocks | None) -> Clusters:

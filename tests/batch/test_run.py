@@ -171,7 +171,7 @@ def test_the_index_and_means_of_a_sparse_request_are_counted(demo_llama, monkeyp
     run.finish()
     caches, _ = run.read[uid]
     means = sum(cache.page_means.nbytes for cache in caches)
-    indexed = sum(cache.index.nbytes for cache in caches)
+    indexed = sum(cache.index.codes.nbytes for cache in caches)
     assert (means > 0) == (read_top_k is not None)
     # Per token in three layers: the clusters of two heads, and 1/256 of a mean key and value.
     weighed = 2000 * 3 * (2 * 2 + 512 / 256)

@@ -73,7 +73,7 @@ def test_several_requests_share_the_index_of_one_requests_caches(model, store, m
     run.finish()
     ((caches, tokens),) = run.read.values()
     prefixes.insert(tokens, caches)
-    assert prefixes.nbytes == sum(cache.nbytes + cache.index.nbytes for cache in caches)
+    assert prefixes.nbytes == sum(cache.nbytes + cache.index.codes.nbytes for cache in caches)
     uids, asked = [], [document[:160] + question for question in prompts_of(40, 60, seed=1)]
     for prompt in asked:
         caches, n = prefixes.fetch(prompt, 32)

@@ -12,7 +12,7 @@ from request_helpers import plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.caches.layers import attention_layers, n_tokens_read
+from mlx_snapkv.caches.layers import attention_layers, n_tokens
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import pace, serving
 from mlx_snapkv.engine.pace import FIRST_GAP, N_MEASURED, N_SKIPPED, RETRY_GROWTH, RETRY_RATIO, Pace
@@ -198,4 +198,4 @@ def test_turns_continue_from_the_tokens_that_were_read(times, demo_model, clock)
     talk.attach(text)
     for fact in facts:
         assert fact.value in "".join(x.text for x in talk.send(fact.question))
-        assert len(talk.read) == n_tokens_read(model, talk.prompt_cache)
+        assert len(talk.read) == n_tokens(talk.prompt_cache)

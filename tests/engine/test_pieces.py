@@ -34,9 +34,7 @@ def calls(monkeypatch):
     found, call = [], llama.Model.__call__
 
     def counted(self, inputs, cache=None, **kwargs):
-        found.append(
-            (inputs.shape[1], cache[0].n_before_next if hasattr(cache[0], "record") else 0)
-        )
+        found.append((inputs.shape[1], cache[0].n_entries if hasattr(cache[0], "record") else 0))
         return call(self, inputs, cache=cache, **kwargs)
 
     monkeypatch.setattr(llama.Model, "__call__", counted)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mlx_snapkv.entries.quantization import Quantization, count_bytes, pack, slice_rows
 from mlx_snapkv.sparse import growing_rows
+from mlx_snapkv.sparse.entry_file import SpillFile
 from mlx_snapkv.sparse.growing_rows import GrowingRows
-from mlx_snapkv.sparse.stores.file import SpillFile
 
 N = 100
 PLAIN = normal(1, 2, N, 32)

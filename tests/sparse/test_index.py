@@ -9,8 +9,8 @@ from entry_helpers import normal
 
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.sparse import growing_rows
+from mlx_snapkv.sparse.entry_file import SpillFile
 from mlx_snapkv.sparse.index import KeyIndex, index_bytes
-from mlx_snapkv.sparse.stores.file import SpillFile
 
 B, H, GROUPS, D, T = 1, 2, 3, 64, 600
 KEYS, ONE = normal(B, H, T, D), normal(B, H * GROUPS, 1, D, seed=1)  # ONE is a query
@@ -54,7 +54,9 @@ def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     assert (found - wanted).std() <= 0.32 * wanted.std() + 1e-3  # 4 bits a component
     # An eighth of the keys' bytes in bfloat16, and 1/16 of that for powers of two.
     assert index_bytes(keys) == keys.size * 2 // 8 * 17 // 16
-    assert index_bytes(keys) <= index.nbytes <= 1.5 * index_bytes(keys)  # free room for later keys
+    assert (
+        index_bytes(keys) <= index.codes.nbytes <= 1.5 * index_bytes(keys)
+    )  # free room for later keys
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256, 576])
@@ -68,7 +70,7 @@ def test_heads_may_have_any_size(head_dim):
         np.array(queries, np.float64).reshape(1, 2, 2, -1) @ np.array(keys.mT, np.float64)
     )
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.6
-    assert index_bytes(keys) <= index.nbytes <= 1.2 * index_bytes(keys)
+    assert index_bytes(keys) <= index.codes.nbytes <= 1.2 * index_bytes(keys)
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_codes_in_a_file_rank_like_codes_in_memory(
     """The logits either all fit into memory or are computed twice."""
     keys, queries = low_rank
     index, wanted = indexed(keys, queries, make_spill=SpillFile), indexed(keys, queries)
-    assert index.nbytes < 0.8 * wanted.nbytes and index.codes.reads_allocate
+    assert index.codes.nbytes < 0.8 * wanted.codes.nbytes and index.codes.reads_allocate
     monkeypatch.setattr("mlx_snapkv.sparse.index.LOGIT_BYTES", logit_bytes)
     for n in (1, 250, 300, T):
         found = [x.relevance(asking(queries), n) for x in (index, wanted)]
@@ -97,7 +99,10 @@ def test_an_index_is_restored_from_its_state_and_codes(low_rank, few_in_memory):
     index = indexed(keys, queries)
     found = KeyIndex.from_state(index.state, keys[:, :, :1], SpillFile)
     found.fill([index.codes.between(0, T)])
-    assert len(found) == found.n_keys_at_sampling == T and found.nbytes < 0.8 * index.nbytes
+    assert (
+        len(found) == found.n_keys_at_sampling == T
+        and found.codes.nbytes < 0.8 * index.codes.nbytes
+    )
     wanted = index.relevance(asking(queries), T)
     assert mx.allclose(found.relevance(asking(queries), T), wanted, rtol=1e-4, atol=1e-3)
     assert KeyIndex.from_state(index.state[:2], keys[:, :, :1], SpillFile) is None
@@ -145,9 +150,9 @@ def test_an_index_can_be_truncated_and_copied(low_rank):
     keys, queries = low_rank
     index, wanted = indexed(keys, queries), indexed(keys, queries).relevance(asking(queries), T)
     other = copy.deepcopy(index)
-    index.truncate(200)
+    index.codes.truncate(200)
     index.append(-keys[:, :, 200:])
     assert mx.array_equal(other.relevance(asking(queries), T), wanted)
-    index.truncate(200)
+    index.codes.truncate(200)
     index.append(keys[:, :, 200:])
     assert len(index) == T and mx.array_equal(index.relevance(asking(queries), T), wanted)

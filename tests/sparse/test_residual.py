@@ -141,7 +141,7 @@ def test_factors_and_outputs_equal_the_reference(small_clusters, quantization):
     query, new = normal(1, H * GROUP, 1, D, seed=4), normal(1, H, 1, D, seed=5)
     mask = cache.make_mask(1)
     out = cache.attend(query, *cache.update_and_fetch(new, new), SCALE, mask)
-    assert cache.n_entries == QUOTA.entries + 1 + cache.n_means
+    assert cache.n_entries == QUOTA.entries + 1 + cache.ranking.n_means
     (asked,), (new,) = float64(query * SCALE), float64(new)
     for head in range(H * GROUP):
         kv = head // GROUP

@@ -21,9 +21,10 @@ from mlx_snapkv.entries.attention import latest_votes
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import KEYS, Quantization, pack, unpack
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.sparse.entry_file import Layout, SavedFile, SpillFile
 from mlx_snapkv.sparse.full_view import FullView
 from mlx_snapkv.sparse.stores import STORES, MemoryStore
-from mlx_snapkv.sparse.stores.file import FileStore, Layout, SavedFile, SpillFile
+from mlx_snapkv.sparse.stores.file import FileStore
 
 PIECE = 7  # entries
 HOW = Quantization(4, 64)

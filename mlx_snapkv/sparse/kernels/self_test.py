@@ -125,7 +125,7 @@ class _Case:
         with mx.stream(mx.cpu):  # because GPUs may round the inputs of float32 matrix products
             self._scores = index.relevance(Queries(self.queries, range(1), self.scale), CHOICE_STOP)
         self.codes, self.powers, *_ = index.codes.in_memory
-        self.projection = index.projection
+        self.projection = index.query_projection
         ids, mean_keys = k_means(keys, N_CLUSTERS)
         clusters = Clusters(ids, mean_keys, mean_by_cluster(values, ids, N_CLUSTERS))
         shape = 1, N_KV_HEADS, group, 1, 1

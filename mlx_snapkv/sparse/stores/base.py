@@ -2,13 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ...entries.entries import Entries
-from ...entries.quantization import KEYS, VALUES, Quantization, Stored, concatenate_rows, unpack
+from ...entries.quantization import KEYS, VALUES, Quantization, concatenate_rows
 from ..growing_rows import MakeSpill
 
 STORES: dict[str, type["Store"]] = {}  # value of the `store` option -> class
@@ -18,7 +17,6 @@ class EntryView(ABC):
     """A read-only view of a layer's entries, by position. Keys and values are `(B, n_kv_heads, n, head_dim)`."""
 
     n_entries: int
-    quantization: Quantization | None  # None if the entries are plain
     # Whether `read` allocates memory. If it does, evaluate each result before reading the next.
     reads_allocate: bool = False
     make_spill: MakeSpill | None = None  # creates a spill file, if the entries are in files
@@ -29,16 +27,12 @@ class EntryView(ABC):
         return None
 
     @abstractmethod
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the stored KEYS or VALUES of entries `[start, stop)`, quantised or plain."""
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
 
     @abstractmethod
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
-        """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
-
-    def read(self, which: int, start: int, stop: int) -> mx.array:
-        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
-        return unpack(self.stored(which, start, stop), self.quantization)
+        """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
 
     def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
         """Return the dequantised keys and values of entries `[start, stop)`, or of all entries by default."""
@@ -54,6 +48,7 @@ class Store(EntryView):
 
     name: ClassVar[str]
     bits: ClassVar[int | None] = None  # bits per value, or None for plain entries
+    quantization: Quantization | None = None  # None if the entries are plain
     in_files: bool = False  # whether entries are in files, which are saved in a folder
     folder: str | None = None  # folder for new files; None means TMPDIR
     cache: Any = None  # the mlx-lm cache that stores the entries, if they are in memory
@@ -80,24 +75,9 @@ class Store(EntryView):
     def truncate(self, n: int) -> None:
         """Drop all but the first `n` entries."""
 
-    def reads(self, path: Path) -> bool:
-        """Return whether the store reads the saved file at `path`."""
-        return False
-
     def all_entries(self) -> Entries:
-        """Return all entries as stored."""
-        keys = self.stored(KEYS, 0, self.n_entries)
-        values = self.stored(VALUES, 0, self.n_entries)
-        return Entries(keys, values, quantization=self.quantization)
-
-
-class _Overlap(NamedTuple):
-    """Entries `[first, stop)` of a view whose first entry is at position `view_start`."""
-
-    view: Any
-    view_start: int
-    first: int
-    stop: int
+        """Return all entries as stored. A store of quantised entries overrides this method."""
+        return Entries(*self.entries())
 
 
 class JoinedView(EntryView):
@@ -138,34 +118,26 @@ class JoinedView(EntryView):
         [view] = self._views
         return view.buffers
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[_Overlap]:
-        """Yield the overlap of each view with `[start, stop)`, unless it is empty."""
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
+        """Yield each view that overlaps `[start, stop)`, with the start and stop of the overlap in the view."""
         view_start = 0  # position of the view's first entry
         for view in self._views:
             first_in_view = max(start - view_start, 0)
             stop_in_view = min(stop - view_start, view.n_entries)
             if first_in_view < stop_in_view:
-                yield _Overlap(view, view_start, first_in_view, stop_in_view)
+                yield view, first_in_view, stop_in_view
             view_start += view.n_entries
-
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the stored KEYS or VALUES of entries `[start, stop)`. All views must have the same quantisation."""
-        overlaps = self._overlaps(start, stop)
-        return concatenate_rows(
-            *(overlap.view.stored(which, overlap.first, overlap.stop) for overlap in overlaps)
-        )
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
         """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
         overlaps = self._overlaps(start, stop)
-        return concatenate_rows(
-            *(overlap.view.read(which, overlap.first, overlap.stop) for overlap in overlaps)
-        )
+        return concatenate_rows(*(view.read(which, *span) for view, *span in overlaps))
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the keys and values at uint32 `positions` `(B, n_kv_heads, n)`, gathered from all views."""
         earlier_entries: tuple[mx.array, ...] | None = None
-        for view, view_start, _, n_in_view in self._overlaps(0, self.n_entries):
+        view_start = 0
+        for view, _, n_in_view in self._overlaps(0, self.n_entries):
             has_all_entries = n_in_view == self.n_entries
             if has_all_entries:
                 return view.gather(positions)
@@ -178,4 +150,5 @@ class JoinedView(EntryView):
                 pairs = zip(entries, earlier_entries)
                 entries = tuple(mx.where(is_in_view, new, earlier) for new, earlier in pairs)
             earlier_entries = entries
+            view_start = view_stop
         return earlier_entries or ()

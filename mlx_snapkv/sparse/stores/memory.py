@@ -11,12 +11,13 @@ from ...entries.quantization import (
     Stored,
     count_bytes,
     count_rows,
+    flat_arrays,
+    map_arrays,
     slice_rows,
     unpack,
     with_new_rows,
     write_rows,
 )
-from ..selection import take_entries
 from .base import Store
 
 
@@ -75,14 +76,20 @@ class MemoryStore(Store):
         """Drop all but the first `n` entries. The buffers keep their size."""
         self.cache.trim(max(0, self.n_entries - n))
 
-    def stored(self, which: int, start: int, stop: int) -> Stored:
-        """Return the stored KEYS or VALUES of entries `[start, stop)`."""
-        return slice_rows((self.cache.keys, self.cache.values)[which], start, stop)
+    def all_entries(self) -> Entries:
+        """Return all entries as stored."""
+        keys, values = slice_rows((self.cache.keys, self.cache.values), 0, self.n_entries)
+        return Entries(keys, values, quantization=self.quantization)
+
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
+        buffer = (self.cache.keys, self.cache.values)[which]
+        return unpack(slice_rows(buffer, start, stop), self.quantization)
 
     def gather(self, positions: mx.array) -> tuple[mx.array, ...]:
         """Return the dequantised keys and values at uint32 `positions` `(B, n_kv_heads, n)`."""
         # One call for keys and values computes the row numbers only once.
-        keys, values = take_entries((self.cache.keys, self.cache.values), positions)
+        keys, values = _take_entries((self.cache.keys, self.cache.values), positions)
         return unpack(keys, self.quantization), unpack(values, self.quantization)
 
     @property
@@ -91,6 +98,24 @@ class MemoryStore(Store):
         if self.n_entries == 0:
             return 0
         return count_bytes(self.cache.keys_and_values())
+
+
+def _take_entries(buffers: Stored, positions: mx.array) -> Stored:
+    """Return the keys and values at `positions` `(B, n_kv_heads, n)`, plain or quantised.
+
+    Buffers `(B, n_kv_heads, T, ...)` should be contiguous, or MLX will copy them.
+    """
+    first_buffer, *_ = flat_arrays(buffers)
+    B, H, T, _ = first_buffer.shape
+    # Taking from a flat array is 2 to 6 times faster than `take_along_axis`.
+    starts = mx.arange(0, B * H * T, T, dtype=mx.uint32).reshape(B, H, 1)
+    row_numbers = (positions + starts).flatten()
+
+    def take_rows(buffer: mx.array) -> mx.array:
+        rows = mx.take(mx.flatten(buffer, 0, 2), row_numbers, axis=0)
+        return mx.unflatten(rows, 0, (B, H, -1))
+
+    return map_arrays(take_rows, buffers)
 
 
 class EightBitStore(MemoryStore):
