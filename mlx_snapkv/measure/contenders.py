@@ -64,7 +64,7 @@ class Contender:
             return self._mlx_lm_cache(keys, values)
         entries = Entries(keys, values)
         if isinstance(self.policy, Sparse):
-            return _sparse_cache(self.policy, layer, entries, context)
+            return make_sparse_cache(self.policy, layer, entries, context)
         decode_policy = self.policy.decode_policy
         quota = decode_policy.quota(context)
         return make_decode_cache(layer, entries, context, decode_policy, quota)
@@ -78,7 +78,7 @@ class Contender:
         return cache.to_quantized(self.group_size, self.bits)
 
 
-def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
+def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
     """Return one layer's sparse cache over all `entries`.
 
     A layer that shares its entries with other layers is not sparse, and gets a full cache.
