@@ -39,6 +39,7 @@ from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.measure.contenders import (
     Contender,
     decoding_cache,
+    full_and_policies,
     make_random_model,
     random_prompt,
 )
@@ -47,6 +48,7 @@ from mlx_snapkv.measure.tables import Table, as_markdown
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.prompt_plan import PREFILL_STEP_SIZE
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.planning.settings import Setting
 from mlx_snapkv.sparse.options import Sparse
 
 VIEWS = {
@@ -146,13 +148,12 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
 
 def contenders(n_tokens: int) -> list[Contender]:
     """Return the caches that a token may be decoded from after `n_tokens` tokens, with the full cache first."""
-    policies = [
+    policies: list[Setting] = [
         Compress(SnapKV(budget="6.25%")),
         Sparse(budget="6.25%", residual=None),
         Sparse(budget="6.25%"),
     ]
-    compressed = [Contender(str(policy), n_tokens // 16, policy) for policy in policies]
-    return [Contender(FULL_CACHE, n_tokens), *compressed]
+    return full_and_policies(n_tokens, policies)
 
 
 def count_token(model: Any, contender: Contender, n_tokens: int) -> Counts:

@@ -20,7 +20,7 @@ from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.measure.contenders import (
     Contender,
     decoding_cache,
-    policy_contenders,
+    full_and_policies,
     random_prompt,
 )
 
@@ -88,10 +88,7 @@ def main() -> None:
     result = Result(args.out, model=name, length=args.length, answer=ANSWER)
     policy = Compress(SnapKV(budget="6.25%"))
     for batch in args.batches:
-        for contender in (
-            Contender("full cache", args.length),
-            *policy_contenders(args.length, [policy]),
-        ):
+        for contender in full_and_policies(args.length, [policy]):
             row = {"batch": batch, "cache": contender.name, "entries": contender.entries}
             row |= decoding_together(model, args.length, batch, contender, args.steps)
             row |= whole_run(model, args.length, batch, contender)

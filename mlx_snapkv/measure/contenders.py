@@ -13,6 +13,7 @@ from ..compress.decode_cache import make_decode_cache
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.quota import Quota
+from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
@@ -20,6 +21,7 @@ from ..sparse.options import Sparse
 from ..sparse.residual import FITTING_QUERIES
 from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
+from .methods import FULL_CACHE
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # number of initial entries that mlx-lm's rotating cache keeps
@@ -130,23 +132,14 @@ def random_prompt(n_tokens: int) -> mx.array:
     return prompt
 
 
-def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
-    """Return a contender for each policy that would compress a prompt of `context` tokens."""
-    return [
-        Contender(
-            name=str(setting),
-            entries=decode_quota(setting, context).entries,
-            policy=setting,
-        )
+def full_and_policies(context: int, policies: list[Setting]) -> list[Contender]:
+    """Return the full cache, and a contender for each policy that would compress a prompt of `context` tokens."""
+    policy_contenders = [
+        Contender(str(setting), decode_quota(setting, context).entries, setting)
         for setting in policies
-        if _compresses(setting, context)
+        if reason_to_leave(setting, context, prompt_cache=None) is None
     ]
-
-
-def _compresses(setting: Setting, n_prompt: int) -> bool:
-    """Return whether a setting would compress a prompt of `n_prompt` tokens."""
-    min_ctx = 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
-    return min_ctx <= n_prompt and not setting.fits(n_prompt)
+    return [Contender(FULL_CACHE, context), *policy_contenders]
 
 
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
@@ -160,8 +153,8 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
 
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
     """Return the contenders at a context length: the full cache, mlx-lm's options and the policies."""
-    our_contenders = policy_contenders(context, policies)
-    mlx_lm_contenders = [Contender("full cache", context)]
+    full, *our_contenders = full_and_policies(context, policies)
+    mlx_lm_contenders = [full]
     if our_contenders:
         fewest_entries = min(contender.entries for contender in our_contenders)
         name = f"--max-kv-size {fewest_entries}"

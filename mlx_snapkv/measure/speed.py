@@ -16,13 +16,8 @@ from ..engine.loop_model import observing_queries
 from ..engine.report import CompressionReport
 from ..planning.settings import Setting
 from ..planning.units import format_bytes
-from .contenders import (
-    Contender,
-    contenders,
-    decoding_cache,
-    policy_contenders,
-    random_prompt,
-)
+from .contenders import Contender, contenders, decoding_cache, full_and_policies, random_prompt
+from .methods import FULL_CACHE
 from .reading import lookahead_of
 from .tables import Table
 
@@ -80,8 +75,7 @@ def measure_speed(
         add_rows(context, measure_decoding(model, context, plan.policies, plan.steps))
     on_start("reading", len(plan.prompts))
     for n_prompt in plan.prompts:
-        full_cache = Contender("full cache", n_prompt)
-        readers = [full_cache, *policy_contenders(n_prompt, plan.policies)]
+        readers = full_and_policies(n_prompt, plan.policies)
         prompt = random_prompt(n_prompt)
         add_rows(n_prompt, measure_prefill(model, prompt, readers, plan.trials))
     return sorted(rows.values(), key=lambda row: row["context"])
@@ -241,9 +235,9 @@ def speed_table(rows: list[Row]) -> Table:
         "during prefill.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
-    full_rows = {row["context"]: row for row in rows if row["contender"] == "full cache"}
+    full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}
     for row in rows:
-        full_row = full_rows.get(row["context"], row)
+        full_row = full_rows[row["context"]]
         # A row has figures from one measurement or both.
         decoding_text = reading_text = peak_text = ""
         if "step_seconds" in row:
@@ -267,6 +261,6 @@ def speed_table(rows: list[Row]) -> Table:
 
 def _ratio(row: Row, full_row: Row, figure: str) -> str:
     """Return the ratio to the full cache's figure, such as ", 0.50x", or "" if the full cache lacks the figure."""
-    if full_row["contender"] != "full cache" or figure not in full_row:
+    if figure not in full_row:
         return ""
     return f", {row[figure] / full_row[figure]:.2f}x"
