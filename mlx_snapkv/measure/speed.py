@@ -4,7 +4,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,27 +27,14 @@ Row = dict[str, Any]
 Measurement = tuple[Contender, dict[str, Any]]  # a contender and its figures
 
 
-@dataclass(frozen=True)
-class BenchPlan:
-    """What to measure: lengths, settings and repetitions.
-
-    Attributes:
-        contexts: context lengths to measure decoding at.
-        prompts: prompt lengths to measure prefill at, for the full cache and all policies.
-        trials: number of prompts that each contender reads per length.
-        steps: number of tokens that each contender decodes per length.
-    """
-
-    contexts: list[int]
-    prompts: list[int]
-    policies: list[Setting]
-    trials: int
-    steps: int
-
-
 def measure_speed(
     model,
-    plan: BenchPlan,
+    policies: list[Setting],
+    *,
+    contexts: list[int],
+    prompts: list[int],
+    trials: int,
+    steps: int,
     on_start: Callable[[str, int], None],
     on_rows: Callable[[list[Row]], None],
 ) -> list[Row]:
@@ -56,7 +42,11 @@ def measure_speed(
 
     Args:
         model: the mlx-lm model to measure.
-        plan: what to measure.
+        policies: settings to measure beside the full cache.
+        contexts: context lengths to measure decoding at.
+        prompts: prompt lengths to measure prefill at, for the full cache and all policies.
+        trials: number of prompts that each contender reads per length.
+        steps: number of tokens that each contender decodes per length.
         on_start: called at the start of each phase with its name, "decoding" or "reading", and the number of lengths.
         on_rows: called after each length, with all rows so far.
     """
@@ -70,14 +60,14 @@ def measure_speed(
             rows[context, contender.name] = row | figures | earlier_row
         on_rows(list(rows.values()))
 
-    on_start("decoding", len(plan.contexts))
-    for context in plan.contexts:
-        add_rows(context, measure_decoding(model, context, plan.policies, plan.steps))
-    on_start("reading", len(plan.prompts))
-    for n_prompt in plan.prompts:
-        readers = full_and_policies(n_prompt, plan.policies)
+    on_start("decoding", len(contexts))
+    for context in contexts:
+        add_rows(context, measure_decoding(model, context, policies, steps))
+    on_start("reading", len(prompts))
+    for n_prompt in prompts:
+        readers = full_and_policies(n_prompt, policies)
         prompt = random_prompt(n_prompt)
-        add_rows(n_prompt, measure_prefill(model, prompt, readers, plan.trials))
+        add_rows(n_prompt, measure_prefill(model, prompt, readers, trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
