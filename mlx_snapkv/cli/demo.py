@@ -210,10 +210,7 @@ def _decoding_speed_text(model: Any) -> str:
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
     # Bytes read per token.
-    full_size, *other_sizes = [
-        format_bytes(entries_bytes(cache, contender.is_sparse))
-        for cache, contender in zip(caches, contenders)
-    ]
+    full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"
         for seconds, size in zip(other_seconds, other_sizes)

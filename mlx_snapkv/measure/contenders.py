@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..caches.adapter import full_cache
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..compress.decode_cache import make_decode_cache
+from ..compress.options import Compress
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from ..entries.quota import Quota
@@ -45,11 +46,6 @@ class Contender:
     bits: int | None = None
     group_size: int = 64
     rotates: bool = False
-
-    @property
-    def is_sparse(self) -> bool:
-        """Return whether the cache keeps all entries and each token chooses which ones to read."""
-        return isinstance(self.policy, Sparse)
 
     def make_cache(
         self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int
@@ -185,7 +181,7 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
-    evicts = contender.policy is not None and not contender.is_sparse
+    evicts = isinstance(contender.policy, Compress)
     n_entries = contender.entries if evicts else context
     for layer in attention_layers(model, prompt_cache):
         few_keys, few_values = layer.cache_in(prompt_cache).keys_and_values()

@@ -85,7 +85,7 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
     for contender, cache, seconds in zip(decoding_contenders, caches, seconds_by_cache):
         figures = {
             "step_seconds": statistics.median(seconds),
-            "kv_bytes": entries_bytes(cache, contender.is_sparse),
+            "kv_bytes": entries_bytes(cache),
         }
         measurements.append((contender, figures))
     return measurements
@@ -137,20 +137,14 @@ def _is_rotating(cache: Any) -> bool:
     return hasattr(cache, "max_size")
 
 
-def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
-    """Return the bytes of keys and values in all caches.
+def entries_bytes(prompt_cache: list[Any]) -> int:
+    """Return the bytes of keys and values in all caches, including rotating ones.
 
     With sparse attention, this counts the entries that a token reads and all entries that it chooses from.
     """
-    compressible_caches = layer_caches(prompt_cache)
-    read_bytes = sum(cache.kv_nbytes for cache in compressible_caches)
-    if is_sparse:
-        return read_bytes + sum(
-            cache.full_nbytes for cache in compressible_caches if cache.observes
-        )
-    return read_bytes + sum(
-        cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache)
-    )
+    choice_bytes = sum(cache.full_nbytes for cache in layer_caches(prompt_cache) if cache.chooses)
+    rotating_bytes = sum(cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache))
+    return kv_bytes(prompt_cache) + choice_bytes + rotating_bytes
 
 
 def measure_prefill(

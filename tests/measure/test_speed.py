@@ -45,7 +45,7 @@ def test_only_full_attention_layers_are_filled(name):
         for layer in layers:
             kind = type(layer.cache_in(plain))
             if contender.policy:
-                kind = SparseKVCache if contender.is_sparse else SnapKVCache
+                kind = SparseKVCache if contender.policy is SPARSE else SnapKVCache
             elif contender.bits or contender.rotates:
                 kind = QuantizedKVCache if contender.bits else RotatingKVCache
             assert type(layer.cache_in(cache)) is kind
