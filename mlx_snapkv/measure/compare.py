@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,16 +14,14 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes, n_tokens_read
-from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
-from ..planning.settings import Setting
 from .divergence import Reference
 from .methods import Method
-from .reading import lookahead_of, n_decoded_before, read_once
+from .reading import lookahead_of, read_once
 
 N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
 
@@ -198,19 +196,6 @@ def compare(
         yield comparison.answer_and_compare(method)
 
 
-class _Attempt(NamedTuple):
-    """A method's answer, with the entries that it kept and its predictions.
-
-    Attributes:
-        kept: see `Compared.kept`.
-        logprobs: `(m, vocab_size)`, log-probabilities for the last `m` tokens of the full cache's answer.
-    """
-
-    answer: Answer
-    kept: np.ndarray | None
-    logprobs: mx.array
-
-
 class _Comparison:
     """A prompt and the full cache's answer to it. See `compare` for the arguments.
 
@@ -257,11 +242,30 @@ class _Comparison:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
         if method.shares_reading:
-            attempt = self._answer_from_shared_reading(method)
-            return self._compare(method, attempt, self._read_seconds)
-        attempt = self._answer_from_own_reading(method)
-        started, first_token_time, *_ = attempt.answer.times
-        return self._compare(method, attempt, first_token_time - started)
+            answer, compressed_cache = self._answer_from_shared_reading(method)
+            read_seconds = self._read_seconds
+        else:
+            answer, compressed_cache = self._answer_from_own_reading(method)
+            started, first_token_time, *_ = answer.times
+            read_seconds = first_token_time - started
+        kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
+        logprobs = self._predictions(method, compressed_cache)
+        kl = self._reference.kl_and_same(logprobs)["kl"]
+        n_before = plan.n_decoded_before_compression
+        uncompressed = None
+        if kl is None:
+            uncompressed = (
+                f"not compressed yet: the answer has {len(self.full.tokens)} tokens, "
+                f"and the first {n_before} are decoded before the compression"
+            )
+        return replace(
+            self._figures_of(method.name, answer, read_seconds),
+            kl=None if kl is None else float(kl),
+            n_before=n_before,
+            uncompressed=uncompressed,
+            kept=kept_share,
+            differs=_difference(self._tokenizer, self.full.tokens, answer.tokens),
+        )
 
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
@@ -278,20 +282,21 @@ class _Comparison:
             **options,
         )
 
-    def _answer_from_shared_reading(self, method: Method) -> _Attempt:
-        """Answer with a policy that compresses the shared reading."""
+    def _answer_from_shared_reading(self, method: Method) -> tuple[Answer, list]:
+        """Answer with a policy that compresses the shared reading. Return also a copy of the compressed cache."""
         cache, report = self._reading.compress(method.policy, answering=True)
-        compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
+        compressed_cache = copy.deepcopy(cache)  # decoding changes the cache
         # The answer tokens that the cache has read, and the next one.
         n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
         first_tokens = self.full.tokens[:n_known]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
-        kept_share = self._kept_share(compressed_cache)
-        logprobs = self._reference.predictions(compressed_cache)
-        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
+        return answer, compressed_cache
 
-    def _answer_from_own_reading(self, method: Method) -> _Attempt:
-        """Answer with a method that needs its own pass over the prompt."""
+    def _answer_from_own_reading(self, method: Method) -> tuple[Answer, list | None]:
+        """Answer with a method that needs its own pass over the prompt. Return also a copy of the compressed cache.
+
+        There is no copy with sparse attention, because each token of a request chooses among all entries.
+        """
         cache = make_prompt_cache(self._model)
         compressed_cache: list | None = None
 
@@ -302,35 +307,16 @@ class _Comparison:
 
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
-        kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        # There is no copy with sparse attention, because each token of a request chooses among all entries.
-        if compressed_cache is not None and not lookahead_of(method.policy):
-            logprobs = self._reference.predictions(compressed_cache)
-        else:
-            options.pop("prompt_progress_callback", None)
-            logprobs = self._reference.generate(**options)  # type: ignore[arg-type]
-        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
+        return answer, compressed_cache
 
-    def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
-        """Return a method's figures, compared with the full cache's answer."""
-        policy: Any = method.policy
-        full_tokens = self.full.tokens
-        n_predicted = len(attempt.logprobs)
-        n_before = len(full_tokens) - n_predicted
-        if n_predicted == 0 and method.evicts:  # the answer ended before compression
-            n_before = n_decoded_before(self._model, policy, len(self._tokens))
-        kl = self._reference.kl_and_same(attempt.logprobs)["kl"]
-        uncompressed = None
-        if kl is None:
-            uncompressed = _why_uncompressed(policy, len(full_tokens), n_before)
-        return replace(
-            self._figures_of(method.name, attempt.answer, read_seconds),
-            kl=None if kl is None else float(kl),
-            n_before=n_before,
-            uncompressed=uncompressed,
-            kept=attempt.kept,
-            differs=_difference(self._tokenizer, full_tokens, attempt.answer.tokens),
-        )
+    def _predictions(self, method: Method, compressed_cache: list | None) -> mx.array:
+        """Return a method's log-probabilities `(m, vocab_size)` for the last `m` tokens of the full cache's answer."""
+        # With an own reading, the lookahead's tokens in the cache are from the method's answer, not the full cache's.
+        has_other_tokens = not method.shares_reading and lookahead_of(method.policy) > 0
+        if compressed_cache is not None and not has_other_tokens:
+            return self._reference.predictions(compressed_cache)
+        options = {**self._options, "prompt_progress_callback": None}
+        return self._reference.generate(method.policy, **options)
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return the figures that need no comparison."""
@@ -360,21 +346,6 @@ class _Comparison:
             n_kept += np.bincount(positions.ravel(), minlength=n_prompt)[:n_prompt]
             n_heads += len(positions)
         return n_kept / n_heads
-
-
-def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
-    """Return the text for `Compared.uncompressed`."""
-    if isinstance(policy, Compress) and policy.evicts_in_blocks:
-        entries_text = "the entries that block prefill kept"
-    else:
-        entries_text = "all entries"
-    if lookahead_of(policy):
-        decoding_text = f"lookahead decodes the first {n_before}"
-    else:
-        decoding_text = f"the first {n_before} are decoded"
-    return (
-        f"not compressed yet: the answer has {n_answer} tokens, {decoding_text} on {entries_text}"
-    )
 
 
 def _difference(

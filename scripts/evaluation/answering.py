@@ -24,9 +24,11 @@ from mlx_snapkv.engine.report import CompressionReport
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import KNOWN, LATER, Method
-from mlx_snapkv.measure.reading import Reading, n_decoded_before, read_once
+from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Measure, Record, Results
 from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.sparse.options import Sparse
 
 from .datasets import Dataset, Document
@@ -126,9 +128,10 @@ class Answers:
             else:  # one forward pass finds how much of the full cache's answer this cache repeats
                 n_agreed = Reference(prompt, full_answer).n_agreed(copy.deepcopy(cache))
                 first_tokens = full_answer[: max(n_agreed, len(question.begun))]
-                yield self._answer(
-                    method, i, cache, report, first_tokens, fed_before_compression=True
-                )
+                config = CompressionConfig(method.policy)
+                plan = plan_request(self._model, config, len(question.prompt))
+                n_before = plan.n_decoded_before_compression
+                yield self._answer(method, i, cache, report, first_tokens, n_before)
 
     def later(self, method: Method, questions: Iterable[int]) -> Iterator[Record]:
         """Yield records of a method's answers to questions that are read after the compression."""
@@ -166,7 +169,7 @@ class Answers:
         cache: list,
         report: CompressionReport | None = None,
         first_tokens: Sequence[int] = (),
-        fed_before_compression: bool = False,
+        n_before: int = 0,
     ) -> Record:
         """Decode the answer to question `i` and return its record.
 
@@ -176,7 +179,7 @@ class Answers:
             cache: see `measure.compare.decode`.
             report: see `measure.compare.decode`.
             first_tokens: see `measure.compare.decode`.
-            fed_before_compression: whether some of the first tokens were fed before the compression.
+            n_before: number of answer tokens decoded before the compression, if there is a report.
         """
         question = self._questions[i]
         options: dict[str, Any] = {"policy": method.policy}
@@ -197,11 +200,8 @@ class Answers:
         text = answer.text
         if question.begun:
             text = self._text_of(answer.tokens[len(question.begun) :])
-        n_before = 0  # answer tokens decoded before the compression
         if report is None:
             n_before = answer.n_times_before + 1
-        elif fed_before_compression and method.policy is not None:
-            n_before = n_decoded_before(self._model, method.policy, len(question.prompt))
         report = answer.report
         n_tokens = len(answer.tokens)
         return {
