@@ -241,8 +241,9 @@ class _Comparison:
         if plan.is_left_to_mlx_lm:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
+        n_before = plan.n_decoded_before_compression
         if method.shares_reading:
-            answer, compressed_cache = self._answer_from_shared_reading(method)
+            answer, compressed_cache = self._answer_from_shared_reading(method, n_before)
             read_seconds = self._read_seconds
         else:
             answer, compressed_cache = self._answer_from_own_reading(method)
@@ -251,7 +252,6 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         logprobs = self._predictions(method, compressed_cache)
         kl = self._reference.kl_and_same(logprobs)["kl"]
-        n_before = plan.n_decoded_before_compression
         uncompressed = None
         if kl is None:
             uncompressed = (
@@ -282,13 +282,14 @@ class _Comparison:
             **options,
         )
 
-    def _answer_from_shared_reading(self, method: Method) -> tuple[Answer, list]:
-        """Answer with a policy that compresses the shared reading. Return also a copy of the compressed cache."""
+    def _answer_from_shared_reading(self, method: Method, n_before: int) -> tuple[Answer, list]:
+        """Answer with a policy that compresses the shared reading. Return also a copy of the compressed cache.
+
+        The first `n_before` tokens are the full cache's.
+        """
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed_cache = copy.deepcopy(cache)  # decoding changes the cache
-        # The answer tokens that the cache has read, and the next one.
-        n_known = n_tokens_read(self._model, cache) - len(self._tokens) + 1
-        first_tokens = self.full.tokens[:n_known]
+        first_tokens = self.full.tokens[:n_before]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
         return answer, compressed_cache
 
