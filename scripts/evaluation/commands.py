@@ -3,14 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths_parser, one_of
 from mlx_snapkv.cli.prompts import read_file
-from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_to_measure
+from mlx_snapkv.cli.results import (
+    Policies,
+    ResultFiles,
+    ResultOptions,
+    Sparses,
+    methods_to_measure,
+)
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
 from mlx_snapkv.measure.tables import Page
@@ -19,11 +25,17 @@ from . import tasks
 from .answering import run
 from .columns import PAGE, columns, read_columns, require_room
 from .datasets import Dataset
-from .results import ScoreOptions
 from .suite_tasks import TASKS
 from .tasks import Grid
 
 WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
+
+
+@dataclass(frozen=True)
+class ScoreOptions(ResultOptions):
+    """The package's result options, with the script's command line in the result."""
+
+    program: ClassVar[str] = "python scripts/evaluate.py"
 
 
 @dataclass(frozen=True)
