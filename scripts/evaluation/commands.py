@@ -26,7 +26,6 @@ from .answering import run
 from .columns import PAGE, columns, read_columns, require_room
 from .datasets import Dataset
 from .suite_tasks import TASKS
-from .tasks import Grid
 
 WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
 
@@ -110,8 +109,15 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
     methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
     files = result.files()
     model, tokenizer = options.load()
-    grid = Grid(options.length, options.depths, options.questions, options.seed)
-    dataset = tasks.needle(tokenizer, grid, options.needles, text or None)
+    dataset = tasks.needle(
+        tokenizer,
+        options.length,
+        options.depths,
+        options.questions,
+        options.needles,
+        text or None,
+        options.seed,
+    )
     options.measure(model, dataset, methods, result, files, tasks.RETRIEVAL)
 
 

@@ -8,7 +8,7 @@ import pytest
 from evaluation import answering
 from evaluation.answering import forcing, run
 from evaluation.scores import summarise, tables
-from evaluation.tasks import Grid, needle, suite
+from evaluation.tasks import needle, suite
 
 from mlx_snapkv import generate_step, stream_generate
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, KNOWN, LATER, Method
@@ -107,7 +107,7 @@ def test_a_run_continues_where_it_stopped(asked, tmp_path):
 
 def test_an_uncompressed_prompt_never_counts_as_the_methods(demo_llama):
     model, tokenizer = demo_llama
-    dataset = needle(tokenizer, Grid([1024], n_depths=2))
+    dataset = needle(tokenizer, [1024], n_depths=2)
     methods = [Method(), method("random:budget=3%"), method("snapkv:top_k=2000")]
     records = run(model, dataset, methods, [KNOWN], Results({}))
     full, random, nothing = summarise(records)
