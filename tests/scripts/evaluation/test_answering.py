@@ -86,9 +86,6 @@ def test_tables_say_how_much_of_the_answers_came_before_the_compression(asked):
     assert shares[0] == "" and all(share.endswith("%") for share in shares[1:])
     assert int(shares[2][:-1]) > int(shares[1][:-1]) > 0 and later.rows[1][column] == "0%"
     assert "Before compression: the share" in known.remark
-    old = [{k: x for k, x in r.items() if k not in ("before", "answer_tokens")} for r in records]
-    before, *_ = tables(summarise(old))
-    assert "before compression" not in before.columns and "Before" not in before.remark
 
 
 def test_a_run_continues_where_it_stopped(asked, tmp_path):
