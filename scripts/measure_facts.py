@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
-from results_page import Result, clock, shared_options
+from results_page import Result, clock, result_options
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
@@ -129,7 +129,8 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
 
 def main() -> None:
     """Measure each model with each kind of cache and add the rows."""
-    parser = shared_options(__doc__, "facts")
+    parser = result_options(__doc__, "facts")
+    parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--facts", type=int, default=10, help="facts in a document")

@@ -22,7 +22,7 @@ from unittest import mock
 import mlx.core as mx
 import numpy_attention
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import ROOT, Result, Row, shared_options
+from results_page import ROOT, Result, Row, result_options
 
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
@@ -111,8 +111,12 @@ def main() -> None:
     """Measure each model and length, and add a row for each kind of means."""
     numpy_attention.install()
     index.EXACT_ENTRIES = 0  # use an index for texts of any length
-    parser = shared_options(__doc__, "rest")
-    parser.set_defaults(models=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"])
+    parser = result_options(__doc__, "rest")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"],
+    )
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1400, 6000, 16000])
     parser.add_argument("--share", type=int, default=16, help="1/SHARE of the bytes are read")

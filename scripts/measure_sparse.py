@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy_attention
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import ROOT, Result, shared_options
+from results_page import ROOT, Result, result_options
 
 from mlx_snapkv import Sparse, prefill
 from mlx_snapkv.cli.loading import load_model
@@ -91,8 +91,8 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure each model and length, and add a row for each number of entries that a chunk chooses."""
     numpy_attention.install()
-    parser = shared_options(__doc__, "reading")
-    parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
+    parser = result_options(__doc__, "reading")
+    parser.add_argument("--models", nargs="+", default=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--ruler", type=Path, default=ROOT / "real-models" / "ruler")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])

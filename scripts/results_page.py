@@ -31,10 +31,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
-def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that all measurements share: --models, and --out (default: docs/PAGE)."""
+def result_options(description: str | None, page: str) -> argparse.ArgumentParser:
+    """Return a parser with the option --out, which is docs/PAGE by default."""
     parser = options(description)
-    parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
     return parser
 
@@ -126,11 +125,6 @@ def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
     """Return the lines of a Markdown table. `columns` maps each heading to a format string for a row."""
     cells = [[_Cells().vformat(form, (), row) for form in columns.values()] for row in rows]
     return table([*columns], cells)
-
-
-def is_measured(name: str) -> bool:
-    """Return whether docs/NAME.json exists."""
-    return (ROOT / "docs" / f"{name}.json").exists()
 
 
 def load(name: str) -> dict[str, Any]:
