@@ -7,7 +7,6 @@ A document hides a fact, and the prompt asks for it at the end. The full cache, 
 prompt and answer greedily. All answers have the same length, because end-of-answer tokens do not stop them.
 """
 
-import argparse
 import itertools
 import random
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from evaluation.tasks import contains
 from mlx_lm.models.cache import make_prompt_cache
+from results_page import Row, options
 
 from mlx_snapkv import SnapKVError, generate_step
 from mlx_snapkv.caches.layers import kv_bytes
@@ -42,8 +42,6 @@ METHODS: dict[str, dict[str, Any]] = {
 N_FIRST = 4  # first answer tokens; later ones are decoded from the compressed cache
 COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
 ANSWERS = ["answer"]  # text column, not numbers
-
-Row = dict[str, Any]
 
 
 def measure(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
@@ -158,9 +156,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 def main() -> None:
     """Measure the requested model at each length and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768])
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer")
