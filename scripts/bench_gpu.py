@@ -40,8 +40,16 @@ METHODS: dict[str, dict[str, Any]] = {
     f"sparse, {SHARE}": {"sparse": f"{SHARE},when=always"},
 }
 N_FIRST = 4  # first answer tokens; later ones are decoded from the compressed cache
-COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
-ANSWERS = ["answer"]  # text column, not numbers
+COLUMNS = [
+    "prompt",
+    "cache",
+    "reading",
+    "tokens/s read",
+    "tokens/s",
+    "peak memory",
+    "KV memory",
+    "answer",
+]
 
 
 def measure(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
@@ -120,7 +128,7 @@ def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row
 
 def results_table(rows: list[Row]) -> Table:
     """Return the rows as a table."""
-    table = Table("", "", [*COLUMNS, *ANSWERS])
+    table = Table("", "", COLUMNS)
     full_row: Row = {}
     for row in rows:
         comparison = ", the same" if row["same"] else ", differs"

@@ -1,7 +1,6 @@
 """Answer a prompt with several methods and compare each answer with the full cache's answer."""
 
 import copy
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes, n_tokens_read
+from ..compress.options import Compress
 from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..engine.token_ids import common_prefix
@@ -81,18 +80,21 @@ def decode(
         n_times_before = len(times)
         on_report(new_report)
 
-    continuation: Iterator[int] = iter(())
-    n_left = max_tokens - len(first_tokens)
-    has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
-    if n_left > 0 and not has_ended:
+    def answer_tokens() -> Iterator[int]:
+        yield from first_tokens
+        n_left = max_tokens - len(first_tokens)
+        has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
+        if n_left <= 0 or has_ended:
+            return
         unread = [*prompt, *first_tokens][n_tokens_read(model, cache) :]
         keywords = {"on_report": note_report, **options} if report is None else {}
-        responses = stream_generate(
+        for response in stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
-        )
-        continuation = _timed_tokens(responses, times)
-    answer_tokens = itertools.chain(first_tokens, continuation)
-    text, tokens = _text_and_tokens(tokenizer, answer_tokens, on_text)
+        ):
+            times.append(time.perf_counter())
+            yield response.token
+
+    text, tokens = _text_and_tokens(tokenizer, answer_tokens(), on_text)
     assert report is not None
     return Answer(
         text=text,
@@ -102,13 +104,6 @@ def decode(
         times=times,
         n_times_before=n_times_before,
     )
-
-
-def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -> Iterator[int]:
-    """Yield each response's token and append its time to `times`."""
-    for response in responses:
-        times.append(time.perf_counter())
-        yield response.token
 
 
 def _text_and_tokens(
@@ -303,7 +298,7 @@ class _Comparison:
 
         def copy_cache(report: CompressionReport) -> None:
             nonlocal compressed_cache
-            if method.evicts:
+            if isinstance(method.policy, Compress):
                 compressed_cache = copy.deepcopy(cache)
 
         options = {"policy": method.policy, **self._options}
