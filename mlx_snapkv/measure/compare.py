@@ -238,14 +238,12 @@ class _Comparison:
             return replace(self.full, name=method.name, reason=plan.reason)
         n_before = plan.n_decoded_before_compression
         if method.shares_reading:
-            answer, compressed_cache = self._answer_from_shared_reading(method, n_before)
+            answer, kept_share, logprobs = self._answer_from_shared_reading(method, n_before)
             read_seconds = self._read_seconds
         else:
-            answer, compressed_cache = self._answer_from_own_reading(method)
+            answer, kept_share, logprobs = self._answer_from_own_reading(method)
             started, first_token_time, *_ = answer.times
             read_seconds = first_token_time - started
-        kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        logprobs = self._predictions(method, compressed_cache)
         kl = self._reference.kl_and_same(logprobs)["kl"]
         uncompressed = None
         if kl is None:
@@ -277,22 +275,29 @@ class _Comparison:
             **options,
         )
 
-    def _answer_from_shared_reading(self, method: Method, n_before: int) -> tuple[Answer, list]:
-        """Answer with a policy that compresses the shared reading. Return also a copy of the compressed cache.
+    def _answer_from_shared_reading(
+        self, method: Method, n_before: int
+    ) -> tuple[Answer, np.ndarray | None, mx.array]:
+        """Answer with a policy that compresses the shared reading.
 
-        The first `n_before` tokens are the full cache's.
+        Args:
+            method: the policy.
+            n_before: number of answer tokens decoded before compression, which are the full cache's.
+
+        Returns: The answer, `Compared.kept`, and the log-probabilities `(m, vocab_size)` for the last `m` tokens of the
+            full cache's answer.
         """
         cache, report = self._reading.compress(method.policy, answering=True)
-        compressed_cache = copy.deepcopy(cache)  # decoding changes the cache
+        compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
         first_tokens = self.full.tokens[:n_before]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
-        return answer, compressed_cache
+        kept_share = self._kept_share(compressed_cache)
+        return answer, kept_share, self._reference.predictions(compressed_cache)
 
-    def _answer_from_own_reading(self, method: Method) -> tuple[Answer, list | None]:
-        """Answer with a method that needs its own pass over the prompt. Return also a copy of the compressed cache.
-
-        There is no copy with sparse attention, because each token of a request chooses among all entries.
-        """
+    def _answer_from_own_reading(
+        self, method: Method
+    ) -> tuple[Answer, np.ndarray | None, mx.array]:
+        """Answer with a method that needs its own pass over the prompt; see `_answer_from_shared_reading`."""
         cache = make_prompt_cache(self._model)
         compressed_cache: list | None = None
 
@@ -303,16 +308,12 @@ class _Comparison:
 
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
-        return answer, compressed_cache
-
-    def _predictions(self, method: Method, compressed_cache: list | None) -> mx.array:
-        """Return a method's log-probabilities `(m, vocab_size)` for the last `m` tokens of the full cache's answer."""
-        # With an own reading, the lookahead's tokens in the cache are from the method's answer, not the full cache's.
-        has_other_tokens = not method.shares_reading and lookahead_of(method.policy) > 0
-        if compressed_cache is not None and not has_other_tokens:
-            return self._reference.predictions(compressed_cache)
-        options = {**self._options, "prompt_progress_callback": None}
-        return self._reference.generate(method.policy, **options)
+        kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
+        # There is no copy with sparse attention, because each token of a request chooses among all entries.
+        if compressed_cache is not None and not lookahead_of(method.policy):
+            return answer, kept_share, self._reference.predictions(compressed_cache)
+        options.pop("prompt_progress_callback", None)
+        return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return the figures that need no comparison."""
