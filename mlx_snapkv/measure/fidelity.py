@@ -362,22 +362,12 @@ def tables(summary: Summary) -> list[Table]:
 
 def _table(summary: Summary, setting: str) -> Table:
     """Return a setting's table, with one row per method."""
-    heading, about = SETTING_TEXTS[setting]
-    any_method = summary[0]  # counts are the same for all methods
-    n_texts = any_method["texts"]
-    tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
-    counts = (
-        f"Pieces: {any_method['pieces']}; texts: {n_texts}; {tokens}: {any_method['tokens']:,}."
-    )
-    remarks = [counts, about]
-    for row in summary:
-        if row["unjudged"]:
-            why = f"they ended before {row['method']} had compressed their prompt."
-            remarks.append(f"{row['unjudged']} of {row['pieces']} answers are not scored: {why}")
+    heading, _ = SETTING_TEXTS[setting]
     policy_rows = [row for row in summary if not _is_full_cache(row)]
 
     def with_interval(figure: dict[str, float], number_format: str) -> str:
-        if n_texts > 1:
+        has_several_texts = summary[0]["texts"] > 1
+        if has_several_texts:
             return interval(figure, number_format)
         return format(figure["mean"], number_format)
 
@@ -409,7 +399,23 @@ def _table(summary: Summary, setting: str) -> Table:
         columns["tokens scored"] = lambda row: "" if _is_full_cache(row) else f"{row['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
     columns["KV memory"] = lambda row: format_bytes(row["kv_bytes"])
-    return table_of(heading, " ".join(remarks), columns, summary)
+    return table_of(heading, _remark(summary, setting), columns, summary)
+
+
+def _remark(summary: Summary, setting: str) -> str:
+    """Return the remark of a setting's table: counts, what is scored, and which answers are not."""
+    _, about = SETTING_TEXTS[setting]
+    counts = summary[0]  # the same for all methods
+    tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
+    counts_text = (
+        f"Pieces: {counts['pieces']}; texts: {counts['texts']}; {tokens}: {counts['tokens']:,}."
+    )
+    remarks = [counts_text, about]
+    for row in summary:
+        if row["unjudged"]:
+            why = f"they ended before {row['method']} had compressed their prompt."
+            remarks.append(f"{row['unjudged']} of {row['pieces']} answers are not scored: {why}")
+    return " ".join(remarks)
 
 
 def _is_full_cache(row: Record) -> bool:
