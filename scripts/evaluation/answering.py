@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.engine.report import CompressionReport
+from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import KNOWN, LATER, Method
@@ -126,7 +127,7 @@ class Answers:
                 self._full_records[i] = self._answer(method, i, cache, report, full_answer)
                 yield self._full_records[i]
             else:  # one forward pass finds how much of the full cache's answer this cache repeats
-                n_agreed = Reference(prompt, full_answer).n_agreed(copy.deepcopy(cache))
+                n_agreed = _n_agreed(prompt, full_answer, cache)
                 first_tokens = full_answer[: max(n_agreed, len(question.begun))]
                 config = CompressionConfig(method.policy)
                 plan = plan_request(self._model, config, len(question.prompt))
@@ -220,6 +221,16 @@ class Answers:
         """Decode an answer's last tokens."""
         end_tokens = self._tokenizer.eos_token_ids
         return self._tokenizer.decode([token for token in tokens if token not in end_tokens])
+
+
+def _n_agreed(prompt: Reading, answer: Sequence[int], cache: list) -> int:
+    """Return how many of an answer's first tokens a cache has already read, or predicts as most likely."""
+    logprobs = Reference(prompt, answer).predictions(copy.deepcopy(cache))
+    n_read = len(answer) - len(logprobs)
+    if n_read == len(answer):
+        return n_read
+    predicted: Any = mx.argmax(logprobs, axis=-1).tolist()
+    return n_read + common_prefix([predicted, answer[n_read:]])
 
 
 def forcing(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:
