@@ -1,4 +1,4 @@
-"""Shared code for measurements: options, results in docs/*.json, Markdown tables, clocks and memory."""
+"""Shared code for measurements: options, results in docs/*.json, Markdown tables, and memory."""
 
 import argparse
 import contextlib
@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
 from mlx_snapkv.measure.environment import versions_and_machine
@@ -135,11 +133,6 @@ def load(name: str) -> dict[str, Any]:
 def right(row: Row) -> str:
     """Format the number of right answers and of questions as `right/asked`."""
     return f"{row['right']}/{row['asked']}"
-
-
-def clock() -> float:
-    """Return the time in seconds: CPU time on a CPU, so that other processes don't count, otherwise real time."""
-    return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
 def memory_of(pid: int) -> int:
