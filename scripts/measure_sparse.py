@@ -8,7 +8,6 @@ A text is read with the full cache, and in chunks that choose entries. Then both
 their entries, so only the prefill differs. Answers to needle questions are scored in the same way.
 """
 
-import ast
 import itertools
 import json
 import statistics
@@ -55,10 +54,7 @@ def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Cas
     lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
     for row in map(json.loads, lines[:documents]):
         prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
-        answers = row["answer"]
-        if isinstance(answers, str):
-            answers = ast.literal_eval(answers)
-        (value,) = answers
+        (value,) = row["answer"]
         yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
 
 

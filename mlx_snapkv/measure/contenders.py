@@ -12,6 +12,7 @@ from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..compress.decode_cache import make_decode_cache
 from ..compress.options import Compress
 from ..entries.entries import Entries
+from ..entries.quantization import group_sizes_dividing
 from ..entries.queries import Queries
 from ..entries.quota import Quota
 from ..planning.prompt_plan import reason_to_leave
@@ -155,23 +156,16 @@ def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
         fewest_entries = min(contender.entries for contender in our_contenders)
         name = f"--max-kv-size {fewest_entries}"
         mlx_lm_contenders.append(Contender(name, fewest_entries, rotates=True))
-    group_size = _group_size(model)
+    layers = attention_layers(model, make_prompt_cache(model))
+    group_sizes = group_sizes_dividing(head_sizes(model, layers))
     # MLX has no batched matrix multiplication with quantised entries on CUDA.
-    if group_size is not None and not mx.cuda.is_available():
+    if group_sizes and not mx.cuda.is_available():
+        group_size = min(64, max(group_sizes))  # 64 is mlx-lm's default
         for bits in (8, 4):
             name = f"--kv-bits {bits}"
             quantized_cache = Contender(name, context, bits=bits, group_size=group_size)
             mlx_lm_contenders.append(quantized_cache)
     return mlx_lm_contenders + our_contenders
-
-
-def _group_size(model) -> int | None:
-    """Return the largest quantisation group size that divides all of a model's head sizes, or None."""
-    sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
-    for group_size in (64, 32):
-        if all(size % group_size == 0 for size in sizes):
-            return group_size
-    return None
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
