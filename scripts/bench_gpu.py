@@ -95,16 +95,12 @@ def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
     return list(itertools.takewhile(lambda token: token not in tokenizer.eos_token_ids, tokens))
 
 
-def fits(model: Any, length: int, n_tokens: int, name: str = "") -> bool:
-    """Return whether the full cache of a prompt and its answer fits in memory, and print a line if not.
-
-    The line begins with the model's `name`, if there is one.
-    """
+def fits(model: Any, length: int, n_tokens: int) -> bool:
+    """Return whether the full cache of a prompt and its answer fits in memory, and print a line if not."""
     peak = Planner(model, max_tokens=n_tokens).plan(length).peak
     usable = this_machine().usable
     if peak > usable:
-        prompt = f"{name}, {length:,} tokens" if name else f"{length:,} tokens"
-        say(f"{prompt} would take {format_bytes(peak)} of {format_bytes(usable)}")
+        say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
     return peak <= usable
 
 

@@ -50,7 +50,7 @@ def with_random_weights(model: Any) -> Any:
 def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[list[str]]:
     """Yield a table row for each length, method and request. Lengths that don't fit in memory are skipped."""
     for length in lengths:
-        if not fits(model, length, n_tokens, shape):
+        if not fits(model, length, n_tokens):
             continue
         prompt = random_prompt(length).tolist()
         full_rows: list[Row] = []
