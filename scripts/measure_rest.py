@@ -11,7 +11,6 @@ unread entries. The more means there are, the fewer entries are chosen.
 """
 
 import copy
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy_attention
+from evaluation.answering import forcing
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, Row, result_options
 
@@ -66,8 +66,7 @@ def grouping(group: Callable, size: int) -> AbstractContextManager:
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
     """Return log-probabilities `(n, vocab_size)` for the tokens that follow a prompt."""
-    known_tokens = itertools.chain(following, itertools.repeat(0))
-    options |= {"sampler": lambda _: mx.array([next(known_tokens)]), "max_tokens": len(following)}
+    options |= {"sampler": forcing(following), "max_tokens": len(following)}
     float32_logprobs = []
     for _, logprobs in generate_step(mx.array(prompt), model, **options):
         float32_logprobs.append(logprobs.astype(mx.float32))

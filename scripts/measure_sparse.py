@@ -9,7 +9,6 @@ their entries, so only the prefill differs. Answers to needle questions are scor
 """
 
 import itertools
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from evaluation.columns import read_columns
 from mlx_lm.models.cache import make_prompt_cache
 from results_page import ROOT, Result, result_options
 
@@ -51,10 +51,11 @@ def prompt_of(tokenizer, text: str, answer_prefix: str) -> list[int]:
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
     """Yield questions from RULER's niah_single_2, with their answers."""
-    lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
-    for row in map(json.loads, lines[:documents]):
-        prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
-        (value,) = row["answer"]
+    file = ruler / str(length) / "niah_single_2.jsonl"
+    rows_by_document, _ = read_columns(str(file), max_documents=documents)
+    for (row,) in rows_by_document:
+        prompt = prompt_of(tokenizer, row.context + row.question, row.answer_prefix)
+        (value,) = row.answer
         yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
 
 
