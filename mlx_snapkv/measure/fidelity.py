@@ -97,7 +97,23 @@ def run(
         (question, frame_of(tokenizer, question)) for question in used_questions
     ]
 
-    measure = partial(_measure_piece, model, tokenizer, policies, max_tokens)
+    def measure(piece: Piece, frame: Frame, missing: list[Record]) -> Iterator[Record]:
+        """Yield a piece's records for the `missing` keys."""
+        missing_policies = [policies[keys["method"]] for keys in missing]
+        reading_by_setting = read_piece(
+            model,
+            piece,
+            frame,
+            missing_policies,
+            settings={keys["setting"] for keys in missing},
+            max_tokens=max_tokens,
+            stop_tokens=tokenizer.eos_token_ids,
+        )
+        for keys, policy in zip(missing, missing_policies):
+            setting = keys["setting"]
+            reading, reference = reading_by_setting[setting]
+            yield keys | judge(setting, reading, reference, policy)
+
     documents = (
         (_record_keys(piece, question, settings, policies), partial(measure, piece, frame))
         for piece, (question, frame) in zip(pieces, itertools.cycle(questions_and_frames))
@@ -119,43 +135,6 @@ def _record_keys(
         }
         for setting, method in itertools.product(settings, methods)
     ]
-
-
-def _measure_piece(
-    model: Any,
-    tokenizer: Any,
-    policies: dict[str, Setting | None],
-    max_tokens: int,
-    piece: Piece,
-    frame: Frame,
-    missing: list[Record],
-) -> Iterator[Record]:
-    """Measure a piece for each of the `missing` keys and yield the records.
-
-    Args:
-        model: an mlx-lm model.
-        tokenizer: its tokenizer.
-        policies: each method's setting, by name. None means the full cache.
-        max_tokens: maximum number of tokens in an answer.
-        piece: the piece.
-        frame: tokens before and after the piece.
-        missing: keys of the records to measure.
-    """
-    missing_policies = [policies[keys["method"]] for keys in missing]
-    missing_settings = {keys["setting"] for keys in missing}
-    reading_by_setting = read_piece(
-        model,
-        piece,
-        frame,
-        missing_policies,
-        missing_settings,
-        max_tokens,
-        stop_tokens=tokenizer.eos_token_ids,
-    )
-    for keys, policy in zip(missing, missing_policies):
-        setting = keys["setting"]
-        reading, reference = reading_by_setting[setting]
-        yield keys | judge(setting, reading, reference, policy)
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
