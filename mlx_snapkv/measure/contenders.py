@@ -15,6 +15,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import group_sizes_dividing
 from ..entries.queries import Queries
 from ..entries.quota import Quota
+from ..models.counts import n_query_heads
 from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
 from ..sparse.cache import SparseKVCache
@@ -88,14 +89,15 @@ def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, c
     view.index = view.make_index(None)
     ranking = TokenRanking(view, sparse.quota(context))
     if sparse.residual is not None:
-        ranking.fit_residual(_random_last_queries(entries.keys))
+        ranking.fit_residual(_random_last_queries(layer, entries.keys))
     return SparseKVCache(ranking)
 
 
-def _random_last_queries(keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, used to weight the residual."""
+def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
+    """Return random queries for a prompt's last tokens, used to weight the residual for each query head."""
     B, n_kv_heads, n_tokens, head_dim = keys.shape
-    queries = mx.random.normal((B, n_kv_heads, FITTING_QUERIES, head_dim))
+    n_heads = n_query_heads(layer.attention) or n_kv_heads
+    queries = mx.random.normal((B, n_heads, FITTING_QUERIES, head_dim))
     last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)
     return Queries(queries, last_positions, scale=head_dim**-0.5)
 
