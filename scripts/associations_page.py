@@ -37,8 +37,6 @@ def missed() -> list[str]:
         (_column(row), f"{row['length']:,}", row["question"], row["fact"], row["answer"])
         for row in itertools.islice(rows_in_turn, MOST_MISSED)
     ]
-    if not table_rows:
-        return ["So far, none was missed."]
     return table(("method", "tokens", "question", "fact", "answer"), table_rows)
 
 

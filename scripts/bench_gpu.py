@@ -7,7 +7,6 @@ A document hides a fact, and the prompt asks for it at the end. The full cache, 
 prompt and answer greedily. All answers have the same length, because end-of-answer tokens do not stop them.
 """
 
-import argparse
 import itertools
 import random
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from evaluation.tasks import contains
 from mlx_lm.models.cache import make_prompt_cache
+from results_page import Row, options
 
 from mlx_snapkv import SnapKVError, generate_step
 from mlx_snapkv.caches.layers import kv_bytes
@@ -40,10 +40,16 @@ METHODS: dict[str, dict[str, Any]] = {
     f"sparse, {SHARE}": {"sparse": f"{SHARE},when=always"},
 }
 N_FIRST = 4  # first answer tokens; later ones are decoded from the compressed cache
-COLUMNS = ["prompt", "cache", "reading", "tokens/s read", "tokens/s", "peak memory", "KV memory"]
-ANSWERS = ["answer"]  # text column, not numbers
-
-Row = dict[str, Any]
+COLUMNS = [
+    "prompt",
+    "cache",
+    "reading",
+    "tokens/s read",
+    "tokens/s",
+    "peak memory",
+    "KV memory",
+    "answer",
+]
 
 
 def measure(model: Any, prompt: list[int], n_tokens: int, **method: Any) -> Row:
@@ -89,16 +95,12 @@ def without_end(tokens: list[int], tokenizer: Any) -> list[int]:
     return list(itertools.takewhile(lambda token: token not in tokenizer.eos_token_ids, tokens))
 
 
-def fits(model: Any, length: int, n_tokens: int, name: str = "") -> bool:
-    """Return whether the full cache of a prompt and its answer fits in memory, and print a line if not.
-
-    The line begins with the model's `name`, if there is one.
-    """
+def fits(model: Any, length: int, n_tokens: int) -> bool:
+    """Return whether the full cache of a prompt and its answer fits in memory, and print a line if not."""
     peak = Planner(model, max_tokens=n_tokens).plan(length).peak
     usable = this_machine().usable
     if peak > usable:
-        prompt = f"{name}, {length:,} tokens" if name else f"{length:,} tokens"
-        say(f"{prompt} would take {format_bytes(peak)} of {format_bytes(usable)}")
+        say(f"{length:,} tokens would take {format_bytes(peak)} of {format_bytes(usable)}")
     return peak <= usable
 
 
@@ -122,7 +124,7 @@ def rows(model: Any, tokenizer: Any, length: int, n_tokens: int) -> Iterator[Row
 
 def results_table(rows: list[Row]) -> Table:
     """Return the rows as a table."""
-    table = Table("", "", [*COLUMNS, *ANSWERS])
+    table = Table("", "", COLUMNS)
     full_row: Row = {}
     for row in rows:
         comparison = ", the same" if row["same"] else ", differs"
@@ -158,9 +160,7 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 def main() -> None:
     """Measure the requested model at each length and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768])
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer")

@@ -7,7 +7,6 @@ Only shapes matter for speed, so the weights are random bfloat16 numbers. Each m
 because the first request may compile kernels. The table is printed row by row, in Markdown.
 """
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import mlx.core as mx
 from bench_gpu import FULL_CACHE, N_FIRST, Row, fits, measure, say
 from mlx.utils import tree_map
 from model_shapes import llama_8b, qwen3_30b_a3b
+from results_page import options
 
 from mlx_snapkv.measure.contenders import random_prompt
 from mlx_snapkv.planning.speed_record import PATH_VARIABLE
@@ -50,7 +50,7 @@ def with_random_weights(model: Any) -> Any:
 def rows(shape: str, model: Any, lengths: list[int], n_tokens: int) -> Iterator[list[str]]:
     """Yield a table row for each length, method and request. Lengths that don't fit in memory are skipped."""
     for length in lengths:
-        if not fits(model, length, n_tokens, shape):
+        if not fits(model, length, n_tokens):
             continue
         prompt = random_prompt(length).tolist()
         full_rows: list[Row] = []
@@ -74,9 +74,7 @@ def figure_cells(row: Row, full_row: Row) -> list[str]:
 
 def main() -> None:
     """Print the table for the requested shapes, row by row."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768, 131_072])
     parser.add_argument("--tokens", type=int, default=128, help="tokens of every answer")

@@ -15,7 +15,6 @@ NumPy. It counts even if the array is already computed. mlx-lm's own loop waits 
 and once for its first token. `mx.async_eval` is not a wait, although MLX may delay it if the device is far behind.
 """
 
-import argparse
 import io
 import re
 from collections import Counter
@@ -28,6 +27,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from results_page import options
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.layers import attention_layers
@@ -39,6 +39,7 @@ from mlx_snapkv.engine.request import Request
 from mlx_snapkv.measure.contenders import (
     Contender,
     decoding_cache,
+    full_and_policies,
     make_random_model,
     random_prompt,
 )
@@ -47,6 +48,7 @@ from mlx_snapkv.measure.tables import Table, as_markdown
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.prompt_plan import PREFILL_STEP_SIZE
 from mlx_snapkv.planning.request_plan import plan_request
+from mlx_snapkv.planning.settings import Setting
 from mlx_snapkv.sparse.options import Sparse
 
 VIEWS = {
@@ -125,20 +127,20 @@ def counting_operations() -> Iterator[Counts]:
 
 def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, Counts]:
     """Return the counts for reading a prompt, and for the step at its end that compresses it or builds an index."""
-    options: dict[str, Any] = {"prefill_step_size": PREFILL_STEP_SIZE}
+    loop_options: dict[str, Any] = {"prefill_step_size": PREFILL_STEP_SIZE}
     if not method:
         with counting_operations() as reading:
-            read(model, prompt, make_prompt_cache(model), options)
+            read(model, prompt, make_prompt_cache(model), loop_options)
         return reading, Counts()
     config, _ = CompressionConfig.from_keywords(method)
     plan = plan_request(model, config, prompt.size)
     if plan.is_left_to_mlx_lm:
         raise SnapKVError(str(plan.reason))
     request = Request(model, plan)
-    options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
+    loop_options["prefill_step_size"] = plan.chunk_size(PREFILL_STEP_SIZE)
     with request.recording():
         with counting_operations() as reading:
-            read(request.model, prompt, request.caches, options)
+            read(request.model, prompt, request.caches, loop_options)
         with counting_operations() as ending:
             request.compress()
     return reading, ending
@@ -146,13 +148,12 @@ def count_prompt(model: Any, prompt: mx.array, **method: Any) -> tuple[Counts, C
 
 def contenders(n_tokens: int) -> list[Contender]:
     """Return the caches that a token may be decoded from after `n_tokens` tokens, with the full cache first."""
-    policies = [
+    policies: list[Setting] = [
         Compress(SnapKV(budget="6.25%")),
         Sparse(budget="6.25%", residual=None),
         Sparse(budget="6.25%"),
     ]
-    compressed = [Contender(str(policy), n_tokens // 16, policy) for policy in policies]
-    return [Contender(FULL_CACHE, n_tokens), *compressed]
+    return full_and_policies(n_tokens, policies)
 
 
 def count_token(model: Any, contender: Contender, n_tokens: int) -> Counts:
@@ -205,9 +206,7 @@ def tokens_table(model: Any, n_tokens: int, n_layers: int) -> Table:
 
 def main() -> None:
     """Print how many operations a prompt and a token launch, for each method and contender."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt")
     args = parser.parse_args()
     model = make_random_model()

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import Result, Row, shared_options
+from results_page import Result, Row, result_options
 
 from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.cli.loading import load_model
@@ -20,7 +20,7 @@ from mlx_snapkv.compress.policies import SnapKV
 from mlx_snapkv.measure.contenders import (
     Contender,
     decoding_cache,
-    policy_contenders,
+    full_and_policies,
     random_prompt,
 )
 
@@ -77,21 +77,17 @@ def decoding_together(model, length: int, batch: int, contender: Contender, step
 
 def main() -> None:
     """Measure each batch size with the full cache and with SnapKV, and add the rows."""
-    parser = shared_options(__doc__, "batches")
-    parser.set_defaults(models=["demo"])
+    parser = result_options(__doc__, "batches")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
-    name, *_ = args.models
-    model, _ = load_model(name)
-    result = Result(args.out, model=name, length=args.length, answer=ANSWER)
+    model, _ = load_model(args.model)
+    result = Result(args.out, model=args.model, length=args.length, answer=ANSWER)
     policy = Compress(SnapKV(budget="6.25%"))
     for batch in args.batches:
-        for contender in (
-            Contender("full cache", args.length),
-            *policy_contenders(args.length, [policy]),
-        ):
+        for contender in full_and_policies(args.length, [policy]):
             row = {"batch": batch, "cache": contender.name, "entries": contender.entries}
             row |= decoding_together(model, args.length, batch, contender, args.steps)
             row |= whole_run(model, args.length, batch, contender)

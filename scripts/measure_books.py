@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import Result, shared_options, watched
+from results_page import Result, result_options, watched
 
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes, n_tokens
 from mlx_snapkv.measure.contenders import RANDOM, make_random_model, random_prompt
@@ -71,7 +71,7 @@ def measure(model, case: Case) -> Row:
 
 def main() -> None:
     """Measure each case and add its row."""
-    parser = shared_options(__doc__, "books")
+    parser = result_options(__doc__, "books")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144])
     args = parser.parse_args()
     result, model = Result(args.out, model=RANDOM), make_random_model()

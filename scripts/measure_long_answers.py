@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy_attention
 from measure_associations import METHODS
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import ROOT, Result, Row, shared_options
+from results_page import ROOT, Result, Row, result_options
 
 from mlx_snapkv.caches.layers import n_tokens
 from mlx_snapkv.cli.loading import load_model
@@ -167,8 +167,8 @@ def figure(rows: list[Row]) -> Any:
 def main() -> None:
     """Measure each model, add its rows, and draw the picture."""
     numpy_attention.install()
-    parser = shared_options(__doc__, "long-answers")
-    parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
+    parser = result_options(__doc__, "long-answers")
+    parser.add_argument("--models", nargs="+", default=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--folder", type=Path, default=ROOT / "real-models", help="essays and code")
     parser.add_argument("--kinds", nargs="+", choices=REQUESTS, default=[*REQUESTS])
     parser.add_argument("--length", type=int, default=1400, help="tokens of a text")

@@ -11,7 +11,6 @@ unread entries. The more means there are, the fewer entries are chosen.
 """
 
 import copy
-import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +20,9 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy_attention
+from evaluation.answering import forcing
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import ROOT, Result, Row, shared_options
+from results_page import ROOT, Result, Row, result_options
 
 from mlx_snapkv import generate_step
 from mlx_snapkv.cli.loading import load_model
@@ -66,8 +66,7 @@ def grouping(group: Callable, size: int) -> AbstractContextManager:
 
 def predictions(model, prompt: list[int], following: list[int], **options: Any) -> mx.array:
     """Return log-probabilities `(n, vocab_size)` for the tokens that follow a prompt."""
-    known_tokens = itertools.chain(following, itertools.repeat(0))
-    options |= {"sampler": lambda _: mx.array([next(known_tokens)]), "max_tokens": len(following)}
+    options |= {"sampler": forcing(following), "max_tokens": len(following)}
     float32_logprobs = []
     for _, logprobs in generate_step(mx.array(prompt), model, **options):
         float32_logprobs.append(logprobs.astype(mx.float32))
@@ -111,8 +110,12 @@ def main() -> None:
     """Measure each model and length, and add a row for each kind of means."""
     numpy_attention.install()
     index.EXACT_ENTRIES = 0  # use an index for texts of any length
-    parser = shared_options(__doc__, "rest")
-    parser.set_defaults(models=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"])
+    parser = result_options(__doc__, "rest")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["real-models/smollm2-135m-instruct", "real-models/gemma-3-270m"],
+    )
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1400, 6000, 16000])
     parser.add_argument("--share", type=int, default=16, help="1/SHARE of the bytes are read")

@@ -23,7 +23,7 @@ from typing import IO, Any
 import httpx
 import mlx.core as mx
 import openai
-from results_page import Result, shared_options, watched
+from results_page import Result, result_options, watched
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
@@ -189,17 +189,16 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
 
 def main() -> None:
     """Measure both servers with each number of clients, on float32 weights, and add the rows."""
-    parser = shared_options(__doc__, "servers")
-    parser.set_defaults(models=["demo"])
+    parser = result_options(__doc__, "servers")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
     args = parser.parse_args()
-    (name,) = args.models
-    result = Result(args.out, model=name, length=args.length, answer=ANSWER)
-    _, tokenizer = load_model(name)
+    result = Result(args.out, model=args.model, length=args.length, answer=ANSWER)
+    _, tokenizer = load_model(args.model)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / name
-        write_float32(name, folder)
+        folder = Path(temporary) / args.model
+        write_float32(args.model, folder)
         for n_clients in args.clients:
             for server, (module, *options) in SERVERS.items():
                 command = [module, *options, "--model", str(folder)]

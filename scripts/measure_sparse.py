@@ -8,9 +8,7 @@ A text is read with the full cache, and in chunks that choose entries. Then both
 their entries, so only the prefill differs. Answers to needle questions are scored in the same way.
 """
 
-import ast
 import itertools
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy_attention
+from evaluation.columns import read_columns
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import ROOT, Result, shared_options
+from results_page import ROOT, Result, result_options
 
 from mlx_snapkv import Sparse, prefill
 from mlx_snapkv.cli.loading import load_model
@@ -52,13 +51,11 @@ def prompt_of(tokenizer, text: str, answer_prefix: str) -> list[int]:
 
 def needles(tokenizer, ruler: Path, length: int, documents: int) -> Iterator[Case]:
     """Yield questions from RULER's niah_single_2, with their answers."""
-    lines = (ruler / str(length) / "niah_single_2.jsonl").read_text(encoding="utf-8").splitlines()
-    for row in map(json.loads, lines[:documents]):
-        prompt = prompt_of(tokenizer, row["context"] + row["question"], row["answer_prefix"])
-        answers = row["answer"]
-        if isinstance(answers, str):
-            answers = ast.literal_eval(answers)
-        (value,) = answers
+    file = ruler / str(length) / "niah_single_2.jsonl"
+    rows_by_document, _ = read_columns(str(file), max_documents=documents)
+    for (row,) in rows_by_document:
+        prompt = prompt_of(tokenizer, row.context + row.question, row.answer_prefix)
+        (value,) = row.answer
         yield "needle", prompt, tokenizer.encode(f" {value}", add_special_tokens=False)
 
 
@@ -91,8 +88,8 @@ def compared(model, case: Case, top_ks: list[int]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure each model and length, and add a row for each number of entries that a chunk chooses."""
     numpy_attention.install()
-    parser = shared_options(__doc__, "reading")
-    parser.set_defaults(models=["real-models/smollm2-135m-instruct"])
+    parser = result_options(__doc__, "reading")
+    parser.add_argument("--models", nargs="+", default=["real-models/smollm2-135m-instruct"])
     parser.add_argument("--text", type=Path, default=ROOT / "real-models" / "essays")
     parser.add_argument("--ruler", type=Path, default=ROOT / "real-models" / "ruler")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])

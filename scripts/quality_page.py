@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from associations_page import associations, missed
-from results_page import is_measured, table, written_by
+from results_page import table, written_by
 from sparse_page import long_answers
 
 from mlx_snapkv.measure.intervals import interval
@@ -86,10 +86,8 @@ SETTINGS = {
 def page(result: dict[str, Any]) -> str:
     """Return the page, with one section per part."""
     lines = ["# How far answers move", "", ABOUT, "", written_by(result), "", METHOD_SECTION]
-    if is_measured("associations"):
-        lines += [ASSOCIATIONS, *associations(), "", MISSED, *missed(), ""]
-    if is_measured("long-answers"):
-        lines += [LONG, *long_answers(), ""]
+    lines += [ASSOCIATIONS, *associations(), "", MISSED, *missed(), ""]
+    lines += [LONG, *long_answers(), ""]
     for part in result["parts"]:
         show = _fidelity if part["task"] == "fidelity" else _scores
         lines += [f"## {_title(part)}", "", *_command(part["command"]), "", *show(part), ""]

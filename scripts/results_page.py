@@ -1,4 +1,4 @@
-"""Shared code for measurements: options, results in docs/*.json, Markdown tables, clocks and memory."""
+"""Shared code for measurements: options, results in docs/*.json, Markdown tables, and memory."""
 
 import argparse
 import contextlib
@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import mlx.core as mx
 
 from mlx_snapkv.cli.results import write_json
 from mlx_snapkv.measure.environment import versions_and_machine
@@ -31,10 +29,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=raw)
 
 
-def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that all measurements share: --models, and --out (default: docs/PAGE)."""
+def result_options(description: str | None, page: str) -> argparse.ArgumentParser:
+    """Return a parser with the option --out, which is docs/PAGE by default."""
     parser = options(description)
-    parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
     return parser
 
@@ -128,11 +125,6 @@ def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
     return table([*columns], cells)
 
 
-def is_measured(name: str) -> bool:
-    """Return whether docs/NAME.json exists."""
-    return (ROOT / "docs" / f"{name}.json").exists()
-
-
 def load(name: str) -> dict[str, Any]:
     """Return the result in docs/NAME.json."""
     return json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
@@ -141,11 +133,6 @@ def load(name: str) -> dict[str, Any]:
 def right(row: Row) -> str:
     """Format the number of right answers and of questions as `right/asked`."""
     return f"{row['right']}/{row['asked']}"
-
-
-def clock() -> float:
-    """Return the time in seconds: CPU time on a CPU, so that other processes don't count, otherwise real time."""
-    return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
 def memory_of(pid: int) -> int:

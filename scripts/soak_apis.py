@@ -228,7 +228,8 @@ class AnthropicMessages(API):
         answer = Answer(why=response["stop_reason"])
         for block in response["content"]:
             if block["type"] == "tool_use":
-                answer.calls.append((block["name"], _compact_json(block["input"])))
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+                answer.calls.append((block["name"], arguments))
             else:
                 answer.text += block["text"]
         return answer
@@ -251,10 +252,6 @@ class AnthropicMessages(API):
             if block["type"] == "tool_use":
                 block["input"] = json.loads(block["json"] or "{}")
         return self.answer(response)
-
-
-def _compact_json(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 APIS: dict[str, API] = {api.path: api for api in (Chat(), Responses(), AnthropicMessages())}

@@ -80,7 +80,7 @@ def bench(*, options: BenchOptions) -> None:
     """
     from ..engine.wired_memory import hold_memory
     from ..measure.contenders import RANDOM, decode_quota, make_random_model
-    from ..measure.speed import BenchPlan, measure_speed, speed_table
+    from ..measure.speed import measure_speed, speed_table
     from ..measure.tables import as_page
     from .progress import StepBars
 
@@ -105,14 +105,16 @@ def bench(*, options: BenchOptions) -> None:
             if files is not None:
                 write_json(files.base, result)
 
-        plan = BenchPlan(
+        result["speed"] = measure_speed(
+            model,
+            settings,
             contexts=options.context,
             prompts=options.prompt_tokens,
-            policies=settings,
             trials=options.num_trials,
             steps=options.steps,
+            on_start=bars.start,
+            on_rows=save_rows,
         )
-        result["speed"] = measure_speed(model, plan, bars.start, save_rows)
     table = speed_table(result["speed"])
     print_table(table)
     if files is not None:

@@ -200,25 +200,19 @@ def _decoding_speed_text(model: Any) -> str:
     """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
-    from ..measure.contenders import Contender, decoding_cache, policy_contenders
+    from ..measure.contenders import decoding_cache, full_and_policies
     from ..measure.speed import entries_bytes, time_steps_in_turn
     from ..sparse.options import Sparse
 
     budget = DECODED_ENTRIES // REDUCTION
     settings: list[Setting] = [Compress(SnapKV(budget=budget)), Sparse(budget=budget)]
-    contenders = [
-        Contender(FULL_NAME, DECODED_ENTRIES),
-        *policy_contenders(DECODED_ENTRIES, settings),
-    ]
+    contenders = full_and_policies(DECODED_ENTRIES, settings)
     caches = [decoding_cache(model, contender, DECODED_ENTRIES) for contender in contenders]
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
     # Bytes read per token.
-    full_size, *other_sizes = [
-        format_bytes(entries_bytes(cache, contender.is_sparse))
-        for cache, contender in zip(caches, contenders)
-    ]
+    full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"
         for seconds, size in zip(other_seconds, other_sizes)

@@ -1,16 +1,14 @@
 """Answer a prompt with several methods and compare each answer with the full cache's answer."""
 
 import copy
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes, n_tokens
@@ -20,10 +18,9 @@ from ..engine.report import CompressionReport
 from ..engine.token_ids import common_prefix
 from ..planning.config import CompressionConfig
 from ..planning.request_plan import plan_request
-from ..planning.settings import Setting
 from .divergence import Reference
 from .methods import Method
-from .reading import lookahead_of, n_decoded_before, read_once
+from .reading import lookahead_of, read_once
 
 N_CONTEXT_TOKENS = 8  # answer tokens shown before the first difference
 
@@ -83,18 +80,21 @@ def decode(
         n_times_before = len(times)
         on_report(new_report)
 
-    continuation: Iterator[int] = iter(())
-    n_left = max_tokens - len(first_tokens)
-    has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
-    if n_left > 0 and not has_ended:
+    def answer_tokens() -> Iterator[int]:
+        yield from first_tokens
+        n_left = max_tokens - len(first_tokens)
+        has_ended = bool(first_tokens) and first_tokens[-1] in tokenizer.eos_token_ids
+        if n_left <= 0 or has_ended:
+            return
         unread = [*prompt, *first_tokens][n_tokens(cache) :]
         keywords = {"on_report": note_report, **options} if report is None else {}
-        responses = stream_generate(
+        for response in stream_generate(
             model, tokenizer, unread, n_left, prompt_cache=cache, **keywords
-        )
-        continuation = _timed_tokens(responses, times)
-    answer_tokens = itertools.chain(first_tokens, continuation)
-    text, tokens = _text_and_tokens(tokenizer, answer_tokens, on_text)
+        ):
+            times.append(time.perf_counter())
+            yield response.token
+
+    text, tokens = _text_and_tokens(tokenizer, answer_tokens(), on_text)
     assert report is not None
     return Answer(
         text=text,
@@ -104,13 +104,6 @@ def decode(
         times=times,
         n_times_before=n_times_before,
     )
-
-
-def _timed_tokens(responses: Iterable[GenerationResponse], times: list[float]) -> Iterator[int]:
-    """Yield each response's token and append its time to `times`."""
-    for response in responses:
-        times.append(time.perf_counter())
-        yield response.token
 
 
 def _text_and_tokens(
@@ -198,19 +191,6 @@ def compare(
         yield comparison.answer_and_compare(method)
 
 
-class _Attempt(NamedTuple):
-    """A method's answer, with the entries that it kept and its predictions.
-
-    Attributes:
-        kept: see `Compared.kept`.
-        logprobs: `(m, vocab_size)`, log-probabilities for the last `m` tokens of the full cache's answer.
-    """
-
-    answer: Answer
-    kept: np.ndarray | None
-    logprobs: mx.array
-
-
 class _Comparison:
     """A prompt and the full cache's answer to it. See `compare` for the arguments.
 
@@ -256,12 +236,29 @@ class _Comparison:
         if plan.is_left_to_mlx_lm:
             self._on_text(method.name, self.full.text)
             return replace(self.full, name=method.name, reason=plan.reason)
+        n_before = plan.n_decoded_before_compression
         if method.shares_reading:
-            attempt = self._answer_from_shared_reading(method)
-            return self._compare(method, attempt, self._read_seconds)
-        attempt = self._answer_from_own_reading(method)
-        started, first_token_time, *_ = attempt.answer.times
-        return self._compare(method, attempt, first_token_time - started)
+            answer, kept_share, logprobs = self._answer_from_shared_reading(method, n_before)
+            read_seconds = self._read_seconds
+        else:
+            answer, kept_share, logprobs = self._answer_from_own_reading(method)
+            started, first_token_time, *_ = answer.times
+            read_seconds = first_token_time - started
+        kl = self._reference.kl_and_same(logprobs)["kl"]
+        uncompressed = None
+        if kl is None:
+            uncompressed = (
+                f"not compressed yet: the answer has {len(self.full.tokens)} tokens, "
+                f"and the first {n_before} are decoded before the compression"
+            )
+        return replace(
+            self._figures_of(method.name, answer, read_seconds),
+            kl=None if kl is None else float(kl),
+            n_before=n_before,
+            uncompressed=uncompressed,
+            kept=kept_share,
+            differs=_difference(self._tokenizer, self.full.tokens, answer.tokens),
+        )
 
     def _decode(
         self, name: str, cache: list, report: CompressionReport | None = None, **options: Any
@@ -278,26 +275,35 @@ class _Comparison:
             **options,
         )
 
-    def _answer_from_shared_reading(self, method: Method) -> _Attempt:
-        """Answer with a policy that compresses the shared reading."""
+    def _answer_from_shared_reading(
+        self, method: Method, n_before: int
+    ) -> tuple[Answer, np.ndarray | None, mx.array]:
+        """Answer with a policy that compresses the shared reading.
+
+        Args:
+            method: the policy.
+            n_before: number of answer tokens decoded before compression, which are the full cache's.
+
+        Returns: The answer, `Compared.kept`, and the log-probabilities `(m, vocab_size)` for the last `m` tokens of the
+            full cache's answer.
+        """
         cache, report = self._reading.compress(method.policy, answering=True)
         compressed_cache = copy.deepcopy(cache)  # for the predictions: decoding changes the cache
-        # The answer tokens that the cache has read, and the next one.
-        n_known = n_tokens(cache) - len(self._tokens) + 1
-        first_tokens = self.full.tokens[:n_known]
+        first_tokens = self.full.tokens[:n_before]
         answer = self._decode(method.name, cache, report, first_tokens=first_tokens)
         kept_share = self._kept_share(compressed_cache)
-        logprobs = self._reference.predictions(compressed_cache)
-        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
+        return answer, kept_share, self._reference.predictions(compressed_cache)
 
-    def _answer_from_own_reading(self, method: Method) -> _Attempt:
-        """Answer with a method that needs its own pass over the prompt."""
+    def _answer_from_own_reading(
+        self, method: Method
+    ) -> tuple[Answer, np.ndarray | None, mx.array]:
+        """Answer with a method that needs its own pass over the prompt; see `_answer_from_shared_reading`."""
         cache = make_prompt_cache(self._model)
         compressed_cache: list | None = None
 
         def copy_cache(report: CompressionReport) -> None:
             nonlocal compressed_cache
-            if method.evicts:
+            if isinstance(method.policy, Compress):
                 compressed_cache = copy.deepcopy(cache)
 
         options = {"policy": method.policy, **self._options}
@@ -305,32 +311,9 @@ class _Comparison:
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
         # There is no copy with sparse attention, because each token of a request chooses among all entries.
         if compressed_cache is not None and not lookahead_of(method.policy):
-            logprobs = self._reference.predictions(compressed_cache)
-        else:
-            options.pop("prompt_progress_callback", None)
-            logprobs = self._reference.generate(**options)  # type: ignore[arg-type]
-        return _Attempt(answer=answer, kept=kept_share, logprobs=logprobs)
-
-    def _compare(self, method: Method, attempt: _Attempt, read_seconds: float) -> Compared:
-        """Return a method's figures, compared with the full cache's answer."""
-        policy: Any = method.policy
-        full_tokens = self.full.tokens
-        n_predicted = len(attempt.logprobs)
-        n_before = len(full_tokens) - n_predicted
-        if n_predicted == 0 and method.evicts:  # the answer ended before compression
-            n_before = n_decoded_before(self._model, policy, len(self._tokens))
-        kl = self._reference.kl_and_same(attempt.logprobs)["kl"]
-        uncompressed = None
-        if kl is None:
-            uncompressed = _why_uncompressed(policy, len(full_tokens), n_before)
-        return replace(
-            self._figures_of(method.name, attempt.answer, read_seconds),
-            kl=None if kl is None else float(kl),
-            n_before=n_before,
-            uncompressed=uncompressed,
-            kept=attempt.kept,
-            differs=_difference(self._tokenizer, full_tokens, attempt.answer.tokens),
-        )
+            return answer, kept_share, self._reference.predictions(compressed_cache)
+        options.pop("prompt_progress_callback", None)
+        return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 
     def _figures_of(self, name: str, answer: Answer, read_seconds: float) -> Compared:
         """Return the figures that need no comparison."""
@@ -360,21 +343,6 @@ class _Comparison:
             n_kept += np.bincount(positions.ravel(), minlength=n_prompt)[:n_prompt]
             n_heads += len(positions)
         return n_kept / n_heads
-
-
-def _why_uncompressed(policy: Setting, n_answer: int, n_before: int) -> str:
-    """Return the text for `Compared.uncompressed`."""
-    if isinstance(policy, Compress) and policy.evicts_in_blocks:
-        entries_text = "the entries that block prefill kept"
-    else:
-        entries_text = "all entries"
-    if lookahead_of(policy):
-        decoding_text = f"lookahead decodes the first {n_before}"
-    else:
-        decoding_text = f"the first {n_before} are decoded"
-    return (
-        f"not compressed yet: the answer has {n_answer} tokens, {decoding_text} on {entries_text}"
-    )
 
 
 def _difference(

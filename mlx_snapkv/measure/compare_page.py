@@ -38,12 +38,12 @@ def page(
     for answer in other_answers:
         prompt_html = _kept_entries_html(text, spans, answer.kept)
         sections.append(_side_by_side_html(full_answer, answer, prompt_html))
-    values = {
-        "title": f"{escape(model)}: answers compared",
-        "parts": "".join(sections),
-    }
-    html = Template(COMPARE_HTML.read_text(encoding="utf-8")).safe_substitute(values)
-    return html.replace("$policy", content_policy(html), 1)
+    template = COMPARE_HTML.read_text(encoding="utf-8")
+    return Template(template).substitute(
+        policy=content_policy(template),
+        title=f"{escape(model)}: answers compared",
+        parts="".join(sections),
+    )
 
 
 def _table_html(table: Table) -> str:

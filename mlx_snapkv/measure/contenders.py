@@ -10,9 +10,13 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..caches.adapter import full_cache
 from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..compress.decode_cache import make_decode_cache
+from ..compress.options import Compress
 from ..entries.entries import Entries
+from ..entries.quantization import group_sizes_dividing
 from ..entries.queries import Queries
 from ..entries.quota import Quota
+from ..models.counts import n_query_heads
+from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
 from ..sparse.cache import SparseKVCache
 from ..sparse.full_view import FullView
@@ -20,6 +24,7 @@ from ..sparse.options import Sparse
 from ..sparse.residual import FITTING_QUERIES
 from ..sparse.stores import MemoryStore
 from ..sparse.token_ranking import TokenRanking
+from .methods import FULL_CACHE
 
 RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # number of initial entries that mlx-lm's rotating cache keeps
@@ -44,11 +49,6 @@ class Contender:
     group_size: int = 64
     rotates: bool = False
 
-    @property
-    def is_sparse(self) -> bool:
-        """Return whether the cache keeps all entries and each token chooses which ones to read."""
-        return isinstance(self.policy, Sparse)
-
     def make_cache(
         self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int
     ) -> Any:
@@ -64,7 +64,7 @@ class Contender:
             return self._mlx_lm_cache(keys, values)
         entries = Entries(keys, values)
         if isinstance(self.policy, Sparse):
-            return _sparse_cache(self.policy, layer, entries, context)
+            return make_sparse_cache(self.policy, layer, entries, context)
         decode_policy = self.policy.decode_policy
         quota = decode_policy.quota(context)
         return make_decode_cache(layer, entries, context, decode_policy, quota)
@@ -78,7 +78,7 @@ class Contender:
         return cache.to_quantized(self.group_size, self.bits)
 
 
-def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
+def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, context: int) -> Any:
     """Return one layer's sparse cache over all `entries`.
 
     A layer that shares its entries with other layers is not sparse, and gets a full cache.
@@ -89,14 +89,15 @@ def _sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, conte
     view.index = view.make_index(None)
     ranking = TokenRanking(view, sparse.quota(context))
     if sparse.residual is not None:
-        ranking.fit_residual(_random_last_queries(entries.keys))
+        ranking.fit_residual(_random_last_queries(layer, entries.keys))
     return SparseKVCache(ranking)
 
 
-def _random_last_queries(keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, used to weight the residual."""
+def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
+    """Return random queries for a prompt's last tokens, used to weight the residual for each query head."""
     B, n_kv_heads, n_tokens, head_dim = keys.shape
-    queries = mx.random.normal((B, n_kv_heads, FITTING_QUERIES, head_dim))
+    n_heads = n_query_heads(layer.attention) or n_kv_heads
+    queries = mx.random.normal((B, n_heads, FITTING_QUERIES, head_dim))
     last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)
     return Queries(queries, last_positions, scale=head_dim**-0.5)
 
@@ -130,23 +131,14 @@ def random_prompt(n_tokens: int) -> mx.array:
     return prompt
 
 
-def policy_contenders(context: int, policies: list[Setting]) -> list[Contender]:
-    """Return a contender for each policy that would compress a prompt of `context` tokens."""
-    return [
-        Contender(
-            name=str(setting),
-            entries=decode_quota(setting, context).entries,
-            policy=setting,
-        )
+def full_and_policies(context: int, policies: list[Setting]) -> list[Contender]:
+    """Return the full cache, and a contender for each policy that would compress a prompt of `context` tokens."""
+    policy_contenders = [
+        Contender(str(setting), decode_quota(setting, context).entries, setting)
         for setting in policies
-        if _compresses(setting, context)
+        if reason_to_leave(setting, context, prompt_cache=None) is None
     ]
-
-
-def _compresses(setting: Setting, n_prompt: int) -> bool:
-    """Return whether a setting would compress a prompt of `n_prompt` tokens."""
-    min_ctx = 0 if isinstance(setting, Sparse) else setting.policy.min_ctx
-    return min_ctx <= n_prompt and not setting.fits(n_prompt)
+    return [Contender(FULL_CACHE, context), *policy_contenders]
 
 
 def decode_quota(setting: Setting, n_prompt: int) -> Quota:
@@ -160,29 +152,22 @@ def decode_quota(setting: Setting, n_prompt: int) -> Quota:
 
 def contenders(model, context: int, policies: list[Setting]) -> list[Contender]:
     """Return the contenders at a context length: the full cache, mlx-lm's options and the policies."""
-    our_contenders = policy_contenders(context, policies)
-    mlx_lm_contenders = [Contender("full cache", context)]
+    full, *our_contenders = full_and_policies(context, policies)
+    mlx_lm_contenders = [full]
     if our_contenders:
         fewest_entries = min(contender.entries for contender in our_contenders)
         name = f"--max-kv-size {fewest_entries}"
         mlx_lm_contenders.append(Contender(name, fewest_entries, rotates=True))
-    group_size = _group_size(model)
+    layers = attention_layers(model, make_prompt_cache(model))
+    group_sizes = group_sizes_dividing(head_sizes(model, layers))
     # MLX has no batched matrix multiplication with quantised entries on CUDA.
-    if group_size is not None and not mx.cuda.is_available():
+    if group_sizes and not mx.cuda.is_available():
+        group_size = min(64, max(group_sizes))  # 64 is mlx-lm's default
         for bits in (8, 4):
             name = f"--kv-bits {bits}"
             quantized_cache = Contender(name, context, bits=bits, group_size=group_size)
             mlx_lm_contenders.append(quantized_cache)
     return mlx_lm_contenders + our_contenders
-
-
-def _group_size(model) -> int | None:
-    """Return the largest quantisation group size that divides all of a model's head sizes, or None."""
-    sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
-    for group_size in (64, 32):
-        if all(size % group_size == 0 for size in sizes):
-            return group_size
-    return None
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -192,7 +177,7 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
-    evicts = contender.policy is not None and not contender.is_sparse
+    evicts = isinstance(contender.policy, Compress)
     n_entries = contender.entries if evicts else context
     for layer in attention_layers(model, prompt_cache):
         few_keys, few_values = layer.cache_in(prompt_cache).keys_and_values()

@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..caches.layers import attention_layers, n_tokens
 from ..engine.generate import generate_step
@@ -111,20 +110,6 @@ class Reference:
         if not after_compression:
             return self._first_logprobs[:0]
         return log_softmax(mx.stack(after_compression))
-
-    def n_agreed(self, cache: list) -> int:
-        """Return how many leading tokens match the greedy predictions from a cache.
-
-        Tokens already in the cache count as matches. The model reads the rest.
-        """
-        logprobs = self.predictions(cache)
-        n_read = len(self) - len(logprobs)
-        if n_read == len(self):
-            return n_read
-        is_correct = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_read:]
-        # The cumulative product drops to 0 at the first error.
-        n_before_error = int(np.cumprod(is_correct).sum())
-        return n_read + n_before_error
 
     def kl_and_same(self, logprobs: mx.array) -> dict[str, Any]:
         """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.

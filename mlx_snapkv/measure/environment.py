@@ -123,7 +123,7 @@ def fused_attention_text(model: Any) -> str:
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))
-        sizes = sorted(set(head_sizes(model, layers)))
+        sizes = sorted(head_sizes(model, layers))
     except SnapKVError as error:
         return str(error)
     heads = f"heads of {' and '.join(map(str, sizes))}"

@@ -97,7 +97,23 @@ def run(
         (question, frame_of(tokenizer, question)) for question in used_questions
     ]
 
-    measure = partial(_measure_piece, model, tokenizer, policies, max_tokens)
+    def measure(piece: Piece, frame: Frame, missing: list[Record]) -> Iterator[Record]:
+        """Yield a piece's records for the `missing` keys."""
+        missing_policies = [policies[keys["method"]] for keys in missing]
+        reading_by_setting = read_piece(
+            model,
+            piece,
+            frame,
+            missing_policies,
+            settings={keys["setting"] for keys in missing},
+            max_tokens=max_tokens,
+            stop_tokens=tokenizer.eos_token_ids,
+        )
+        for keys, policy in zip(missing, missing_policies):
+            setting = keys["setting"]
+            reading, reference = reading_by_setting[setting]
+            yield keys | judge(setting, reading, reference, policy)
+
     documents = (
         (_record_keys(piece, question, settings, policies), partial(measure, piece, frame))
         for piece, (question, frame) in zip(pieces, itertools.cycle(questions_and_frames))
@@ -119,43 +135,6 @@ def _record_keys(
         }
         for setting, method in itertools.product(settings, methods)
     ]
-
-
-def _measure_piece(
-    model: Any,
-    tokenizer: Any,
-    policies: dict[str, Setting | None],
-    max_tokens: int,
-    piece: Piece,
-    frame: Frame,
-    missing: list[Record],
-) -> Iterator[Record]:
-    """Measure a piece for each of the `missing` keys and yield the records.
-
-    Args:
-        model: an mlx-lm model.
-        tokenizer: its tokenizer.
-        policies: each method's setting, by name. None means the full cache.
-        max_tokens: maximum number of tokens in an answer.
-        piece: the piece.
-        frame: tokens before and after the piece.
-        missing: keys of the records to measure.
-    """
-    missing_policies = [policies[keys["method"]] for keys in missing]
-    missing_settings = {keys["setting"] for keys in missing}
-    reading_by_setting = read_piece(
-        model,
-        piece,
-        frame,
-        missing_policies,
-        missing_settings,
-        max_tokens,
-        stop_tokens=tokenizer.eos_token_ids,
-    )
-    for keys, policy in zip(missing, missing_policies):
-        setting = keys["setting"]
-        reading, reference = reading_by_setting[setting]
-        yield keys | judge(setting, reading, reference, policy)
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
@@ -362,22 +341,12 @@ def tables(summary: Summary) -> list[Table]:
 
 def _table(summary: Summary, setting: str) -> Table:
     """Return a setting's table, with one row per method."""
-    heading, about = SETTING_TEXTS[setting]
-    any_method = summary[0]  # counts are the same for all methods
-    n_texts = any_method["texts"]
-    tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
-    counts = (
-        f"Pieces: {any_method['pieces']}; texts: {n_texts}; {tokens}: {any_method['tokens']:,}."
-    )
-    remarks = [counts, about]
-    for row in summary:
-        if row["unjudged"]:
-            why = f"they ended before {row['method']} had compressed their prompt."
-            remarks.append(f"{row['unjudged']} of {row['pieces']} answers are not scored: {why}")
+    heading, _ = SETTING_TEXTS[setting]
     policy_rows = [row for row in summary if not _is_full_cache(row)]
 
     def with_interval(figure: dict[str, float], number_format: str) -> str:
-        if n_texts > 1:
+        has_several_texts = summary[0]["texts"] > 1
+        if has_several_texts:
             return interval(figure, number_format)
         return format(figure["mean"], number_format)
 
@@ -409,7 +378,23 @@ def _table(summary: Summary, setting: str) -> Table:
         columns["tokens scored"] = lambda row: "" if _is_full_cache(row) else f"{row['judged']:,}"
     columns["entries"] = "{entries:,}".format_map
     columns["KV memory"] = lambda row: format_bytes(row["kv_bytes"])
-    return table_of(heading, " ".join(remarks), columns, summary)
+    return table_of(heading, _remark(summary, setting), columns, summary)
+
+
+def _remark(summary: Summary, setting: str) -> str:
+    """Return the remark of a setting's table: counts, what is scored, and which answers are not."""
+    _, about = SETTING_TEXTS[setting]
+    counts = summary[0]  # the same for all methods
+    tokens = "tokens of the answers" if setting == KNOWN else "tokens scored"
+    counts_text = (
+        f"Pieces: {counts['pieces']}; texts: {counts['texts']}; {tokens}: {counts['tokens']:,}."
+    )
+    remarks = [counts_text, about]
+    for row in summary:
+        if row["unjudged"]:
+            why = f"they ended before {row['method']} had compressed their prompt."
+            remarks.append(f"{row['unjudged']} of {row['pieces']} answers are not scored: {why}")
+    return " ".join(remarks)
 
 
 def _is_full_cache(row: Record) -> bool:

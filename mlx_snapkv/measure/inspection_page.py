@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..content_policy import content_policy
-from ..errors import SnapKVError
 from .inspection import Inspection
 from .sentences import Span
 from .tables import put_figure
@@ -31,11 +30,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
         inspections: one inspection per policy, all of the same prompt.
         model: model name.
         special: ids of special tokens to mark.
-
-    Raises: SnapKVError: the prompts differ.
     """
-    if len({inspection.tokens for inspection in inspections}) != 1:
-        raise SnapKVError("a page shows one prompt: inspect the same prompt with every policy")
     first = inspections[0]
     group_spans, group_sizes = _token_groups(first.spans)
     group_by_token = np.repeat(np.arange(len(group_spans)), group_sizes)

@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache
 
+from ..caches.adapter import full_cache
 from ..caches.layers import AttentionLayer, attention_layers, sparse_layers, token_caches
-from ..engine.report import CompressionReport
-from ..engine.sparse_mode import SparseMode
-from ..entries.queries import CapturedQueries
+from ..entries.entries import Entries
 from ..errors import SnapKVError
 from ..models.counts import n_query_heads
 from ..planning.break_even import BreakEven, break_evens
 from ..planning.config import CompressionConfig
-from ..planning.request_plan import plan_request
 from ..planning.scores import on_gpu
 from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Speed, speed_of
-from ..sparse.options import N_VOTERS, Sparse
-from ..sparse.prompt_caches import make_caches
-from .contenders import random_like
+from ..sparse.options import Sparse
+from .contenders import make_sparse_cache, random_like
 
 FAILURES = SnapKVError, RuntimeError, ValueError  # what running out of memory can raise
 LENGTHS = (8192, 32_768)  # numbers of entries
@@ -40,65 +36,48 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.
     """
-    sparse = Sparse()
-    speed = speed_of(model, sparse)
+    speed = speed_of(model, Sparse())
     estimate = Speed()
     if on_gpu() and not {DECODE_FULL, DECODE_SPARSE} <= speed.lines.keys():
         with contextlib.suppress(*FAILURES):
-            estimate = layer_speed(model, sparse)
+            estimate = layer_speed(model)
     return break_evens(speed, estimate)
 
 
-def layer_speed(model: Any, sparse: Sparse) -> Speed:
+def layer_speed(model: Any) -> Speed:
     """Estimate one token's attention time over all layers, with full and with sparse attention.
 
     Only the difference is meaningful for a whole token, because the rest of the model is not timed.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.
-        sparse: sparse attention options.
 
     Raises: SnapKVError: the model does not support sparse attention.
     """
-    config = CompressionConfig(replace(sparse, read="dense"))  # no prompt is read
-    config.require_supported(model)
-    layers = sparse_layers(attention_layers(model, make_caches(model, Sparse())))
+    CompressionConfig(Sparse()).require_supported(model)
+    layers = sparse_layers(attention_layers(model, make_prompt_cache(model)))
     measurements: list[Measurement] = []
     for n_entries in LENGTHS:
-        seconds_by_kind = _layer_seconds(model, config, layers[0], n_entries)
+        seconds_by_kind = _layer_seconds(model, layers[0], n_entries)
         for kind, layer_seconds in seconds_by_kind.items():
             measurements.append(Measurement(kind, n_entries, len(layers) * layer_seconds))
     return Speed().with_measurements(measurements)
 
 
-def _layer_seconds(
-    model: Any, config: CompressionConfig, layer: AttentionLayer, n_entries: int
-) -> dict[str, float]:
+def _layer_seconds(model: Any, layer: AttentionLayer, n_entries: int) -> dict[str, float]:
     """Time one token's attention to `n_entries` random entries in one layer. Return the seconds by kind."""
-    plan = plan_request(model, config, n_entries)
     token_keys, token_values = layer.cache_in(token_caches(model)).keys_and_values()
-    n_heads = n_query_heads(layer.attention)
+    entries = Entries(random_like(token_keys, n_entries), random_like(token_values, n_entries))
+    new_entry = random_like(token_keys, 1), random_like(token_values, 1)
+    query = random_like(token_keys, 1, n_query_heads(layer.attention))
     scale = token_keys.shape[3] ** -0.5
-    entries = [random_like(array, n_entries) for array in (token_keys, token_values)]
-    new_entry = [random_like(array, 1) for array in (token_keys, token_values)]
-    query = random_like(token_keys, 1, n_heads)
-    full_cache = KVCache()
-    full_cache.update_and_fetch(*entries)
+    all_entries_cache = full_cache(entries)
+    sparse_cache = make_sparse_cache(Sparse(), layer, entries, n_entries)
 
     def read_full() -> mx.array:
         return mx.fast.scaled_dot_product_attention(
-            query, *full_cache.update_and_fetch(*new_entry), scale=scale
+            query, *all_entries_cache.update_and_fetch(*new_entry), scale=scale
         )
-
-    prompt_cache = make_caches(model, Sparse())
-    prefill_cache = layer.cache_in(prompt_cache)
-    prefill_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
-    prefill_cache.update_and_fetch(*entries)
-    prefill_cache.record(CapturedQueries(random_like(token_keys, N_VOTERS, n_heads), scale))
-    caches = list(prompt_cache)
-    report = CompressionReport(str(config.setting), n_entries)
-    SparseMode(model, plan, [layer], prompt_cache, None).compress(caches, report)  # type: ignore[arg-type]
-    sparse_cache = layer.cache_in(caches)
 
     def read_sparse() -> mx.array:
         return sparse_cache.attend(query, *sparse_cache.update_and_fetch(*new_entry), scale, None)

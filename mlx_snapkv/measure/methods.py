@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..compress.options import Compress
 from ..errors import SnapKVError
 from ..planning.prompt_plan import reason_to_leave
 from ..planning.settings import Setting
@@ -40,11 +39,6 @@ class Method:
         if isinstance(setting, Sparse):
             setting = replace(setting, when="faster")
         return str(setting)
-
-    @property
-    def evicts(self) -> bool:
-        """Return whether the method evicts entries."""
-        return isinstance(self.policy, Compress)
 
     @property
     def shares_reading(self) -> bool:

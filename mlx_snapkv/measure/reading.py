@@ -53,11 +53,6 @@ def lookahead_of(setting: Setting | None) -> int:
     return setting.decode_policy.lookahead if isinstance(setting, Compress) else 0
 
 
-def n_decoded_before(model: Any, policy: Setting, n_prompt: int) -> int:
-    """Return the number of answer tokens that are decoded before the prompt is compressed."""
-    return _plan_prompt(model, policy, n_prompt).n_decoded_before_compression
-
-
 class SharedKVCache(RecordingKVCache):
     """A full KV cache for one layer that passes its queries to several `recorders`.
 

@@ -94,11 +94,9 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
 
 def special_tokens(tokenizer: Any) -> set[int]:
     """Return the ids of special tokens, such as beginning-of-text and the role markers of chat templates."""
-    added_tokens = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    special_ids = {
-        token_id for token_id, token in added_tokens.items() if getattr(token, "special", False)
-    }
-    return special_ids | set(getattr(tokenizer, "all_special_ids", None) or ())
+    added_tokens = tokenizer.added_tokens_decoder
+    special_ids = {token_id for token_id, token in added_tokens.items() if token.special}
+    return special_ids | set(tokenizer.all_special_ids)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,13 +15,8 @@ from ..engine.loop_model import observing_queries
 from ..engine.report import CompressionReport
 from ..planning.settings import Setting
 from ..planning.units import format_bytes
-from .contenders import (
-    Contender,
-    contenders,
-    decoding_cache,
-    policy_contenders,
-    random_prompt,
-)
+from .contenders import Contender, contenders, decoding_cache, full_and_policies, random_prompt
+from .methods import FULL_CACHE
 from .reading import lookahead_of
 from .tables import Table
 
@@ -33,27 +27,14 @@ Row = dict[str, Any]
 Measurement = tuple[Contender, dict[str, Any]]  # a contender and its figures
 
 
-@dataclass(frozen=True)
-class BenchPlan:
-    """What to measure: lengths, settings and repetitions.
-
-    Attributes:
-        contexts: context lengths to measure decoding at.
-        prompts: prompt lengths to measure prefill at, for the full cache and all policies.
-        trials: number of prompts that each contender reads per length.
-        steps: number of tokens that each contender decodes per length.
-    """
-
-    contexts: list[int]
-    prompts: list[int]
-    policies: list[Setting]
-    trials: int
-    steps: int
-
-
 def measure_speed(
     model,
-    plan: BenchPlan,
+    policies: list[Setting],
+    *,
+    contexts: list[int],
+    prompts: list[int],
+    trials: int,
+    steps: int,
     on_start: Callable[[str, int], None],
     on_rows: Callable[[list[Row]], None],
 ) -> list[Row]:
@@ -61,7 +42,11 @@ def measure_speed(
 
     Args:
         model: the mlx-lm model to measure.
-        plan: what to measure.
+        policies: settings to measure beside the full cache.
+        contexts: context lengths to measure decoding at.
+        prompts: prompt lengths to measure prefill at, for the full cache and all policies.
+        trials: number of prompts that each contender reads per length.
+        steps: number of tokens that each contender decodes per length.
         on_start: called at the start of each phase with its name, "decoding" or "reading", and the number of lengths.
         on_rows: called after each length, with all rows so far.
     """
@@ -75,15 +60,14 @@ def measure_speed(
             rows[context, contender.name] = row | figures | earlier_row
         on_rows(list(rows.values()))
 
-    on_start("decoding", len(plan.contexts))
-    for context in plan.contexts:
-        add_rows(context, measure_decoding(model, context, plan.policies, plan.steps))
-    on_start("reading", len(plan.prompts))
-    for n_prompt in plan.prompts:
-        full_cache = Contender("full cache", n_prompt)
-        readers = [full_cache, *policy_contenders(n_prompt, plan.policies)]
+    on_start("decoding", len(contexts))
+    for context in contexts:
+        add_rows(context, measure_decoding(model, context, policies, steps))
+    on_start("reading", len(prompts))
+    for n_prompt in prompts:
+        readers = full_and_policies(n_prompt, policies)
         prompt = random_prompt(n_prompt)
-        add_rows(n_prompt, measure_prefill(model, prompt, readers, plan.trials))
+        add_rows(n_prompt, measure_prefill(model, prompt, readers, trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
@@ -101,7 +85,7 @@ def measure_decoding(model, context: int, policies: list[Setting], steps: int) -
     for contender, cache, seconds in zip(decoding_contenders, caches, seconds_by_cache):
         figures = {
             "step_seconds": statistics.median(seconds),
-            "kv_bytes": entries_bytes(cache, contender.is_sparse),
+            "kv_bytes": entries_bytes(cache),
         }
         measurements.append((contender, figures))
     return measurements
@@ -153,20 +137,14 @@ def _is_rotating(cache: Any) -> bool:
     return hasattr(cache, "max_size")
 
 
-def entries_bytes(prompt_cache: list[Any], is_sparse: bool) -> int:
-    """Return the bytes of keys and values in all caches.
+def entries_bytes(prompt_cache: list[Any]) -> int:
+    """Return the bytes of keys and values in all caches, including rotating ones.
 
     With sparse attention, this counts the entries that a token reads and all entries that it chooses from.
     """
-    compressible_caches = layer_caches(prompt_cache)
-    read_bytes = sum(cache.kv_nbytes for cache in compressible_caches)
-    if is_sparse:
-        return read_bytes + sum(
-            cache.full_nbytes for cache in compressible_caches if cache.observes
-        )
-    return read_bytes + sum(
-        cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache)
-    )
+    choice_bytes = sum(cache.full_nbytes for cache in layer_caches(prompt_cache) if cache.chooses)
+    rotating_bytes = sum(cache.nbytes for cache in all_caches(prompt_cache) if _is_rotating(cache))
+    return kv_bytes(prompt_cache) + choice_bytes + rotating_bytes
 
 
 def measure_prefill(
@@ -241,9 +219,9 @@ def speed_table(rows: list[Row]) -> Table:
         "during prefill.",
         ["context", "cache", "entries", "tokens/s", "KV memory", "read", "peak memory"],
     )
-    full_rows = {row["context"]: row for row in rows if row["contender"] == "full cache"}
+    full_rows = {row["context"]: row for row in rows if row["contender"] == FULL_CACHE}
     for row in rows:
-        full_row = full_rows.get(row["context"], row)
+        full_row = full_rows[row["context"]]
         # A row has figures from one measurement or both.
         decoding_text = reading_text = peak_text = ""
         if "step_seconds" in row:
@@ -267,6 +245,6 @@ def speed_table(rows: list[Row]) -> Table:
 
 def _ratio(row: Row, full_row: Row, figure: str) -> str:
     """Return the ratio to the full cache's figure, such as ", 0.50x", or "" if the full cache lacks the figure."""
-    if full_row["contender"] != "full cache" or figure not in full_row:
+    if figure not in full_row:
         return ""
     return f", {row[figure] / full_row[figure]:.2f}x"

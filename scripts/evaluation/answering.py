@@ -21,12 +21,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv.caches.layers import kv_bytes
 from mlx_snapkv.engine.prefill import prefill
 from mlx_snapkv.engine.report import CompressionReport
+from mlx_snapkv.engine.token_ids import common_prefix
 from mlx_snapkv.measure.compare import decode
 from mlx_snapkv.measure.divergence import Reference
 from mlx_snapkv.measure.methods import KNOWN, LATER, Method
-from mlx_snapkv.measure.reading import Reading, n_decoded_before, read_once
+from mlx_snapkv.measure.reading import Reading, read_once
 from mlx_snapkv.measure.records import Measure, Record, Results
 from mlx_snapkv.measure.tables import grouped
+from mlx_snapkv.planning.config import CompressionConfig
+from mlx_snapkv.planning.request_plan import plan_request
 from mlx_snapkv.sparse.options import Sparse
 
 from .datasets import Dataset, Document
@@ -124,11 +127,12 @@ class Answers:
                 self._full_records[i] = self._answer(method, i, cache, report, full_answer)
                 yield self._full_records[i]
             else:  # one forward pass finds how much of the full cache's answer this cache repeats
-                n_agreed = Reference(prompt, full_answer).n_agreed(copy.deepcopy(cache))
+                n_agreed = _n_agreed(prompt, full_answer, cache)
                 first_tokens = full_answer[: max(n_agreed, len(question.begun))]
-                yield self._answer(
-                    method, i, cache, report, first_tokens, fed_before_compression=True
-                )
+                config = CompressionConfig(method.policy)
+                plan = plan_request(self._model, config, len(question.prompt))
+                n_before = plan.n_decoded_before_compression
+                yield self._answer(method, i, cache, report, first_tokens, n_before)
 
     def later(self, method: Method, questions: Iterable[int]) -> Iterator[Record]:
         """Yield records of a method's answers to questions that are read after the compression."""
@@ -166,7 +170,7 @@ class Answers:
         cache: list,
         report: CompressionReport | None = None,
         first_tokens: Sequence[int] = (),
-        fed_before_compression: bool = False,
+        n_before: int = 0,
     ) -> Record:
         """Decode the answer to question `i` and return its record.
 
@@ -176,7 +180,7 @@ class Answers:
             cache: see `measure.compare.decode`.
             report: see `measure.compare.decode`.
             first_tokens: see `measure.compare.decode`.
-            fed_before_compression: whether some of the first tokens were fed before the compression.
+            n_before: number of answer tokens decoded before the compression, if there is a report.
         """
         question = self._questions[i]
         options: dict[str, Any] = {"policy": method.policy}
@@ -197,11 +201,8 @@ class Answers:
         text = answer.text
         if question.begun:
             text = self._text_of(answer.tokens[len(question.begun) :])
-        n_before = 0  # answer tokens decoded before the compression
         if report is None:
             n_before = answer.n_times_before + 1
-        elif fed_before_compression and method.policy is not None:
-            n_before = n_decoded_before(self._model, method.policy, len(question.prompt))
         report = answer.report
         n_tokens = len(answer.tokens)
         return {
@@ -220,6 +221,16 @@ class Answers:
         """Decode an answer's last tokens."""
         end_tokens = self._tokenizer.eos_token_ids
         return self._tokenizer.decode([token for token in tokens if token not in end_tokens])
+
+
+def _n_agreed(prompt: Reading, answer: Sequence[int], cache: list) -> int:
+    """Return how many of an answer's first tokens a cache has already read, or predicts as most likely."""
+    logprobs = Reference(prompt, answer).predictions(copy.deepcopy(cache))
+    n_read = len(answer) - len(logprobs)
+    if n_read == len(answer):
+        return n_read
+    predicted: Any = mx.argmax(logprobs, axis=-1).tolist()
+    return n_read + common_prefix([predicted, answer[n_read:]])
 
 
 def forcing(tokens: Sequence[int]) -> Callable[[mx.array], mx.array]:

@@ -142,9 +142,8 @@ def associations(
         is_late = place["task"] == LATE
         question_format = ASKED_LATE if is_late else ASKED
         first_tokens = late_answer_start if is_late else []
-        max_tokens = len(first_tokens) + ANSWER_TOKENS
         suffixes = [encode(question_format.format(fact.question) + after) for fact in text_facts]
-        n_reserved = max(map(len, suffixes)) + max_tokens
+        n_reserved = max(map(len, suffixes)) + len(first_tokens) + ANSWER_TOKENS
 
         def encode_text(text: str) -> list[int]:
             return encode(before + INTRODUCTION + text)
@@ -155,13 +154,7 @@ def associations(
         text = filled(place["length"], parts, haystack.paragraphs(rng), n_prompt)
         shared_tokens = encode_text(text)
         questions = [
-            Question(
-                prompt=shared_tokens + suffix,
-                expected=_expected(fact),
-                score=partial(score, fact),
-                max_tokens=max_tokens,
-                begun=first_tokens,
-            )
+            _question(fact, shared_tokens + suffix, first_tokens)
             for fact, suffix in zip(text_facts, suffixes)
         ]
         return Document(questions, len(shared_tokens))
@@ -177,6 +170,12 @@ def associations(
     return Dataset(tokenizer, setting, places, make)
 
 
-def _expected(fact: Fact) -> dict[str, Any]:
-    """Return the question and the fact, for the record."""
-    return {"question": fact.question, "fact": fact.sentence}
+def _question(fact: Fact, prompt: list[int], first_tokens: Sequence[int]) -> Question:
+    """Return the question about a fact. Every answer begins with `first_tokens`."""
+    return Question(
+        prompt=prompt,
+        expected={"question": fact.question, "fact": fact.sentence},
+        score=partial(score, fact),
+        max_tokens=len(first_tokens) + ANSWER_TOKENS,
+        begun=first_tokens,
+    )

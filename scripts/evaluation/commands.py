@@ -3,14 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from typer import Option
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.options import DocumentSeed, IgnoreChatTemplate, Model, lengths_parser, one_of
 from mlx_snapkv.cli.prompts import read_file
-from mlx_snapkv.cli.results import Policies, ResultFiles, Sparses, methods_to_measure
+from mlx_snapkv.cli.results import (
+    Policies,
+    ResultFiles,
+    ResultOptions,
+    Sparses,
+    methods_to_measure,
+)
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.methods import ANSWER_SETTINGS, Method
 from mlx_snapkv.measure.tables import Page
@@ -19,11 +25,16 @@ from . import tasks
 from .answering import run
 from .columns import PAGE, columns, read_columns, require_room
 from .datasets import Dataset
-from .results import ScoreOptions
 from .suite_tasks import TASKS
-from .tasks import Grid
 
 WHETHER = "When the policy sees the question: in the prompt (known), after the compression (later), or both."
+
+
+@dataclass(frozen=True)
+class ScoreOptions(ResultOptions):
+    """The package's result options, with the script's command line in the result."""
+
+    program: ClassVar[str] = "python scripts/evaluate.py"
 
 
 @dataclass(frozen=True)
@@ -98,8 +109,15 @@ def needle(*, options: NeedleOptions, result: ScoreOptions) -> None:
     methods = methods_to_measure(options.policy, options.sparse, lengths=options.length)
     files = result.files()
     model, tokenizer = options.load()
-    grid = Grid(options.length, options.depths, options.questions, options.seed)
-    dataset = tasks.needle(tokenizer, grid, options.needles, text or None)
+    dataset = tasks.needle(
+        tokenizer,
+        options.length,
+        options.depths,
+        options.questions,
+        options.needles,
+        text or None,
+        options.seed,
+    )
     options.measure(model, dataset, methods, result, files, tasks.RETRIEVAL)
 
 

@@ -7,7 +7,7 @@ determines the text.
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mlx_snapkv.errors import SnapKVError
@@ -116,6 +116,9 @@ class Haystack:
         folder: folder that contains the folders of `SOURCES`, as written by scripts/make_real_models.py.
         avoided: words that no paragraph may contain, in upper or lower case.
 
+    Attributes:
+        texts: paragraphs from files, by kind.
+
     Raises: SnapKVError: the folder has no essays or no code.
     """
 
@@ -123,14 +126,14 @@ class Haystack:
         """Read the essays and the code, and drop paragraphs with an avoided word."""
         any_word = "|".join(map(re.escape, avoided))
         avoided_word = re.compile(rf"(?<!\w)({any_word})(?!\w)", re.I)
-        self._paragraphs: dict[str, list[str]] = {}
+        self.texts: dict[str, list[str]] = {}
         for kind, (name, files) in SOURCES.items():
             texts = [path.read_text("utf-8") for path in sorted((folder / name).glob(files))]
             paragraphs = [paragraph for text in texts for paragraph in paragraphs_of(text)]
-            self._paragraphs[kind] = [
+            self.texts[kind] = [
                 paragraph for paragraph in paragraphs if not avoided_word.search(paragraph)
             ]
-            if not self._paragraphs[kind]:
+            if not self.texts[kind]:
                 raise SnapKVError(f"{folder / name} has no {files}: run make real-models")
         self._write_by_kind: dict[str, Write] = {
             "essay": self._essay,
@@ -139,11 +142,6 @@ class Haystack:
             "dialogue": dialogue,
             "table": table,
         }
-
-    @property
-    def texts(self) -> Mapping[str, list[str]]:
-        """Return the paragraphs from files, by kind."""
-        return self._paragraphs
 
     def paragraphs(self, rng: random.Random) -> Iterator[str]:
         """Yield an endless stream of paragraphs, with each kind once per round."""
@@ -157,7 +155,7 @@ class Haystack:
 
     def _essay(self, rng: random.Random, sentence: str) -> str:
         """Return an essay's paragraph, with the sentence between two of its sentences or at its end."""
-        text = rng.choice(self._paragraphs["essay"])
+        text = rng.choice(self.texts["essay"])
         if not sentence:
             return text
         sentence_ends = [match.end() for match in re.finditer(r"[.!?]\s", text)] or [len(text)]
@@ -166,7 +164,7 @@ class Haystack:
 
     def _code(self, rng: random.Random, sentence: str) -> str:
         """Return lines of code, with the sentence as a comment."""
-        lines = rng.choice(self._paragraphs["code"]).split("\n")
+        lines = rng.choice(self.texts["code"]).split("\n")
         return "\n".join(_hide(rng, lines, f"# {sentence}" if sentence else ""))
 
 

@@ -28,8 +28,7 @@ def summarise(records: list[Record]) -> Summary:
     """Return a JSON object for each method, setting and length, with scores from 0 to 1.
 
     `uncompressed` is the number of prompts that the policy did not compress, and `reason` says why the first one was
-    not. `before` is how many of the `answer_tokens` were decoded before the compression; None if the records do not
-    say.
+    not. `before` is how many of the `answer_tokens` were decoded before the compression.
     """
     question_of = itemgetter("setting", "length", "task", "document", "question")
     full_scores = {
@@ -60,8 +59,8 @@ def summarise(records: list[Record]) -> Summary:
                 "difference": difference_to_full,
                 "entries": _maximum(group_records, "entries"),
                 "kv_bytes": _maximum(group_records, "kv_bytes"),
-                "answer_tokens": _total(group_records, "answer_tokens"),
-                "before": _total(group_records, "before"),
+                "answer_tokens": sum(record["answer_tokens"] for record in group_records),
+                "before": sum(record["before"] for record in group_records),
                 "uncompressed": len(reasons),
                 "reason": reasons[0] if reasons else None,
             }
@@ -72,13 +71,6 @@ def summarise(records: list[Record]) -> Summary:
 def _maximum(records: list[Record], name: str) -> int | None:
     """Return a field's maximum, or None if no record has a value."""
     return max(record[name] or 0 for record in records) or None
-
-
-def _total(records: list[Record], name: str) -> int | None:
-    """Return a field's sum, or None if a record lacks the field."""
-    if any(name not in record for record in records):
-        return None
-    return sum(record[name] for record in records)
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -114,6 +106,10 @@ def _score_table(summary: Summary, heading: str) -> Table:
         is_equal = not figures["better"] and not figures["worse"]
         return "0, each scored the same" if is_equal else interval(figures, "+.1f", 100)
 
+    def before(row: Record) -> str:
+        is_full = row["method"] == FULL_CACHE
+        return "" if is_full else f"{row['before'] / row['answer_tokens']:.0%}"
+
     def memory(row: Record) -> str:
         return "" if row["kv_bytes"] is None else format_bytes(row["kv_bytes"])
 
@@ -127,22 +123,11 @@ def _score_table(summary: Summary, heading: str) -> Table:
         "n": "{asked}".format_map,
         "score": score,
         "against full": against_full,
-        "before compression": _before_compression,
+        "before compression": before,
         "entries": entries,
         "KV memory": memory,
     }
-    if any(map(_before_compression, summary)):
-        remarks.append(BEFORE)
-    else:
-        del columns["before compression"]
-    return table_of(heading, " ".join(remarks), columns, summary)
-
-
-def _before_compression(row: Record) -> str:
-    """Return the percentage of answer tokens decoded before the compression, or "" if it is unknown."""
-    if row["method"] == FULL_CACHE or row.get("before") is None:
-        return ""
-    return f"{row['before'] / row['answer_tokens']:.0%}"
+    return table_of(heading, " ".join([*remarks, BEFORE]), columns, summary)
 
 
 def _task_table(summary: Summary, heading: str) -> Table:

@@ -14,7 +14,6 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -35,31 +34,6 @@ ALONE = "An answer is right if it consists of the value and nothing else."
 SUITE = scores_page("Tasks that tell policies apart", ALONE)
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # maximum answer tokens
 QUESTION_TOKENS = 60  # tokens of a suite question, including the chat template
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Lengths and depths of the documents for `needle`. Each document has one question.
-
-    Attributes:
-        lengths: maximum prompt lengths in tokens.
-        n_depths: number of depths, evenly spaced from 0 (start) to 1 (end). A single depth is the middle.
-        n_documents: number of documents per length and depth.
-    """
-
-    lengths: Sequence[int]
-    n_depths: int = 5
-    n_documents: int = 1
-    seed: int = 0
-
-    def places(self, task: str) -> list[Record]:
-        """Return a record for each document; see `Dataset`."""
-        last = self.n_depths - 1
-        depths = [round(i / last, 4) for i in range(self.n_depths)] if last else [0.5]
-        return [
-            {"task": task, "length": length, "document": f"{i} at {depth:g}", "depth": depth}
-            for length, depth, i in itertools.product(self.lengths, depths, range(self.n_documents))
-        ]
 
 
 def contains(answer: str, value: str) -> bool:
@@ -106,20 +80,32 @@ def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
     return "".join(all_pieces).strip()
 
 
-def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
+def needle(
+    tokenizer: Any,
+    lengths: Sequence[int],
+    n_depths: int = 5,
+    n_documents: int = 1,
+    needles: int = 1,
+    text: str | None = None,
+    seed: int = 0,
+) -> Dataset:
     """Return a dataset whose documents hide `needles` facts. The question asks for one of them.
 
     Args:
         tokenizer: the model's tokenizer.
-        grid: lengths and depths. The fact that is asked for is at this depth; the other facts are spread evenly.
+        lengths: maximum prompt lengths in tokens.
+        n_depths: number of depths, evenly spaced from 0 (start) to 1 (end). A single depth is the middle. The fact that
+            is asked for is at a document's depth; the other facts are spread evenly.
+        n_documents: number of documents per length and depth, each with one question.
         needles: number of facts in each document.
         text: filler, which is cut between sentences, and repeated if it is too short. By default, the filler is
             sentences like those in the embedded models' training data.
+        seed: seed for all random choices.
     """
 
     def make(place: Record) -> Document:
         identity = {key: place[key] for key in ("task", "length", "document")}
-        rng = random.Random(f"{grid.seed} {identity}")
+        rng = random.Random(f"{seed} {identity}")
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
         n_others = needles - 1
@@ -140,8 +126,14 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
         return Document([asked], n_shared(prompt, prompt_of(document, "Why?")))
 
     haystack = "synthetic" if text is None else digest_of(text)
-    setting = {"task": "needle", "seed": grid.seed, "needles": needles, "haystack": haystack}
-    return Dataset(tokenizer, setting, grid.places("needle"), make)
+    setting = {"task": "needle", "seed": seed, "needles": needles, "haystack": haystack}
+    last = n_depths - 1
+    depths = [round(i / last, 4) for i in range(n_depths)] if last else [0.5]
+    places = [
+        {"task": "needle", "length": length, "document": f"{i} at {depth:g}", "depth": depth}
+        for length, depth, i in itertools.product(lengths, depths, range(n_documents))
+    ]
+    return Dataset(tokenizer, setting, places, make)
 
 
 def suite(

@@ -95,7 +95,7 @@ def test_an_answer_that_is_not_compressed_yet_has_no_figures(ask):
     assert code == 0 and row.rstrip().endswith("not compressed yet")
     assert re.search(
         r"lookahead=40: not compressed yet: the answer has \d tokens, "
-        "lookahead decodes the first 41 on all entries",
+        "and the first 41 are decoded before the compression",
         said,
     )
 

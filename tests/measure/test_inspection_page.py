@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers
 
-from mlx_snapkv import SnapKVError, inspect_prompt
+from mlx_snapkv import inspect_prompt
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.measure.inspection_page import page as page_of
 from mlx_snapkv.measure.sentences import special_tokens
@@ -57,12 +57,6 @@ def tints(page):
     """Return the tint, 0 to 8, of each group of tokens in the first pane."""
     tint = r"Number((/k(\d)/.exec(span.className) ?? [0, 0])[1])"
     return page.run(f"return panes[0].spans.map((span) => {tint})")
-
-
-def test_one_page_shows_one_prompt(demo_llama, found):
-    other = inspect_prompt(*demo_llama, [0, 3, 70, 71, 4], 2)
-    with pytest.raises(SnapKVError, match="one prompt"):
-        page_of([found[0], other], "demo")
 
 
 @NO_BROWSER

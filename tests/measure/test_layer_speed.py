@@ -26,7 +26,7 @@ def test_every_layer_counts(name, monkeypatch):
         module, "_seconds_per_call", lambda attend: 1.0 if attend().ndim == 4 else 0.0
     )
     model = make_model(name)
-    found = layer_speed(model, Sparse())
+    found = layer_speed(model)
     n = len(sparse_layers(attention_layers(model, make_caches(model, Sparse()))))
     assert set(found.lines) == {DECODE_FULL, DECODE_SPARSE}
     assert all(
@@ -35,12 +35,12 @@ def test_every_layer_counts(name, monkeypatch):
 
 
 def test_times_are_measured():
-    assert all(line.sum_y > 0 for line in layer_speed(make_model("llama"), Sparse()).lines.values())
+    assert all(line.sum_y > 0 for line in layer_speed(make_model("llama")).lines.values())
 
 
 def test_a_model_that_cant_be_served_is_refused():
     with pytest.raises(SnapKVError, match="sparse attention is not possible"):
-        layer_speed(make_model("gemma2"), Sparse())
+        layer_speed(make_model("gemma2"))
 
 
 UNKNOWN = BreakEven()

@@ -7,7 +7,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVCache, Sparse
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.measure.contenders import contenders, decoding_cache
-from mlx_snapkv.measure.speed import BenchPlan, measure_decoding, measure_speed, speed_table
+from mlx_snapkv.measure.speed import measure_decoding, measure_speed, speed_table
 from mlx_snapkv.planning.settings import resolve_compress
 from mlx_snapkv.sparse.cache import SparseKVCache
 from mlx_snapkv.sparse.clusters import CLUSTER_SIZE
@@ -45,7 +45,7 @@ def test_only_full_attention_layers_are_filled(name):
         for layer in layers:
             kind = type(layer.cache_in(plain))
             if contender.policy:
-                kind = SparseKVCache if contender.is_sparse else SnapKVCache
+                kind = SparseKVCache if contender.policy is SPARSE else SnapKVCache
             elif contender.bits or contender.rotates:
                 kind = QuantizedKVCache if contender.bits else RotatingKVCache
             assert type(layer.cache_in(cache)) is kind
@@ -64,8 +64,16 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_not_measured():
 def speed(model):
     """Run a small benchmark, check its progress reports, and return its rows."""
     started, saved = {}, []
-    plan = BenchPlan([1024, 1100], [1024, 1200], [SIXTEENTH, SPARSE, BLOCKS], trials=1, steps=2)
-    rows = measure_speed(model, plan, started.__setitem__, lambda so_far: saved.append(len(so_far)))
+    rows = measure_speed(
+        model,
+        [SIXTEENTH, SPARSE, BLOCKS],
+        contexts=[1024, 1100],
+        prompts=[1024, 1200],
+        trials=1,
+        steps=2,
+        on_start=started.__setitem__,
+        on_rows=lambda so_far: saved.append(len(so_far)),
+    )
     assert started == {"decoding": 2, "reading": 2}
     assert saved == sorted(saved) and len(saved) == 4 and saved[-1] == len(rows)
     return rows

@@ -23,7 +23,7 @@ def test_the_output_has_the_machine_and_a_row_for_each_length_and_cache(monkeypa
     head, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in results.splitlines()
     )
-    assert head == [*bench_gpu.COLUMNS, *bench_gpu.ANSWERS] and len(rows) == 6
+    assert head == bench_gpu.COLUMNS and len(rows) == 6
     assert [row[1] for row in rows] == [*bench_gpu.METHODS] * 2
     for full, snapkv, sparse in (rows[:3], rows[3:]):
         assert full[0] == snapkv[0] == sparse[0]

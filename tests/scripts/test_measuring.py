@@ -9,7 +9,7 @@ from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.spans import BLOCK_SIZE
-from mlx_snapkv.measure.contenders import Contender, policy_contenders
+from mlx_snapkv.measure.contenders import full_and_policies
 from mlx_snapkv.measure.divergence import divergence
 from mlx_snapkv.measure.methods import Method
 from mlx_snapkv.planning.settings import setting_named
@@ -52,7 +52,7 @@ def test_grouping_changes_the_clusters_within_its_block(way):
 def test_a_batchs_bytes_equal_the_bytes_of_its_arrays(monkeypatch):
     monkeypatch.setattr(measure_batches, "ANSWER", 6)
     policy = Compress(SnapKV(budget=64, on_full="slide"))
-    field = [Contender("full cache", 1024), *policy_contenders(1024, [policy])]
+    field = full_and_policies(1024, [policy])
     model = make_model("llama", {"head_dim": 32})
     full, ours = (measure_batches.decoding_together(model, 1024, 3, each, 2) for each in field)
     # mlx-lm's buffers grow by 256 entries.

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from evaluation.tasks import Grid, contains, filled, joined, needle
+from evaluation.tasks import contains, filled, joined, needle
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.measure.sentences import sentences_of
@@ -17,9 +17,9 @@ TASKS = {
 }
 
 
-def questions(tokenizer, grid=None, **more):
+def questions(tokenizer, lengths=(2048,), **more):
     """Return the depth and the question for each of a task's documents."""
-    dataset = needle(tokenizer, grid or Grid([2048]), **more)
+    dataset = needle(tokenizer, lengths, **more)
     return [(place["depth"], dataset.make(place).questions[0]) for place in dataset.places]
 
 
@@ -38,7 +38,7 @@ def test_the_answer_is_at_its_depth_and_the_prompt_has_its_length(demo_llama, na
 
 def test_the_document_ends_before_the_question(demo_llama):
     tokenizer = demo_llama[1]
-    dataset = needle(tokenizer, Grid([512], n_depths=2))
+    dataset = needle(tokenizer, [512], n_depths=2)
     for document in map(dataset.make, dataset.places):
         (question,) = document.questions
         assert document.n_shared > 450
@@ -49,17 +49,18 @@ def test_the_document_ends_before_the_question(demo_llama):
 
 
 def test_every_document_and_seed_has_its_own_question(demo_llama):
-    grids = [Grid([700, 900], n_depths=2, n_documents=2, seed=seed) for seed in (0, 1)]
-    first, second = (questions(demo_llama[1], grid) for grid in grids)
+    first, second = (
+        questions(demo_llama[1], [700, 900], n_depths=2, n_documents=2, seed=seed)
+        for seed in (0, 1)
+    )
     assert len({question.expected for _, question in first + second}) == 16
     # A seed's questions must never change, or files of results would be continued with other questions.
-    ((_, question),) = questions(demo_llama[1], Grid([700], n_depths=1))
+    ((_, question),) = questions(demo_llama[1], [700], n_depths=1)
     assert question.expected == "5851658"
 
 
 def test_the_setting_distinguishes_texts():
-    grid = Grid([])
-    texts = [needle(None, grid, text=text).setting for text in ("a b.", "a c.", None)]
+    texts = [needle(None, [], text=text).setting for text in ("a b.", "a c.", None)]
     assert len({str(setting) for setting in texts}) == 3
 
 
