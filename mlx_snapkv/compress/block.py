@@ -20,7 +20,6 @@ from ..entries.quantization import (
 from ..entries.queries import CapturedQueries
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
-from .attention_count import AttentionCount
 from .evicting import EvictingCache
 from .policy import Policy
 from .selection import select
@@ -46,7 +45,7 @@ class BlockKVCache(EvictingCache):
         last: position after the last query that may vote.
         newest: number of recent queries to keep for voting. Defaults to `policy.obs_window`.
         quantization: how the entries are quantised, or None if they are not.
-        attention_count: attention count to start with. By default, a new one is created if the policy needs it.
+        counts_attention: whether to count the attention that entries receive, even if `policy` does not need it.
 
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
@@ -70,7 +69,7 @@ class BlockKVCache(EvictingCache):
         last: float = math.inf,
         newest: int | None = None,
         quantization: Quantization | None = None,
-        attention_count: AttentionCount | None = None,
+        counts_attention: bool = False,
     ):
         """Start empty. The first update allocates the buffers."""
         if policy is not None and newest is None:
@@ -83,8 +82,12 @@ class BlockKVCache(EvictingCache):
         self.block = block
         self.layer = layer
         self.quantization = quantization
-        accumulates_attention = policy is not None and policy.accumulates_attention
-        self.attention_count = attention_count or AttentionCount(is_counting=accumulates_attention)
+        policy_needs_attention = policy is not None and policy.accumulates_attention
+        self.counts_attention = counts_attention or policy_needs_attention
+        # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
+        self._counted_attention: mx.array | None = None
+        # Counting reads all keys, so single-token queries wait here, `(B, n_heads, L, head_dim)` each.
+        self._waiting_queries: list[mx.array] = []
         # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
 
@@ -93,15 +96,15 @@ class BlockKVCache(EvictingCache):
         return super()._saved_numbers() | {
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
-            "counts": self.attention_count.is_counting,
+            "counts": self.counts_attention,
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
         """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
-            "received": self.attention_count.received_attention,
-            "waiting": self.attention_count.waiting_queries,
+            "received": self._counted_attention,
+            "waiting": self._waiting_queries,
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
@@ -110,11 +113,9 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
-        self.attention_count = AttentionCount(
-            is_counting=numbers["counts"],
-            received_attention=arrays.get("received"),
-            waiting_queries=list(arrays.get("waiting", [])),
-        )
+        self.counts_attention = numbers["counts"]
+        self._counted_attention = arrays.get("received")
+        self._waiting_queries = list(arrays.get("waiting", []))
 
     @property
     def capacity(self) -> int:
@@ -180,7 +181,8 @@ class BlockKVCache(EvictingCache):
         self._n_entries = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.attention_count = self.attention_count.restarted_from(entries.received_attention)
+        self._counted_attention = entries.received_attention
+        self._waiting_queries = []
 
     def held(self, n_queries: int = 0) -> Entries:
         """Return the entries in row order, which is position order. The last `n_queries` queries are the voters."""
@@ -192,7 +194,7 @@ class BlockKVCache(EvictingCache):
     def _record_chunk(self, captured: CapturedQueries) -> None:
         """Record the newest tokens' queries, and count their attention if the policy needs it."""
         super()._record_chunk(captured)
-        if self.attention_count.is_counting:
+        if self.counts_attention:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
@@ -205,29 +207,39 @@ class BlockKVCache(EvictingCache):
         if n_voters <= 0:
             return
         queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voters]))
-        self.attention_count = self.attention_count.with_queries(queries)
+        self._waiting_queries = [*self._waiting_queries, queries]
         is_chunk = n_voters > 1
-        is_block_complete = len(self.attention_count.waiting_queries) >= self.block
+        is_block_complete = len(self._waiting_queries) >= self.block
         if is_chunk or is_block_complete:
-            self.attention_count = self.attention_count.restarted_from(self._received_attention())
+            self._counted_attention = self._received_attention()
+            self._waiting_queries = []
 
     def _received_attention(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
-        entries_shape = (*self._batch_and_heads, self._n_entries)
-
-        def count_votes(queries: mx.array) -> mx.array:
+        if not self.counts_attention and self._counted_attention is None:
+            return None
+        B, H = self._batch_and_heads
+        counted_attention = self._counted_attention
+        if counted_attention is None:
+            counted_attention = mx.zeros((B, H, 0))
+        # Entries appended since the last count have not received any attention yet.
+        n_new = self._n_entries - counted_attention.shape[2]
+        received_attention = mx.pad(counted_attention, [(0, 0), (0, 0), (0, n_new)])
+        if self._waiting_queries:
+            queries = mx.concatenate(self._waiting_queries, axis=2)
             # The waiting queries belong to the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
-            voters = self.make_voters(queries, positions, entries_shape)
-            return self._entries_in_row_order(voting_queries=voters).votes
-
-        return self.attention_count.total_attention(entries_shape, count_votes)
+            voters = self.make_voters(queries, positions, (B, H, self._n_entries))
+            new_votes = self._entries_in_row_order(voting_queries=voters).votes
+            received_attention = received_attention + new_votes
+        return received_attention
 
     @property
     def recorded(self) -> list[mx.array]:
         """Return the recorded arrays to evaluate after each decoded token."""
-        return [*super().recorded, *self.attention_count.arrays]
+        counted = [] if self._counted_attention is None else [self._counted_attention]
+        return [*super().recorded, *self._waiting_queries, *counted]
 
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
