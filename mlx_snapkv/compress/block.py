@@ -163,8 +163,7 @@ class BlockKVCache(EvictingCache):
         # Queries before the window can't vote, because entries that they saw may have been evicted.
         n_voters = min(self.policy.obs_window, max(1, self.quota.n_window))
         entries = self.held(n_voters)
-        entries.budget = self.quota.entries
-        entries.n_window = self.quota.n_window
+        entries.quota = self.quota
         kept_indices = select(self.policy.score(entries), self.quota)
         kept_entries = entries.take(kept_indices)
         # Drop the other references to the buffers, or the next write would copy them.

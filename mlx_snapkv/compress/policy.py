@@ -96,10 +96,6 @@ class Policy(Hyperparameters, ABC):
         """Return whether the cache's shape stays constant while an answer is decoded."""
         return self.schedule == "once" and not self.grows
 
-    def window_size(self, budget: int) -> int:
-        """Return the number of recent entries that are always kept, with a budget of `budget` entries."""
-        return amount(self.n_window, budget)
-
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
@@ -111,8 +107,8 @@ class Policy(Hyperparameters, ABC):
 
     def _quota_of(self, n_entries: int) -> Quota:
         """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
-        quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window_size(n_entries))
-        return quota.shrunk_to_fit()
+        n_window = amount(self.n_window, n_entries)
+        return Quota(n_entries, self.n_sink, n_window).shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether a prompt of `n_prompt` tokens fits the budget."""

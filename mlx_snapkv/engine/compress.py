@@ -311,8 +311,7 @@ def _score_and_select(entries: Entries, policy: Policy, quota: Quota) -> Choice:
 
     The result is evaluated asynchronously.
     """
-    entries.budget = quota.entries
-    entries.n_window = quota.n_window
+    entries.quota = quota
     # Compute the scores first: a policy may compute scores and votes in the same pass.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None
