@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..entries.quota import Quota
 from ..errors import SnapKVError
-from ..hyperparameters import Hyperparameters, amount, count, entry_count
+from ..hyperparameters import Hyperparameters, amount, count, entry_count, option
 
 POLICIES: dict[str, type[Policy]] = {}  # name -> class, filled by `Policy.__init_subclass__`
 
@@ -33,7 +33,6 @@ class Policy(Hyperparameters, ABC):
 
     summary: ClassVar[str]  # short description of the entries that are kept
     paper: ClassVar[str]  # authors, year and arXiv number, or an empty string
-    schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
     # Override these if the policy needs more than keys and values.
     obs_window: ClassVar[int] = 0  # number of recent queries that vote
@@ -49,7 +48,7 @@ class Policy(Hyperparameters, ABC):
     n_sink: int = count(0)
     n_window: int | str = entry_count("10%")
     min_ctx: int = count(0)
-    schedule: str = "block"
+    schedule: str = option("block", ("once", "block").__contains__, "once or block")
     block: int = count(512, least=1)
 
     def __init_subclass__(cls, registered: bool = True, **kwargs):
@@ -65,11 +64,10 @@ class Policy(Hyperparameters, ABC):
             )
 
     def __post_init__(self):
-        """Check the schedule, and the budget if it is a number. A share is checked in `quota`."""
+        """Check the budget if it is a number. A share is checked in `quota`."""
         super().__post_init__()
         if isinstance(self.budget, int):
             self._require_usable_budget(self.budget)
-        self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
