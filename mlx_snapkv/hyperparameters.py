@@ -61,8 +61,14 @@ def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
 
 def entry_count(default: int | str | None, least: int = 0, example: str = "25%") -> Any:
     """Return a field for a number of entries, either an integer of at least `least` or a share such as `example`."""
+
+    def is_allowed(value: Any) -> bool:
+        if isinstance(value, str):
+            return 0 < _share(value) <= 1
+        return is_whole(value) and value >= least
+
     allowed = f'a whole number of entries of at least {least} or a share such as "{example}"'
-    return option(default, lambda value: is_amount(value, least), allowed)
+    return option(default, is_allowed, allowed)
 
 
 def choice(*values: str, help: str = "") -> Any:
@@ -79,13 +85,6 @@ def folder(help: str = "") -> Any:
 def is_whole(value: object) -> bool:
     """Return whether `value` is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_amount(value: Any, least: int = 0) -> bool:
-    """Return whether `value` is an integer of at least `least`, or a share above 0% and up to 100%."""
-    if isinstance(value, str):
-        return 0 < _share(value) <= 1
-    return is_whole(value) and value >= least
 
 
 def is_writable_folder(value: Any) -> bool:
