@@ -144,7 +144,12 @@ class Hyperparameters:
 
     def __post_init__(self):
         """Validate all fields. Raises: SnapKVError: a value is not allowed."""
-        self._check_options()
+        for name, check in self._checks().items():
+            value = getattr(self, name)
+            is_unset = value is None and getattr(type(self), name) is None  # None is the default
+            self._require(name, is_unset or check["is_allowed"](value), check["allowed"])
+            is_too_large = isinstance(value, int) and value > MAX_NUMBER
+            self._require(name, not is_too_large, f"at most {MAX_NUMBER}")
 
     @classmethod
     def options(cls) -> list[str]:
@@ -220,15 +225,6 @@ class Hyperparameters:
             if name != self.implied_option and value != defaults.get(name, value):
                 changed.append(f"{name}={value}")
         return f"{self.name}:{','.join(changed)}" if changed else self.name
-
-    def _check_options(self) -> None:
-        """Validate all fields. Raises: SnapKVError: a value is not allowed."""
-        for name, check in self._checks().items():
-            value = getattr(self, name)
-            is_unset = value is None and getattr(type(self), name) is None  # None is the default
-            self._require(name, is_unset or check["is_allowed"](value), check["allowed"])
-            is_too_large = isinstance(value, int) and value > MAX_NUMBER
-            self._require(name, not is_too_large, f"at most {MAX_NUMBER}")
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class SnapKV(Policy):
 
     def __post_init__(self):
         """Check options that depend on each other, and derive `budget` from `top_k` or vice versa."""
-        self._check_options()
+        super().__post_init__()
         fits_pool = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", fits_pool, f"odd with pool={self.pool}")
         if self.on_full == "slide":
@@ -78,9 +78,9 @@ class SnapKV(Policy):
             leaves_room_for_top_k = budget is not None
             self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             object.__setattr__(self, "budget", budget)
+            self._require_usable_budget(self.budget)
         else:
             self._derive_top_k()
-        super().__post_init__()
 
     def _derive_top_k(self) -> None:
         """Set `top_k` to the number of entries that `budget` leaves for voting.
