@@ -72,9 +72,3 @@ def filled_cache(model, tokens, n_queries=None):
 
 def is_quantised(cache):
     return getattr(cache, "quantization", None) is not None
-
-
-def in_order(cache):
-    """Return the stored keys, stored values and positions of all entries, ordered by position."""
-    held = cache.held()
-    return held.stored_keys, held.stored_values, held.positions

@@ -84,15 +84,6 @@ def test_keys_are_latents_with_positional_keys_and_values_are_latents(name):
             assert mx.array_equal(read(3, 9), whole[:, :, 3:9])
 
 
-def test_sparse_attention_is_refused_where_a_cache_cannot_attend(model):
-    if is_type(model, "gemma3n", "gemma4_text"):
-        return  # their lending layers read all entries: tests/engine/test_sparse.py
-    with pytest.raises(
-        SnapKVError, match=r"^sparse attention is not possible on model type .*: its"
-    ):
-        steps(model, TOKENS, sparse="budget=20")
-
-
 @pytest.mark.parametrize(
     "options",
     [
