@@ -28,9 +28,6 @@ class LayerCache(ABC):
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
     stacks: bool = False
-    needs_layer: bool = (
-        False  # whether `layer` must be set after loading; see `matching.set_missing_layers`
-    )
     # Position of the first entry that was computed with sparse attention, or None if there isn't one.
     sparse_from: int | None = None
     block: int = 1  # number of tokens between evictions

@@ -55,7 +55,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     keys: Any
     values: Any
     policy: Policy | None = None
-    is_compressed = needs_layer = stacks = True
+    is_compressed = stacks = True
     positions: mx.array
     _n_entries = 0  # per KV head
 
