@@ -1,6 +1,7 @@
 """Helpers for generation tests: our requests and mlx-lm's own."""
 
 import gc
+import itertools
 import sys
 
 import mlx.core as mx
@@ -40,6 +41,16 @@ def fail_in(call, model, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "__call__", failing)
+
+
+def random_tokens(n, seed=0):
+    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
+
+
+def forced(tokens):
+    """Return a sampler that returns these tokens, and then 0."""
+    answer = itertools.chain(tokens, itertools.repeat(0))
+    return lambda _: mx.array([next(answer)])
 
 
 def steps(model, prompt, n=12, **keywords):

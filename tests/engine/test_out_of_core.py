@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, plain, steps
+from request_helpers import assert_same, plain, random_tokens, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import prefill
@@ -19,10 +19,6 @@ from mlx_snapkv.sparse.stored_cache import StoredKVCache
 
 SPARSE = f"budget=60,n_sink=4,n_window=16,read_top_k={PAGE_SIZE},when=always"
 IN_FILES = f"{SPARSE},store=file"
-
-
-def random_tokens(n, seed=0):
-    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
 
 
 @pytest.fixture(params=[make_llama, make_qwen])

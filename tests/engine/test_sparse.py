@@ -1,7 +1,5 @@
 """Sparse attention in requests: what tokens read, when they start to choose, and prompts left to mlx-lm."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from entry_helpers import exact_up_to
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
-from request_helpers import assert_same, fail_in, plain, steps
+from request_helpers import assert_same, fail_in, forced, plain, random_tokens, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step, stream_generate
@@ -17,10 +15,6 @@ from mlx_snapkv.models import patch
 from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE, Sparse
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
-
-
-def random_tokens(n, seed=0):
-    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
 
 
 # Grouped queries, sinks, a hybrid, shared entries, keys wider than values, learned positions.
@@ -39,9 +33,8 @@ def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(
 
     def away(budget: int) -> float:
         sparse = f"budget={budget},n_sink=1,n_window=8,read=dense,when=always"
-        said = itertools.chain([token for token, _ in full], itertools.repeat(0))
-        sampler = {"sampler": lambda _: mx.array([next(said)])}
-        found = steps(model, prompt, 8, sparse=sparse, **sampler)
+        sampler = forced(token for token, _ in full)
+        found = steps(model, prompt, 8, sparse=sparse, sampler=sampler)
         return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
 
     assert 0 < away(99) < 0.5 * away(20)  # tokens of both see unread entries as means
