@@ -64,11 +64,11 @@ class LayerCache(ABC):
         return self.nbytes
 
     @abstractmethod
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries as stored, in order of position, with the last `n_queries` recorded queries as voters."""
+    def held(self) -> Entries:
+        """Return the entries as stored, in order of position, with the recorded queries as voters."""
 
     def stored_entries(self) -> Entries:
-        """Return the entries as stored, without queries."""
+        """Return the entries as stored."""
         return self.held()
 
     def cache_to_save(self) -> Any:

@@ -17,7 +17,7 @@ from ..entries.quantization import (
     with_new_rows,
     write_rows,
 )
-from ..entries.queries import CapturedQueries
+from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
 from .evicting import EvictingCache
@@ -160,10 +160,10 @@ class BlockKVCache(EvictingCache):
         if self._n_entries <= self.quota.entries:
             return
         assert self.policy is not None
-        # Queries before the window can't vote, because entries that they saw may have been evicted.
-        n_voters = min(self.policy.obs_window, max(1, self.quota.n_window))
-        entries = self.held(n_voters)
+        entries = self.held()
         entries.quota = self.quota
+        if self.policy.obs_window > 0:
+            entries.voting_queries = self._window_voters(entries.voting_queries)
         kept_indices = select(self.policy.score(entries), self.quota)
         kept_entries = entries.take(kept_indices)
         # Drop the other references to the buffers, or the next write would copy them.
@@ -174,6 +174,19 @@ class BlockKVCache(EvictingCache):
             self.keys = self.values = None
         self.replace_entries(kept_entries)
 
+    def _window_voters(self, voters: Queries | None) -> Queries:
+        """Return the queries in the window, because entries that earlier queries saw may have been evicted.
+
+        Raises: SnapKVError: the queries were not recorded.
+        """
+        assert self.policy is not None
+        if voters is None:
+            raise SnapKVError(
+                f"{self.policy.name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
+                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
+            )
+        return voters.latest(min(self.policy.obs_window, max(1, self.quota.n_window)))
+
     def replace_entries(self, entries: Entries) -> None:
         """Replace all entries with `entries`, sorted by position and all before `offset`."""
         entries = entries.with_quantization(self.quantization)
@@ -183,10 +196,10 @@ class BlockKVCache(EvictingCache):
         self._counted_attention = entries.received_attention
         self._waiting_queries = []
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in row order, which is position order. The last `n_queries` queries are the voters."""
+    def held(self) -> Entries:
+        """Return the entries in row order, which is position order, with the recorded queries as voters."""
         return self._entries_in_row_order(
-            voting_queries=self._last_voters(n_queries),
+            voting_queries=self.recorded_voters((*self._batch_and_heads, self._n_entries)),
             received_attention=self._received_attention(),
         )
 

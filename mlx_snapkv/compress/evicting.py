@@ -21,9 +21,8 @@ from ..entries.quantization import (
     pack,
     slice_rows,
 )
-from ..entries.queries import Queries, Recorder
+from ..entries.queries import Recorder
 from ..entries.query_moments import QueryMoments
-from ..errors import SnapKVError
 from .policies import policy_named
 from .policy import Policy
 
@@ -200,22 +199,3 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             statistics=self.statistics,
             **more_fields,
         )
-
-    def _last_voters(self, n: int) -> Queries | None:
-        """Return the last `n` queries as voters, or None if `n` is 0.
-
-        Raises: SnapKVError: the queries were not recorded.
-        """
-        if n == 0:
-            return None
-        positions = self.query_positions[-n:]
-        expected_stop = min(self.last, self.offset)
-        are_missing = not positions or positions.stop < expected_stop
-        if are_missing:
-            policy_name = self.policy.name if self.policy else "a policy"
-            raise SnapKVError(
-                f"{policy_name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
-                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
-            )
-        entries_shape = (*self._batch_and_heads, self._n_entries)
-        return self.make_voters(self.queries[:, :, -n:], positions, entries_shape)

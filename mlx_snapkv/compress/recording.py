@@ -51,19 +51,13 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.keys, self.values = entries.dequantized()
         self.offset = len(entries)
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries, with all recorded queries as voters.
-
-        `n_queries` is ignored because `first` and `last` determine the voters.
-        """
+    def held(self) -> Entries:
+        """Return the entries, with the recorded queries as voters."""
         keys, values = self.keys_and_values()
-        voting_queries = None
-        if self.n_queries:
-            voting_queries = self.make_voters(self.queries, self.query_positions, keys.shape)
         return Entries(
             keys,
             values,
-            voting_queries,
+            self.recorded_voters(keys.shape),
             layer=self.layer,
             statistics=self.statistics,
             shared_votes=self._shared_votes,

@@ -247,6 +247,17 @@ class Recorder:
             logit_cap=logit_cap,
         )
 
+    def recorded_voters(self, entries_shape: tuple[int, ...]) -> Queries | None:
+        """Return all recorded queries as voters, or None if the newest tokens' queries were not recorded.
+
+        Args:
+            entries_shape: see `make_voters`.
+        """
+        positions = self.query_positions
+        if not positions or positions.stop < min(self.last, self.offset):
+            return None
+        return self.make_voters(self.queries, positions, entries_shape)
+
     @property
     def queries(self) -> mx.array:
         """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`."""
