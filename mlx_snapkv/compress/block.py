@@ -21,6 +21,7 @@ from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
 from .evicting import EvictingCache
+from .policies import policy_named
 from .policy import Policy
 from .selection import select
 
@@ -38,7 +39,7 @@ class BlockKVCache(EvictingCache):
     than `block` tokens is kept in full until the next update.
 
     Args:
-        policy: policy that scores the entries. None disables eviction.
+        policy: policy that scores the entries.
         quota: number of entries to keep at each eviction.
         block: number of tokens between evictions.
         layer: the cache's `AttentionLayer`.
@@ -61,7 +62,7 @@ class BlockKVCache(EvictingCache):
 
     def __init__(
         self,
-        policy: Policy | None,
+        policy: Policy,
         quota: Quota,
         block: int,
         *,
@@ -72,9 +73,7 @@ class BlockKVCache(EvictingCache):
         counts_attention: bool = False,
     ):
         """Start empty. The first update allocates the buffers."""
-        if policy is not None and newest is None:
-            newest = policy.obs_window
-        super().__init__(last=last, newest=newest)
+        super().__init__(last=last, newest=policy.obs_window if newest is None else newest)
         self.keys = self.values = None
         self.offset = self._n_entries = 0
         self.policy = policy
@@ -82,8 +81,7 @@ class BlockKVCache(EvictingCache):
         self.block = block
         self.layer = layer
         self.quantization = quantization
-        policy_needs_attention = policy is not None and policy.accumulates_attention
-        self.counts_attention = counts_attention or policy_needs_attention
+        self.counts_attention = counts_attention or policy.accumulates_attention
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
         # Counting reads all keys, so single-token queries wait here, `(B, n_heads, L, head_dim)` each.
@@ -94,6 +92,7 @@ class BlockKVCache(EvictingCache):
     def _saved_numbers(self) -> dict[str, Any]:
         """Return the attributes to save as JSON, by name."""
         return super()._saved_numbers() | {
+            "policy": str(self.policy),
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
             "counts": self.counts_attention,
@@ -110,12 +109,18 @@ class BlockKVCache(EvictingCache):
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore the saved attributes."""
         super()._restore(numbers, arrays)
+        self.policy = policy_named(numbers["policy"])
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
         self.counts_attention = numbers["counts"]
         self._counted_attention = arrays.get("received")
         self._waiting_queries = list(arrays.get("waiting", []))
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        """Return whether the policy needs the queries of later tokens."""
+        return self.policy.observes_answer
 
     @property
     def capacity(self) -> int:
@@ -159,7 +164,6 @@ class BlockKVCache(EvictingCache):
         """Evict all but the `quota.entries` highest-scoring entries."""
         if self._n_entries <= self.quota.entries:
             return
-        assert self.policy is not None
         entries = self.held()
         entries.quota = self.quota
         if self.policy.obs_window > 0:
@@ -179,7 +183,6 @@ class BlockKVCache(EvictingCache):
 
         Raises: SnapKVError: the queries were not recorded.
         """
-        assert self.policy is not None
         if voters is None:
             raise SnapKVError(
                 f"{self.policy.name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
@@ -256,7 +259,7 @@ class BlockKVCache(EvictingCache):
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
         is_between_steady_tokens = self.offset in self.steady[1:]
-        if self.policy is None or is_between_steady_tokens:
+        if is_between_steady_tokens:
             return False
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
