@@ -56,29 +56,20 @@ class OptionError(SnapKVError):
 
     Attributes:
         option: name of the option.
-        allowed: the allowed values, phrased to follow "must be".
-        got: the rejected value.
     """
 
     def __init__(self, option: str, allowed: str, got: Any):
         """Create the error with the message "OPTION must be ALLOWED, got VALUE"."""
         super().__init__("{} must be {}, got {!r}", Option(option), allowed, got)
         self.option = option
-        self.allowed = allowed
-        self.got = got
 
 
 class ConflictError(SnapKVError):
-    """Two options can't be combined.
-
-    Attributes:
-        options: the two options. The second one may be a description of several options.
-    """
+    """Two options can't be combined."""
 
     def __init__(self, option: Option, other: Option | str):
-        """Create the error with a message that asks the user to drop one of the options."""
+        """Create the error with a message that asks the user to drop one. `other` may describe several options."""
         super().__init__("{} can't be combined with {}: drop one of them", option, other)
-        self.options = option, other
 
 
 class UnknownOptionError(SnapKVError):

@@ -58,8 +58,14 @@ def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
 
 def entry_count(default: int | str | None, least: int = 0, example: str = "25%") -> Any:
     """Return a field for a number of entries, either an integer of at least `least` or a share such as `example`."""
+
+    def is_allowed(value: Any) -> bool:
+        if isinstance(value, str):
+            return 0 < _share(value) <= 1
+        return is_whole(value) and value >= least
+
     allowed = f'a whole number of entries of at least {least} or a share such as "{example}"'
-    return option(default, lambda value: is_amount(value, least), allowed)
+    return option(default, is_allowed, allowed)
 
 
 def choice(*values: str) -> Any:
@@ -76,13 +82,6 @@ def folder() -> Any:
 def is_whole(value: object) -> bool:
     """Return whether `value` is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_amount(value: Any, least: int = 0) -> bool:
-    """Return whether `value` is an integer of at least `least`, or a share above 0% and up to 100%."""
-    if isinstance(value, str):
-        return 0 < _share(value) <= 1
-    return is_whole(value) and value >= least
 
 
 def is_writable_folder(value: Any) -> bool:
@@ -142,7 +141,12 @@ class Hyperparameters:
 
     def __post_init__(self):
         """Validate all fields. Raises: SnapKVError: a value is not allowed."""
-        self._check_options()
+        for name, check in self._checks().items():
+            value = getattr(self, name)
+            is_unset = value is None and getattr(type(self), name) is None  # None is the default
+            self._require(name, is_unset or check["is_allowed"](value), check["allowed"])
+            is_too_large = isinstance(value, int) and value > MAX_NUMBER
+            self._require(name, not is_too_large, f"at most {MAX_NUMBER}")
 
     @classmethod
     def options(cls) -> list[str]:
@@ -218,15 +222,6 @@ class Hyperparameters:
             if name != self.implied_option and value != defaults.get(name, value):
                 changed.append(f"{name}={value}")
         return f"{self.name}:{','.join(changed)}" if changed else self.name
-
-    def _check_options(self) -> None:
-        """Validate all fields. Raises: SnapKVError: a value is not allowed."""
-        for name, check in self._checks().items():
-            value = getattr(self, name)
-            is_unset = value is None and getattr(type(self), name) is None  # None is the default
-            self._require(name, is_unset or check["is_allowed"](value), check["allowed"])
-            is_too_large = isinstance(value, int) and value > MAX_NUMBER
-            self._require(name, not is_too_large, f"at most {MAX_NUMBER}")
 
     @classmethod
     def _checks(cls) -> dict[str, Any]:

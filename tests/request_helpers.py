@@ -1,6 +1,7 @@
 """Helpers for generation tests: our requests and mlx-lm's own."""
 
 import gc
+import itertools
 import sys
 
 import mlx.core as mx
@@ -42,6 +43,16 @@ def fail_in(call, model, monkeypatch):
     monkeypatch.setattr(type(model), "__call__", failing)
 
 
+def random_tokens(n, seed=0):
+    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
+
+
+def forced(tokens):
+    """Return a sampler that returns these tokens, and then 0."""
+    answer = itertools.chain(tokens, itertools.repeat(0))
+    return lambda _: mx.array([next(answer)])
+
+
 def steps(model, prompt, n=12, **keywords):
     """Return the tokens and log-probabilities of our generate_step."""
     return list(generate_step(prompt, model, max_tokens=n, **keywords))
@@ -72,9 +83,3 @@ def filled_cache(model, tokens, n_queries=None):
 
 def is_quantised(cache):
     return getattr(cache, "quantization", None) is not None
-
-
-def in_order(cache):
-    """Return the stored keys, stored values and positions of all entries, ordered by position."""
-    held = cache.held()
-    return held.stored_keys, held.stored_values, held.positions

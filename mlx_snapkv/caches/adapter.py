@@ -77,8 +77,8 @@ class FullCache(LayerCache):
         """Return the number of entries, one per token."""
         return self.offset
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries. `n_queries` is ignored, because mlx-lm's caches don't record queries."""
+    def held(self) -> Entries:
+        """Return the entries, without voters: mlx-lm's caches don't record queries."""
         keys, values = slice_rows(self.sample_entries, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 
@@ -118,7 +118,7 @@ class StateCache(LayerCache):
         """Return the wrapped mlx-lm cache."""
         return self.cache
 
-    def held(self, n_queries: int = 0) -> Entries:
+    def held(self) -> Entries:
         """Raise TypeError, because no policy can choose among these entries."""
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 

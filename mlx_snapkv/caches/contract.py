@@ -27,9 +27,6 @@ class LayerCache(ABC):
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
     stacks: bool = False
-    needs_layer: bool = (
-        False  # whether `layer` must be set after loading; see `matching.set_missing_layers`
-    )
     # Position of the first entry that was computed with sparse attention, or None if there isn't one.
     sparse_from: int | None = None
     block: int = 1  # number of tokens between evictions
@@ -61,11 +58,11 @@ class LayerCache(ABC):
         return self.nbytes
 
     @abstractmethod
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries as stored, in order of position, with the last `n_queries` recorded queries as voters."""
+    def held(self) -> Entries:
+        """Return the entries as stored, in order of position, with the recorded queries as voters."""
 
     def stored_entries(self) -> Entries:
-        """Return the entries as stored, without queries."""
+        """Return the entries as stored."""
         return self.held()
 
     def cache_to_save(self) -> Any:

@@ -187,10 +187,7 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
     Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """
     for layer in layers:
-        find_reason = layer.family.why_unquantizable
-        if find_reason is None:
-            continue
-        reason = find_reason(list(layer.readers))
+        reason = layer.family.why_unquantizable(list(layer.readers))
         if reason:
             raise UnsupportedModelError("{}: " + remedy, reason, option)
 

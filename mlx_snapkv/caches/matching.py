@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from ..errors import SnapKVError
 from .adapter import layer_cache
 from .contract import LayerCache
-from .layers import all_caches, attention_layers, layer_caches, slots, token_caches
+from .layers import all_caches, attention_layers, is_compressed, layer_caches, slots, token_caches
 
 # Cache classes that have entries and may replace a model's `KVCache`.
 KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
@@ -56,12 +56,11 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def set_missing_layers(prompt_cache: list, model) -> None:
-    """Set `layer` on caches that were loaded from a file and need it."""
-    needs_layers = any(cache.needs_layer for cache in layer_caches(prompt_cache))
-    if not needs_layers:
+    """Set `layer` on compressed caches that were loaded from a file."""
+    if not is_compressed(prompt_cache):
         return
     for layer in attention_layers(model, prompt_cache):
-        if layer.layer_cache_in(prompt_cache).needs_layer:
+        if layer.layer_cache_in(prompt_cache).is_compressed:
             layer.cache_in(prompt_cache).layer = layer
 
 

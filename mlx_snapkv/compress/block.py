@@ -17,11 +17,11 @@ from ..entries.quantization import (
     with_new_rows,
     write_rows,
 )
-from ..entries.queries import CapturedQueries
+from ..entries.queries import CapturedQueries, Queries
 from ..entries.quota import UNLIMITED, Quota
 from ..errors import SnapKVError
-from .attention_count import AttentionCount
 from .evicting import EvictingCache
+from .policies import policy_named
 from .policy import Policy
 from .selection import select
 
@@ -39,14 +39,14 @@ class BlockKVCache(EvictingCache):
     than `block` tokens is kept in full until the next update.
 
     Args:
-        policy: policy that scores the entries. None disables eviction.
+        policy: policy that scores the entries.
         quota: number of entries to keep at each eviction.
         block: number of tokens between evictions.
         layer: the cache's `AttentionLayer`.
         last: position after the last query that may vote.
         newest: number of recent queries to keep for voting. Defaults to `policy.obs_window`.
         quantization: how the entries are quantised, or None if they are not.
-        attention_count: attention count to start with. By default, a new one is created if the policy needs it.
+        counts_attention: whether to count the attention that entries receive, even if `policy` does not need it.
 
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
@@ -62,7 +62,7 @@ class BlockKVCache(EvictingCache):
 
     def __init__(
         self,
-        policy: Policy | None,
+        policy: Policy,
         quota: Quota,
         block: int,
         *,
@@ -70,12 +70,10 @@ class BlockKVCache(EvictingCache):
         last: float = math.inf,
         newest: int | None = None,
         quantization: Quantization | None = None,
-        attention_count: AttentionCount | None = None,
+        counts_attention: bool = False,
     ):
         """Start empty. The first update allocates the buffers."""
-        if policy is not None and newest is None:
-            newest = policy.obs_window
-        super().__init__(last=last, newest=newest)
+        super().__init__(last=last, newest=policy.obs_window if newest is None else newest)
         self.keys = self.values = None
         self.offset = self._n_entries = 0
         self.policy = policy
@@ -83,38 +81,46 @@ class BlockKVCache(EvictingCache):
         self.block = block
         self.layer = layer
         self.quantization = quantization
-        accumulates_attention = policy is not None and policy.accumulates_attention
-        self.attention_count = attention_count or AttentionCount(is_counting=accumulates_attention)
+        self.counts_attention = counts_attention or policy.accumulates_attention
+        # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
+        self._counted_attention: mx.array | None = None
+        # Counting reads all keys, so single-token queries wait here, `(B, n_heads, L, head_dim)` each.
+        self._waiting_queries: list[mx.array] = []
         # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
 
     def _saved_numbers(self) -> dict[str, Any]:
         """Return the attributes to save as JSON, by name."""
         return super()._saved_numbers() | {
+            "policy": str(self.policy),
             "quota": vars(self.quota),
             "steady": [self.steady.start, self.steady.stop],
-            "counts": self.attention_count.is_counting,
+            "counts": self.counts_attention,
         }
 
     def _saved_arrays(self) -> dict[str, Any]:
         """Return the attributes to save as arrays, by name."""
         return super()._saved_arrays() | {
             "kept_positions": self._kept_positions,
-            "received": self.attention_count.received_attention,
-            "waiting": self.attention_count.waiting_queries,
+            "received": self._counted_attention,
+            "waiting": self._waiting_queries,
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore the saved attributes."""
         super()._restore(numbers, arrays)
+        self.policy = policy_named(numbers["policy"])
         self.quota = Quota(**numbers["quota"])
         self.steady = range(*numbers["steady"])
         self._kept_positions = arrays.get("kept_positions")
-        self.attention_count = AttentionCount(
-            is_counting=numbers["counts"],
-            received_attention=arrays.get("received"),
-            waiting_queries=list(arrays.get("waiting", [])),
-        )
+        self.counts_attention = numbers["counts"]
+        self._counted_attention = arrays.get("received")
+        self._waiting_queries = list(arrays.get("waiting", []))
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        """Return whether the policy needs the queries of later tokens."""
+        return self.policy.observes_answer
 
     @property
     def capacity(self) -> int:
@@ -158,12 +164,10 @@ class BlockKVCache(EvictingCache):
         """Evict all but the `quota.entries` highest-scoring entries."""
         if self._n_entries <= self.quota.entries:
             return
-        assert self.policy is not None
-        # Queries before the window can't vote, because entries that they saw may have been evicted.
-        n_voters = min(self.policy.obs_window, max(1, self.quota.n_window))
-        entries = self.held(n_voters)
-        entries.budget = self.quota.entries
-        entries.n_window = self.quota.n_window
+        entries = self.held()
+        entries.quota = self.quota
+        if self.policy.obs_window > 0:
+            entries.voting_queries = self._window_voters(entries.voting_queries)
         kept_indices = select(self.policy.score(entries), self.quota)
         kept_entries = entries.take(kept_indices)
         # Drop the other references to the buffers, or the next write would copy them.
@@ -174,25 +178,38 @@ class BlockKVCache(EvictingCache):
             self.keys = self.values = None
         self.replace_entries(kept_entries)
 
+    def _window_voters(self, voters: Queries | None) -> Queries:
+        """Return the queries in the window, because entries that earlier queries saw may have been evicted.
+
+        Raises: SnapKVError: the queries were not recorded.
+        """
+        if voters is None:
+            raise SnapKVError(
+                f"{self.policy.name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
+                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
+            )
+        return voters.latest(min(self.policy.obs_window, max(1, self.quota.n_window)))
+
     def replace_entries(self, entries: Entries) -> None:
         """Replace all entries with `entries`, sorted by position and all before `offset`."""
         entries = entries.with_quantization(self.quantization)
         self._n_entries = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self.attention_count = self.attention_count.restarted_from(entries.received_attention)
+        self._counted_attention = entries.received_attention
+        self._waiting_queries = []
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in row order, which is position order. The last `n_queries` queries are the voters."""
+    def held(self) -> Entries:
+        """Return the entries in row order, which is position order, with the recorded queries as voters."""
         return self._entries_in_row_order(
-            voting_queries=self._last_voters(n_queries),
+            voting_queries=self.recorded_voters((*self._batch_and_heads, self._n_entries)),
             received_attention=self._received_attention(),
         )
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
         """Record the newest tokens' queries, and count their attention if the policy needs it."""
         super()._record_chunk(captured)
-        if self.attention_count.is_counting:
+        if self.counts_attention:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
@@ -205,34 +222,44 @@ class BlockKVCache(EvictingCache):
         if n_voters <= 0:
             return
         queries = mx.contiguous(captured.to_key_space(captured.queries[:, :, :n_voters]))
-        self.attention_count = self.attention_count.with_queries(queries)
+        self._waiting_queries = [*self._waiting_queries, queries]
         is_chunk = n_voters > 1
-        is_block_complete = len(self.attention_count.waiting_queries) >= self.block
+        is_block_complete = len(self._waiting_queries) >= self.block
         if is_chunk or is_block_complete:
-            self.attention_count = self.attention_count.restarted_from(self._received_attention())
+            self._counted_attention = self._received_attention()
+            self._waiting_queries = []
 
     def _received_attention(self) -> mx.array | None:
         """Return the attention that each entry has received, `(B, n_kv_heads, size())` float32, or None if unknown."""
-        entries_shape = (*self._batch_and_heads, self._n_entries)
-
-        def count_votes(queries: mx.array) -> mx.array:
+        if not self.counts_attention and self._counted_attention is None:
+            return None
+        B, H = self._batch_and_heads
+        counted_attention = self._counted_attention
+        if counted_attention is None:
+            counted_attention = mx.zeros((B, H, 0))
+        # Entries appended since the last count have not received any attention yet.
+        n_new = self._n_entries - counted_attention.shape[2]
+        received_attention = mx.pad(counted_attention, [(0, 0), (0, 0), (0, n_new)])
+        if self._waiting_queries:
+            queries = mx.concatenate(self._waiting_queries, axis=2)
             # The waiting queries belong to the newest tokens before `last`.
             stop = int(min(self.last, self.offset))
             positions = range(stop - queries.shape[2], stop)
-            voters = self.make_voters(queries, positions, entries_shape)
-            return self._entries_in_row_order(voting_queries=voters).votes
-
-        return self.attention_count.total_attention(entries_shape, count_votes)
+            voters = self.make_voters(queries, positions, (B, H, self._n_entries))
+            new_votes = self._entries_in_row_order(voting_queries=voters).votes
+            received_attention = received_attention + new_votes
+        return received_attention
 
     @property
     def recorded(self) -> list[mx.array]:
         """Return the recorded arrays to evaluate after each decoded token."""
-        return [*super().recorded, *self.attention_count.arrays]
+        counted = [] if self._counted_attention is None else [self._counted_attention]
+        return [*super().recorded, *self._waiting_queries, *counted]
 
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
         is_between_steady_tokens = self.offset in self.steady[1:]
-        if self.policy is None or is_between_steady_tokens:
+        if is_between_steady_tokens:
             return False
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums

@@ -23,31 +23,19 @@ def make_decode_cache(
         policy: the policy that compressed the prompt. Its `schedule` and `on_full` determine the type of the cache.
         quota: number of entries that the policy keeps in this layer.
     """
-    cache: EvictingCache
     if policy.schedule == "block":
-        cache = _block_cache(kept_entries, offset, policy, quota)
-    elif policy.grows:  # all entries are pinned, and the window starts empty
-        cache = _window_cache(kept_entries, offset, n_pinned=len(kept_entries), n_window=None)
-    else:  # the newest entries go into the sliding window
-        n_pinned = max(0, len(kept_entries) - quota.n_window)
-        cache = _window_cache(kept_entries, offset, n_pinned, quota.n_window)
-    cache.layer = layer
-    return cache
-
-
-def _block_cache(kept_entries: Entries, offset: int, policy: Policy, quota: Quota) -> BlockKVCache:
-    """Build a cache that keeps evicting with `policy`."""
-    cache = BlockKVCache(policy, quota, policy.block, quantization=kept_entries.quantization)
-    cache.offset = offset
-    cache.replace_entries(kept_entries)
-    return cache
-
-
-def _window_cache(
-    kept_entries: Entries, offset: int, n_pinned: int, n_window: int | None
-) -> SnapKVCache:
-    """Build a cache that pins the first `n_pinned` kept entries. The rest go into its window."""
-    return SnapKVCache(
+        block_cache = BlockKVCache(
+            policy, quota, policy.block, layer=layer, quantization=kept_entries.quantization
+        )
+        block_cache.offset = offset
+        block_cache.replace_entries(kept_entries)
+        return block_cache
+    n_pinned = len(kept_entries)
+    n_window = None  # the window starts empty and grows
+    if not policy.grows:  # the newest entries go into the sliding window
+        n_window = quota.n_window
+        n_pinned = max(0, n_pinned - n_window)
+    window_cache = SnapKVCache(
         kept_entries.stored_keys,
         kept_entries.stored_values,
         mx.contiguous(kept_entries.positions[..., :n_pinned]),
@@ -55,3 +43,5 @@ def _window_cache(
         n_window=n_window,
         quantization=kept_entries.quantization,
     )
+    window_cache.layer = layer
+    return window_cache

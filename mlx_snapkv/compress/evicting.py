@@ -21,22 +21,18 @@ from ..entries.quantization import (
     pack,
     slice_rows,
 )
-from ..entries.queries import Queries, Recorder
+from ..entries.queries import Recorder
 from ..entries.query_moments import QueryMoments
-from ..errors import SnapKVError
-from .policies import policy_named
-from .policy import Policy
 
 
 class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
-    """Base class for caches that evict entries. It stores and saves the entries, and passes them to the policy.
+    """Base class for caches that evict entries. It stores and saves the entries.
 
     The entries are in the first `size()` rows of the buffers `keys` and `values`. Subclasses define the row order and
     decide when to evict.
 
     Attributes:
         keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the arrays of quantised entries.
-        policy: policy that scores the entries, or None if they are never scored.
         positions: original position of each row's entry, uint32 `(B, n_kv_heads, size())`.
         layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """
@@ -54,8 +50,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     keys: Any
     values: Any
-    policy: Policy | None = None
-    is_compressed = needs_layer = stacks = True
+    is_compressed = stacks = True
     positions: mx.array
     _n_entries = 0  # per KV head
 
@@ -109,7 +104,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def _saved_numbers(self) -> dict[str, Any]:
         """Return the attributes to save as JSON, by name."""
         return {
-            "policy": None if self.policy is None else str(self.policy),
             "quantization": None if self.quantization is None else vars(self.quantization),
             "n_counted": self.moments.n_counted,
             "counted_to": self.moments.counted_to,
@@ -129,8 +123,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore the saved attributes. Files turn tuples into lists, and omit empty lists."""
-        policy_string = numbers["policy"]
-        self.policy = None if policy_string is None else policy_named(policy_string)
         quantization_fields = numbers["quantization"]
         if quantization_fields is None:
             self.quantization = None
@@ -153,11 +145,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def is_trimmable(self) -> bool:
         """Return False, because mlx-lm may trim any number of tokens and evicted entries can't be restored."""
         return False
-
-    @property
-    def observes(self) -> bool:  # type: ignore[override]
-        """Return whether the policy needs the queries of later tokens."""
-        return self.policy is not None and self.policy.observes_answer
 
     def size(self) -> int:
         """Return the number of entries per KV head."""
@@ -200,22 +187,3 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             statistics=self.statistics,
             **more_fields,
         )
-
-    def _last_voters(self, n: int) -> Queries | None:
-        """Return the last `n` queries as voters, or None if `n` is 0.
-
-        Raises: SnapKVError: the queries were not recorded.
-        """
-        if n == 0:
-            return None
-        positions = self.query_positions[-n:]
-        expected_stop = min(self.last, self.offset)
-        are_missing = not positions or positions.stop < expected_stop
-        if are_missing:
-            policy_name = self.policy.name if self.policy else "a policy"
-            raise SnapKVError(
-                f"{policy_name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
-                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
-            )
-        entries_shape = (*self._batch_and_heads, self._n_entries)
-        return self.make_voters(self.queries[:, :, -n:], positions, entries_shape)

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..entries.entries import Entries
 from ..entries.quota import Quota
 from ..errors import SnapKVError
-from ..hyperparameters import Hyperparameters, amount, count, entry_count
+from ..hyperparameters import Hyperparameters, amount, count, entry_count, option
 
 POLICIES: dict[str, type[Policy]] = {}  # name -> class, filled by `Policy.__init_subclass__`
 
@@ -33,7 +33,6 @@ class Policy(Hyperparameters, ABC):
 
     summary: ClassVar[str]  # short description of the entries that are kept
     paper: ClassVar[str]  # authors, year and arXiv number, or an empty string
-    schedules: ClassVar[tuple[str, ...]] = ("once", "block")
 
     # Override these if the policy needs more than keys and values.
     obs_window: ClassVar[int] = 0  # number of recent queries that vote
@@ -49,7 +48,7 @@ class Policy(Hyperparameters, ABC):
     n_sink: int = count(0)
     n_window: int | str = entry_count("10%")
     min_ctx: int = count(0)
-    schedule: str = "block"
+    schedule: str = option("block", ("once", "block").__contains__, "once or block")
     block: int = count(512, least=1)
 
     def __init_subclass__(cls, registered: bool = True, **kwargs):
@@ -65,11 +64,10 @@ class Policy(Hyperparameters, ABC):
             )
 
     def __post_init__(self):
-        """Check the schedule, and the budget if it is a number. A share is checked in `quota`."""
+        """Check the budget if it is a number. A share is checked in `quota`."""
         super().__post_init__()
         if isinstance(self.budget, int):
             self._require_usable_budget(self.budget)
-        self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
@@ -96,10 +94,6 @@ class Policy(Hyperparameters, ABC):
         """Return whether the cache's shape stays constant while an answer is decoded."""
         return self.schedule == "once" and not self.grows
 
-    def window_size(self, budget: int) -> int:
-        """Return the number of recent entries that are always kept, with a budget of `budget` entries."""
-        return amount(self.n_window, budget)
-
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
@@ -111,8 +105,8 @@ class Policy(Hyperparameters, ABC):
 
     def _quota_of(self, n_entries: int) -> Quota:
         """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
-        quota = Quota(entries=n_entries, n_sink=self.n_sink, n_window=self.window_size(n_entries))
-        return quota.shrunk_to_fit()
+        n_window = amount(self.n_window, n_entries)
+        return Quota(n_entries, self.n_sink, n_window).shrunk_to_fit()
 
     def fits(self, n_prompt: int) -> bool:
         """Return whether a prompt of `n_prompt` tokens fits the budget."""

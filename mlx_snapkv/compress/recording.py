@@ -51,11 +51,8 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         self.keys, self.values = entries.dequantized()
         self.offset = len(entries)
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries, with all recorded queries as voters.
-
-        `n_queries` is ignored because `first` and `last` determine the voters.
-        """
+    def held(self) -> Entries:
+        """Return the entries, with the recorded queries as voters."""
         keys, values = self.keys_and_values()
         return Entries(
             keys,

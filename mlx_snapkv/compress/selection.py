@@ -6,34 +6,27 @@ from ..entries.quota import Quota
 
 
 def select(scores: mx.array, quota: Quota) -> mx.array:
-    """Return the positions that fill `quota`, uint32 `(B, n_kv_heads, n)`. See `select_positions`."""
-    top_k = quota.entries - quota.n_sink - quota.n_window
-    return select_positions(scores, n_sink=quota.n_sink, top_k=top_k, n_window=quota.n_window)
-
-
-def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
-    """Select the sink, the `top_k` highest-scoring entries in the middle, and the recent window.
+    """Select the sink, the highest-scoring entries in the middle, and the recent window.
 
     Args:
         scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is ranked. Ties go
             to lower positions.
-        n_sink: number of entries to keep at the start.
-        top_k: number of entries to keep in the middle.
-        n_window: number of entries to keep at the end.
+        quota: number of entries to keep.
 
     Returns:
         Positions, uint32 `(B, n_kv_heads, n)`, unique and ascending along the last axis, where `n` is
-        `min(n_sink + top_k + n_window, T)`.
+        `min(quota.entries, T)`.
     """
     B, H, T = scores.shape
-    if n_sink + top_k + n_window >= T:
+    if quota.entries >= T:
         return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
-    window_start = T - n_window
-    sink = mx.broadcast_to(mx.arange(n_sink, dtype=mx.uint32), (B, H, n_sink))
-    window = mx.broadcast_to(mx.arange(window_start, T, dtype=mx.uint32), (B, H, n_window))
+    window_start = T - quota.n_window
+    sink = mx.broadcast_to(mx.arange(quota.n_sink, dtype=mx.uint32), (B, H, quota.n_sink))
+    window = mx.broadcast_to(mx.arange(window_start, T, dtype=mx.uint32), (B, H, quota.n_window))
+    top_k = quota.entries - quota.n_sink - quota.n_window
     if top_k <= 0:
         return mx.concatenate([sink, window], axis=-1)
-    best = top_positions(scores[..., n_sink:window_start], top_k) + n_sink
+    best = top_positions(scores[..., quota.n_sink : window_start], top_k) + quota.n_sink
     return mx.concatenate([sink, best.astype(mx.uint32), window], axis=-1)
 
 

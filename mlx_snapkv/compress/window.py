@@ -221,13 +221,11 @@ class SnapKVCache(EvictingCache):
         recent_positions = mx.broadcast_to(recent_positions, (B, H, n_recent))
         return mx.concatenate([self._pinned_positions, recent_positions], axis=-1)
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return the entries in order of position. The last `n_queries` queries are the voters."""
+    def held(self) -> Entries:
+        """Return the entries in order of position, without voters: this cache keeps no queries."""
         entries_by_row = self._entries_in_row_order()
         rows_by_position = mx.argsort(entries_by_row.positions, axis=-1)
-        entries = entries_by_row.take(rows_by_position)
-        entries.voting_queries = self._last_voters(n_queries)
-        return entries
+        return entries_by_row.take(rows_by_position)
 
 
 def visibility_mask(n_pin: int, n_recent: int, n_window: int, N: int, oldest: int) -> mx.array:

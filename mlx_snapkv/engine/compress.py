@@ -185,13 +185,14 @@ def _split_entries(
 ) -> tuple[Entries, Entries]:
     """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
     cache = layer.layer_cache_in(caches)
-    obs_window = plan.decode_policy.obs_window
-    n_queries = len(plan.voters) if obs_window else 0
-    entries = cache.held(n_queries)
+    entries = cache.held()
     entries.layer = layer
     layer_queries = None if queries is None else queries[layer.index]
     if layer_queries is not None:
+        obs_window = plan.decode_policy.obs_window
         entries.voting_queries = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
+    elif entries.voting_queries is not None:
+        entries.voting_queries = entries.voting_queries.latest(len(plan.voters))
     n_answer_entries = cache.offset - plan.n_prompt
     n_prompt_entries = len(entries) - n_answer_entries
     return entries.between(0, n_prompt_entries), entries.between(n_prompt_entries, len(entries))
@@ -299,8 +300,7 @@ def _score_and_select(entries: Entries, policy: Policy, quota: Quota) -> Choice:
 
     The result is evaluated asynchronously.
     """
-    entries.budget = quota.entries
-    entries.n_window = quota.n_window
+    entries.quota = quota
     # Compute the scores first: a policy may compute scores and votes in the same pass.
     scores = policy.score(entries)
     votes = entries.votes if policy.obs_window else None

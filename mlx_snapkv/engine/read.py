@@ -2,7 +2,6 @@
 
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, copies_sharing_entries
-from ..compress.attention_count import AttentionCount
 from ..compress.block import BlockKVCache
 from ..compress.recording import RecordingKVCache
 from ..entries.quota import Quota
@@ -64,7 +63,7 @@ def _block_cache(
         last=plan.voters.stop,
         newest=max(policy.obs_window, len(plan.voters)),
         quantization=None if is_quantised_later else plan.config.quantization,
-        attention_count=AttentionCount() if plan.accumulates_attention else None,
+        counts_attention=plan.accumulates_attention,
     )
     block_cache.expected_size = n_expected
     block_cache.steady = range(plan.n_prompt, plan.n_prompt + plan.n_fed_before_compression)

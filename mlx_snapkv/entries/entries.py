@@ -30,6 +30,7 @@ from .quantization import (
     unpack,
 )
 from .queries import Queries
+from .quota import Quota
 from .spans import spans
 
 BlockFunction = Callable[[int, int, list[mx.array]], mx.array]
@@ -66,8 +67,7 @@ class Entries:
             SnapKVError.
         statistics: `Statistics` of the queries. Its attributes raise SnapKVError if the policy does not request
             statistics.
-        budget: number of entries to keep per KV head, or None if unknown.
-        n_window: number of newest entries that are always kept, or None if unknown.
+        quota: numbers of entries to keep per KV head, or None if unknown.
         shared_votes: cache of computed votes, keyed by number of entries, query indices and counts.
         reads_allocate: whether reads allocate memory. If they do, evaluate each block before reading the next.
     """
@@ -80,8 +80,7 @@ class Entries:
     quantization: Quantization | None = None
     layer: Any = None
     statistics: Any = None
-    budget: int | None = None
-    n_window: int | None = None
+    quota: Quota | None = None
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     reads_allocate = False

@@ -248,10 +248,15 @@ class Recorder:
         )
 
     def recorded_voters(self, entries_shape: tuple[int, ...]) -> Queries | None:
-        """Return all recorded queries as voters, or None if there are none. See `make_voters` for `entries_shape`."""
-        if self.n_queries == 0:
+        """Return all recorded queries as voters, or None if the newest tokens' queries were not recorded.
+
+        Args:
+            entries_shape: see `make_voters`.
+        """
+        positions = self.query_positions
+        if not positions or positions.stop < min(self.last, self.offset):
             return None
-        return self.make_voters(self.queries, self.query_positions, entries_shape)
+        return self.make_voters(self.queries, positions, entries_shape)
 
     @property
     def queries(self) -> mx.array:

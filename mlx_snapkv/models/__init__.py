@@ -79,7 +79,7 @@ def _why_refused(owners: list[CacheOwner]) -> str | None:
         attentions = attentions_by_family.setdefault(owner.family, [])
         attentions += [owner.attention, *owner.borrowers]
     for family, attentions in attentions_by_family.items():
-        reason = None if family.why_refused is None else family.why_refused(attentions)
+        reason = family.why_refused(attentions)
         if reason:
             return reason
     return None

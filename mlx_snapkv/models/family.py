@@ -8,11 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 
-def _never(attention: Any) -> bool:
-    """Return False (the default for `AttentionFamily.is_borrower`)."""
-    return False
-
-
 @dataclass(frozen=True)
 class AttentionFamily:
     """An mlx-lm attention class, and how to record its queries.
@@ -52,16 +47,16 @@ class AttentionFamily:
     rope_switch: str | None = None
     rotary_tail: str | None = None
     note: str = ""
-    why_refused: Callable[[list[Any]], str | None] | None = None
-    why_unquantizable: Callable[[list[Any]], str | None] | None = None
-    is_idle: Callable[[Any], bool] | None = None
+    why_refused: Callable[[list[Any]], str | None] = lambda attentions: None
+    why_unquantizable: Callable[[list[Any]], str | None] = lambda attentions: None
+    is_idle: Callable[[Any], bool] = lambda layer: False
     latent: bool = False
     query_factor: int | None = None
     logit_cap: str | None = None
     attention_function: str = "scaled_dot_product_attention"
     extra_capture: str = ""
     method: str = "__call__"
-    is_borrower: Callable[[Any], bool] = _never
+    is_borrower: Callable[[Any], bool] = lambda attention: False
     lender_key: Callable[[Any], Any] = type
     extra_passes: int = 0
 
@@ -90,7 +85,7 @@ class AttentionFamily:
 
     def attentions_of(self, layer) -> list[Any]:
         """Return a decoder layer's attention modules of this family, sorted by name, or `[None]` if it is idle."""
-        if self.is_idle and self.is_idle(layer):
+        if self.is_idle(layer):
             return [None]
         attention_class = self.attention_class()
         named_modules = sorted(layer.named_modules())

@@ -25,7 +25,7 @@ class Probe:
     partners: mx.array
 
 
-def undo_rope(rope: Rope | None, rotated: mx.array, offset: int | mx.array) -> mx.array:
+def undo_rope(rope: Rope | None, rotated: mx.array, offset: int) -> mx.array:
     """Undo RoPE: return the float32 `x` with `rope(x, offset) == rotated`.
 
     The inverse of a rotation is the same rotation between two reflections, so a second call to the RoPE object can undo
@@ -35,7 +35,7 @@ def undo_rope(rope: Rope | None, rotated: mx.array, offset: int | mx.array) -> m
     Args:
         rope: the RoPE object. If None, `rotated` is only converted to float32.
         rotated: rotated vectors, `(B, n_heads, n, head_dim)`.
-        offset: position of the first of the `n` vectors, or one position per batch element.
+        offset: position of the first of the `n` vectors.
     """
     rotated = rotated.astype(mx.float32)
     if rope is None or rotated.size == 0:

@@ -98,7 +98,7 @@ class SparseKVCache(AttendingCache):
         """Return the answer's buffers, for mlx-lm to evaluate after each step."""
         return self.ranking.answer.keys, self.ranking.answer.values
 
-    def held(self, n_queries: int = 0) -> Entries:
+    def held(self) -> Entries:
         """Return the entries that every token reads, without their positions."""
         return Entries(*self.ranking.read(None))
 

@@ -87,9 +87,9 @@ class SparsePrefillKVCache(AttendingCache):
         """Return entries, recorded queries and page means, for mlx-lm to evaluate after each chunk."""
         return *self.stored.state, self._ranking.means.in_memory
 
-    def held(self, n_queries: int = 0) -> Entries:
+    def held(self) -> Entries:
         """Return all entries, with the recorded queries as voters."""
-        return self.stored.held(n_queries)
+        return self.stored.held()
 
     @property
     def full_nbytes(self) -> int:

@@ -117,8 +117,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         mx.eval(values)
         return keys, values
 
-    def held(self, n_queries: int = 0) -> Entries:
-        """Return all entries, with all recorded queries as voters (`n_queries` is ignored)."""
+    def held(self) -> Entries:
+        """Return all entries, with the recorded queries as voters."""
         keys, values = self.keys_and_values()
         return Entries(keys, values, self.recorded_voters(keys.shape), layer=self.layer)
 

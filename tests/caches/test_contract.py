@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cache
 
+from mlx_snapkv import BlockKVCache
 from mlx_snapkv.caches.adapter import full_cache, has_all_entries, layer_cache
 from mlx_snapkv.caches.matching import mismatch
 from mlx_snapkv.engine.loop_model import split_at_evictions
@@ -154,7 +155,9 @@ def saved(cache):
         (loaded,) = load_prompt_cache(f"{folder}/cache.safetensors")
         mx.eval(loaded.state)
     assert type(loaded) is type(cache) and not loaded.is_trimmable()
-    assert str(loaded.policy) == str(cache.policy) and loaded.observes == cache.observes
+    assert loaded.observes == cache.observes
+    if isinstance(cache, BlockKVCache):
+        assert str(loaded.policy) == str(cache.policy)
     return loaded
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_snapkv import SnapKV, SnapKVError
 from mlx_snapkv.compress.options import Compress
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.quota import Quota
 from mlx_snapkv.planning.settings import resolve_compress
 
 
@@ -46,8 +47,8 @@ def test_the_unpooled_window_is_a_share_of_the_budget():
     """Without a quota, the policy uses the window of its own budget."""
     entries = make_entries(T=200, n=6)
     policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
-    for budget, given_window, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):
-        entries.budget, entries.n_window = budget, given_window
+    for quota, n_window in ((None, 15), (Quota(100, 4, 40), 40)):
+        entries.quota = quota
         raw = np.isclose(policy.score(entries), votes_of(entries), atol=1e-7).all(axis=(0, 1))
         assert raw[-n_window:].all() and not raw[-n_window - 3 : -n_window].any()
 

@@ -14,8 +14,6 @@ from mlx_snapkv.compress.policy import POLICIES
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
-BLOCK = [name for name, cls in POLICIES.items() if "block" in cls.schedules]
-
 
 def compressed(prompt_cache):
     return [c for c in prompt_cache if isinstance(c, (BlockKVCache, SnapKVCache))]
@@ -31,7 +29,7 @@ LLAMA = make_llama()
     block=st.integers(1, 50),
     budget=st.integers(18, 90),
     answer=st.integers(1, 20),
-    name=st.sampled_from(sorted(BLOCK)),
+    name=st.sampled_from(sorted(POLICIES)),
 )
 @example(prompt=1, step=1, block=1, budget=18, answer=18, name="expected_attention")
 def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
@@ -59,7 +57,7 @@ def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
         assert all(p.tolist() == sorted(set(p.tolist())) for c in cache for p in c.positions[0])
 
 
-@pytest.mark.parametrize("name", BLOCK)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("make, budget", [(make_llama, 190), (make_llama, 19), (make_qwen, 40)])
 def test_one_block_equals_once(tokens, name, make, budget):
     model = make()
@@ -76,7 +74,7 @@ def test_one_block_equals_once(tokens, name, make, budget):
 def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(make, tokens):
     model, tokens = make(), tokens[:100]
     expected = plain(model, tokens, n=6, prefill_step_size=16)
-    for name in BLOCK:
+    for name in POLICIES:
         for budget in (106, 103):  # 103 has room for the prompt, but not for the answer
             cache, reports = make_prompt_cache(model), []
             options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}

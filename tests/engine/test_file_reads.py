@@ -2,12 +2,11 @@
 
 import copy
 
-import mlx.core as mx
 import pytest
 from disk_helpers import cut_short, unreadable
 from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, steps
+from request_helpers import assert_same, random_tokens, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step
@@ -93,7 +92,7 @@ def test_a_turn_that_fails_can_be_asked_again(demo_llama, sparse):
 def test_a_chunk_that_can_not_read_its_pages_leaves_empty_caches(damage, monkeypatch):
     """The chunk is in the middle of a long prompt, whose first chunks are already in files."""
     model = make_llama(head_dim=32)
-    tokens = mx.random.randint(0, 64, (3 * CHUNK_SIZE,), key=mx.random.key(0))
+    tokens = random_tokens(3 * CHUNK_SIZE)
     sparse = f"budget=50%,read_top_k={PAGE_SIZE},store=file"
     wanted = steps(model, tokens, 3, sparse=sparse)
     choose = SparsePrefillKVCache._choose_earlier

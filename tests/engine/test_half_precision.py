@@ -3,8 +3,6 @@
 The cases vary weights, entries, dtype, method, model and key magnitude. They cover most pairs of values.
 """
 
-import itertools
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import reference
 from mlx.utils import tree_map_with_path
 from model_configs import CONFIGS, make_model
-from request_helpers import plain, steps
+from request_helpers import forced, plain, steps
 
 F16, B16 = mx.float16, mx.bfloat16
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 900))
@@ -43,16 +41,10 @@ def model_of(name, larger, weights):
     return model
 
 
-def forced():
-    """Return a sampler that returns the tokens of ANSWER."""
-    answer = itertools.chain(ANSWER, itertools.repeat(0))
-    return lambda _: mx.array([next(answer)])
-
-
 def divergence(model, how, n):
     """Return the mean KL divergence from the model's own full-cache predictions, after `n` tokens."""
-    full = plain(model, TOKENS[:n], len(ANSWER), sampler=forced())
-    ours = steps(model, TOKENS[:n], len(ANSWER), sampler=forced(), **how)
+    full = plain(model, TOKENS[:n], len(ANSWER), sampler=forced(ANSWER))
+    ours = steps(model, TOKENS[:n], len(ANSWER), sampler=forced(ANSWER), **how)
     wanted, found = (
         np.log(reference.softmax(np.stack([x.astype(mx.float32) for _, x in logs])[1:]))
         for logs in (full, ours)

@@ -1,8 +1,7 @@
 """The number of model calls: one per prompt chunk and one per answer token."""
 
-import mlx.core as mx
 import pytest
-from request_helpers import steps
+from request_helpers import random_tokens, steps
 from saved_helpers import KEYDIFF, SNAPKV
 from tiny_models import make_llama, make_qwen
 
@@ -67,7 +66,7 @@ def test_sparse_chunks_have_their_own_size_and_the_last_tokens_begin_a_chunk(wat
     """prefill_step_size has no effect. CHUNK_SIZE tokens choose together, and only chunks that choose are split."""
     model = make_llama()
     calls, n = watch(model), 2 * CHUNK_SIZE + LAST_TOKENS + 9
-    tokens = mx.random.randint(0, 64, (n,), key=mx.random.key(0))
+    tokens = random_tokens(n)
     for how, chunks in (("", [CHUNK_SIZE]), (f",read_top_k={PAGE_SIZE}", [9, CHUNK_SIZE - 9])):
         calls.clear()
         sparse = f"budget=40,when=always,store={store}{how}"

@@ -1,13 +1,10 @@
 """The entries of answers longer than the recent window, with on_full=grow and on_full=slide."""
 
-import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from model_configs import make_model
 from request_helpers import plain, steps
 
 from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
-from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
@@ -50,16 +47,6 @@ def test_sliding_keeps_one_shape_and_the_budget(tiny_model, tokens, monkeypatch)
         positions = set(cache.positions[0, 0].tolist())
         assert len(positions) == 56, "an entry is held twice"
         assert {0, 1, 2, 3, *range(400 - 32, 400)} <= positions
-
-
-def test_both_values_of_on_full_use_one_class_of_cache():
-    for name in ("llama", "qwen3_next"):
-        model = make_model(name)
-        for policy in ("top_k=16", "top_k=16,on_full=slide"):
-            cache = make_prompt_cache(model)
-            steps(model, mx.arange(1, 61), 3, snapkv=policy, prompt_cache=cache)
-            layers = attention_layers(model, cache)
-            assert layers and all(type(x.cache_in(cache)) is SnapKVCache for x in layers)
 
 
 def test_missing_votes_are_reported(tokens, tiny_model):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import plain, steps
+from request_helpers import forced, plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import Conversation
@@ -173,8 +173,7 @@ def test_an_answer_continues_with_all_entries_if_that_is_faster(
         monkeypatch.setattr(pace, "RETRY_RATIO", 3)
     model, reports = make(), []
     full = plain(model, tokens, 80)
-    forced = itertools.chain([token for token, _ in full], itertools.repeat(0))
-    options = {"sampler": lambda _: mx.array([next(forced)]), "on_report": reports.append}
+    options = {"sampler": forced(token for token, _ in full), "on_report": reports.append}
     found = steps(model, tokens, 80, sparse=NEARLY_ALL, **options)
     away = np.array([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)])
     (report,) = reports

@@ -1,35 +1,20 @@
 """Sparse attention in requests: what tokens read, when they start to choose, and prompts left to mlx-lm."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
-import reference
 from entry_helpers import exact_up_to
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
-from request_helpers import assert_same, fail_in, plain, steps
+from request_helpers import assert_same, fail_in, forced, plain, random_tokens, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step, stream_generate
-from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.compress.recording import RecordingKVCache
-from mlx_snapkv.entries.quota import Quota
-from mlx_snapkv.models import attention_classes, patch
-from mlx_snapkv.models.patch import recording
-from mlx_snapkv.sparse.cache import SparseKVCache
-from mlx_snapkv.sparse.full_view import FullView
+from mlx_snapkv.models import patch
 from mlx_snapkv.sparse.options import CHUNK_SIZE, LAST_TOKENS, PAGE_SIZE, Sparse
-from mlx_snapkv.sparse.prompt_caches import make_caches
-from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 SNAPKV = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,lookahead=32"
-
-
-def random_tokens(n, seed=0):
-    return mx.random.randint(0, 64, (n,), key=mx.random.key(seed))
 
 
 # Grouped queries, sinks, a hybrid, shared entries, keys wider than values, learned positions.
@@ -48,40 +33,11 @@ def test_with_room_for_all_entries_but_one_the_answer_is_nearly_the_full_caches(
 
     def away(budget: int) -> float:
         sparse = f"budget={budget},n_sink=1,n_window=8,read=dense,when=always"
-        said = itertools.chain([token for token, _ in full], itertools.repeat(0))
-        sampler = {"sampler": lambda _: mx.array([next(said)])}
-        found = steps(model, prompt, 8, sparse=sparse, **sampler)
+        sampler = forced(token for token, _ in full)
+        found = steps(model, prompt, 8, sparse=sparse, sampler=sampler)
         return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
 
     assert 0 < away(99) < 0.5 * away(20)  # tokens of both see unread entries as means
-
-
-def test_a_token_reads_the_entries_with_the_most_votes_of_its_own_queries():
-    """NumPy computes the votes as the softmax over all entries, averaged over the heads of a group."""
-    model = make_llama(head_dim=32, num_hidden_layers=1)
-    tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
-    caches = make_caches(model, Sparse())
-    (layer,) = attention_layers(model, caches)
-    with recording(attention_classes(model)):
-        model(tokens[:, :119], cache=caches)
-        full = layer.cache_in(caches)
-        keys = np.array(full.keys_and_values()[0])
-        everything = FullView(full.nonempty_stores(), layer)
-        cache = SparseKVCache(TokenRanking(everything, Quota(30, 2, 8)))
-        seen = []
-        choose = cache.ranking.choose
-        cache.ranking.choose = lambda *args: seen.append(choose(*args)) or seen[0]
-        caches[0] = cache
-        model(tokens[:, 119:], cache=caches)
-        mx.eval(cache.state)
-        model_cache = make_prompt_cache(model)
-        layer.put(model_cache, asked := RecordingKVCache(119, 120, 120, layer))
-        model(tokens, cache=model_cache)
-    scale = layer.family.scale_of(layer.attention, 32)
-    votes = reference.votes(asked.queries, keys, [119], scale)[0]
-    for head, of_head in enumerate(votes):
-        assert {*seen[0][0, head].tolist()} == {*(2 + np.argsort(-of_head[2:111])[:20])}
-    assert cache.n_entries == 30 + 1 and cache.offset == 120
 
 
 CHOOSES = "budget=40,n_sink=4,n_window=16,when=always"
@@ -123,7 +79,7 @@ def test_a_prompt_that_fits_the_budget_is_left_to_mlx_lm_without_patches(
 WRONG = [
     ({"sparse": "top_k=9", "policy": "snapkv"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
     ({"sparse": True, "snapkv": {"top_k": 9}}, "^[^\n]*sparse[^\n]*: give only one of them$"),
-    ({"sparse": True, "policy": "auto"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
+    ({"sparse": True, "policy": "auto"}, "^policy=auto chooses how entries are used, and so does sparse: give only"),
     ({"sparse": "budget=10%,top_k=9"}, "^sparse options top_k and budget say the same: give only one$"),
     ({"sparse": "top=9"}, "^unknown sparse option 'top'.*; known: top_k, "),
     ({"sparse": "residual=mean"}, "^sparse option residual must be means or none, got 'mean'$"),

@@ -203,11 +203,6 @@ def test_auto_with_snapkv_is_refused_as_two_policies(demo_llama):
             way()
 
 
-def test_auto_with_sparse_is_refused(demo_llama):
-    with pytest.raises(SnapKVError, match="policy=auto chooses how entries are used, and so does"):
-        generate_step([5, 6, 7], demo_llama[0], policy=AUTO, sparse=True)
-
-
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
 def test_functions_that_cannot_take_auto_say_so(demo_llama, asked):
     model, tokenizer = demo_llama

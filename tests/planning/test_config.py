@@ -16,18 +16,6 @@ def made(method, **options):
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"kv_bits": 4}, "kv_bits quantises the entries that a policy keeps, and sparse keeps all: give store=8bit"),
-        ({"draft_model": object()}, "draft_model can't be combined with sparse: drop one of them"),
-    ],
-)  # fmt: skip
-def test_options_that_exclude_sparse_attention_are_refused_when_it_is_chosen(options, sentence):
-    with pytest.raises(SnapKVError, match=re.escape(sentence)):
-        made("sparse", **options)
-
-
-@pytest.mark.parametrize(
     "method, options, sentence",
     [
         ("snapkv", {"max_kv_size": 9}, "max_kv_size can't be combined with a policy or sparse attention: drop one"),

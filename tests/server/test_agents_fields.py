@@ -181,13 +181,6 @@ def test_fields_of_chat_completions_work_in_the_other_apis(agent, served):
     assert found["content"][0]["text"] == "Fine. " and found["stop_reason"] == "stop_sequence"
 
 
-def test_chat_completions_take_anthropics_tool_choice(agent):
-    for choice in ({"type": "any"}, {"type": "tool", "name": "open"}):
-        asked = {"tools": [NESTED, SHUT], "tool_choice": choice, **CHAT_ASKED}
-        _, found = agent.ask(CHAT, answer=CALL.format("open"), **asked)
-        assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "open"
-
-
 QUIET = [
     (CHAT, {"temperature": "0.7", "top_p": "1", "presence_penalty": "0", "stream_options": []}),
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),

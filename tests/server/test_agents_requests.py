@@ -211,7 +211,8 @@ def test_tool_choice_may_have_any_form(scripted):
     doors = {"type": "object", "properties": {"door": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "open", "parameters": doors}}
     asked = {"messages": ASKED, "tools": [tool], "answer": calls(OPEN)}
-    for choice in ("auto", {"type": "auto"}, "required", {"type": "function", "name": "open"}):
+    named, anthropics = {"type": "function", "name": "open"}, {"type": "tool", "name": "open"}
+    for choice in ("auto", {"type": "auto"}, "required", named, {"type": "any"}, anthropics):
         prompt, found = scripted.ask(CHAT, tool_choice=choice, parallel_tool_calls=False, **asked)
         (call,) = found["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "open" and "open" in prompt
@@ -220,7 +221,7 @@ def test_tool_choice_may_have_any_form(scripted):
     for choice in ("none", {"type": "none"}):
         prompt, _ = scripted.ask(CHAT, tool_choice=choice, **asked | {"answer": "Fine."})
         assert "open" not in prompt
-    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "open"}):
+    for choice in ({"type": "auto"}, {"type": "any"}, anthropics):
         tools = [{"name": "open", "input_schema": doors}]
         _, found = scripted.ask(MESSAGES, tool_choice=choice, **asked | {"tools": tools})
         assert [block["type"] for block in found["content"]] == ["tool_use"]

@@ -4,11 +4,13 @@ import functools
 import itertools
 from unittest import mock
 
+import entry_helpers
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
+from reference import softmax
 from request_helpers import steps
 from tiny_models import make_llama
 
@@ -28,10 +30,7 @@ from mlx_snapkv.sparse.token_ranking import TokenRanking
 H, GROUP, D, N, M = 2, 3, 32, 150, residual.FITTING_QUERIES
 BLOCKED = 48  # entries in a block
 SCALE, QUOTA = 0.3, Quota(30, 2, 8)
-
-
-def normal(*shape, seed):
-    return mx.array(np.random.default_rng(seed).normal(0.3, 1, shape).astype(np.float32))
+normal = functools.partial(entry_helpers.normal, mean=0.3)
 
 
 def choosing(observed, quantization=None):
@@ -46,11 +45,6 @@ def choosing(observed, quantization=None):
     ranking = TokenRanking(view, QUOTA)
     ranking.fit_residual(observed)
     return SparseKVCache(ranking), view.keys, view.values
-
-
-def softmax(x):
-    x = np.exp(x - x.max(axis=-1, keepdims=True))
-    return x / x.sum(axis=-1, keepdims=True)
 
 
 def read_by(logits, own):

@@ -1,7 +1,6 @@
 """Long answers: their oldest entries can be chosen like the prompt's, so that the number of entries read is bounded."""
 
 import copy
-import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +9,7 @@ import reference
 from batch_helpers import Run, prompts_of
 from entry_helpers import exact_up_to
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import steps
+from request_helpers import forced, random_tokens, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import Sparse
@@ -27,7 +26,7 @@ from mlx_snapkv.sparse.token_ranking import TokenRanking
 
 N, FEW_RECENT = 100, 32
 ALL, LITTLE = Quota(10_000, 2, 8), Quota(40, 2, 8)
-TOKENS = mx.random.randint(0, 64, (N + 120,), key=mx.random.key(0))
+TOKENS = random_tokens(N + 120)
 
 
 @pytest.fixture(params=[True, False], ids=["index", "no index"])
@@ -74,7 +73,7 @@ def away(found, full):
 def test_the_entries_read_stay_bounded_in_a_long_answer(index, monkeypatch):
     """The answer has 1,400 tokens. Reading less of it must hardly change the predictions."""
     model, together = make_llama(), 8
-    answer = mx.random.randint(0, 64, (1400,), key=mx.random.key(1))
+    answer = random_tokens(1400, seed=1)
     full = model(mx.concatenate([TOKENS[:N], answer])[None])[0, N:]
     read, attend = [], SparseKVCache.attend
     monkeypatch.setattr(
@@ -162,9 +161,7 @@ def test_unread_entries_of_the_answer_are_seen_as_means(few_recent, monkeypatch)
     model, answer = make_llama(), TOKENS[N:].tolist()
 
     def logits(**options):
-        forced = itertools.chain(answer, itertools.repeat(0))
-        sampler = {"sampler": lambda _: mx.array([next(forced)])}
-        found = steps(model, TOKENS[:N], len(answer), **sampler, **options)
+        found = steps(model, TOKENS[:N], len(answer), sampler=forced(answer), **options)
         return mx.stack([x for _, x in found][-40:])
 
     full = model(TOKENS[None])[0, -41:-1]

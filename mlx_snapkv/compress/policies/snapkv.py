@@ -7,10 +7,9 @@ import mlx.core as mx
 
 from ...entries.entries import Entries
 from ...errors import SnapKVError
-from ...hyperparameters import amount, choice, count, entry_count, smallest_budget
+from ...hyperparameters import choice, count, entry_count, smallest_budget
 from ..policy import Policy
 
-ON_FULL = ("grow", "slide")
 # Numbers of last queries that pool="forward" compares with the earlier ones.
 LATEST_COUNTS = (32, 64)
 
@@ -63,12 +62,12 @@ class SnapKV(Policy):
     prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
     pool: str = choice("forward", "avg", "max")
     lookahead: int = count(0, most=256)  # type: ignore[misc]
-    on_full: str = choice(*ON_FULL)  # type: ignore[misc]
+    on_full: str = choice("grow", "slide")  # type: ignore[misc]
     schedule: str = "once"  # type: ignore[misc]
 
     def __post_init__(self):
         """Check options that depend on each other, and derive `budget` from `top_k` or vice versa."""
-        self._check_options()
+        super().__post_init__()
         fits_pool = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", fits_pool, f"odd with pool={self.pool}")
         if self.on_full == "slide":
@@ -79,9 +78,9 @@ class SnapKV(Policy):
             leaves_room_for_top_k = budget is not None
             self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             object.__setattr__(self, "budget", budget)
+            self._require_usable_budget(self.budget)
         else:
             self._derive_top_k()
-        super().__post_init__()
 
     def _derive_top_k(self) -> None:
         """Set `top_k` to the number of entries that `budget` leaves for voting.
@@ -112,11 +111,9 @@ class SnapKV(Policy):
 
         With pool="forward", votes are averaged over the queries. Otherwise they are summed.
         """
-        n_window = entries.n_window
-        if n_window is None:
-            budget = entries.budget or amount(self.budget, len(entries))
-            n_window = self.window_size(budget)
-        middle = slice(self.n_sink, len(entries) - n_window)  # entries that votes choose among
+        quota = entries.quota or self.quota(len(entries))
+        # The entries that votes choose among.
+        middle = slice(self.n_sink, len(entries) - quota.n_window)
         if self.pool == "forward":
             votes, votes_to_pool = mean_and_contrasts(entries)
         else:

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from ...entries.entries import Entries
 from ...entries.quota import Quota
-from ...hyperparameters import amount
 from ..policy import Policy
 
 
@@ -33,17 +32,10 @@ class StreamingLLM(Policy):
         )
         super().__post_init__()
 
-    def window_size(self, budget: int) -> int:
-        """Return `budget` minus the sink, or half of `budget` if the sink would leave no room."""
-        n_sink = self.n_sink if self.n_sink < budget else budget // 2
-        return budget - n_sink
-
-    def quota(self, n_prompt: int) -> Quota:
-        """Return each full-attention layer's quota, made up of just the sink and the window."""
-        n_entries = amount(self.budget, n_prompt)
-        self._require_usable_budget(n_entries)
-        n_window = self.window_size(n_entries)
-        return Quota(entries=n_entries, n_sink=n_entries - n_window, n_window=n_window)
+    def _quota_of(self, n_entries: int) -> Quota:
+        """Return the quota for a budget of `n_entries`: the sink, or half if it would leave no room, and the window."""
+        n_sink = self.n_sink if self.n_sink < n_entries else n_entries // 2
+        return Quota(n_entries, n_sink, n_window=n_entries - n_sink)
 
     def score(self, entries: Entries) -> mx.array:
         """Return the positions as scores, `(B, n_kv_heads, T)` float32."""

@@ -3,14 +3,14 @@
 import mlx.core as mx
 import pytest
 from entry_helpers import exact_up_to
-from request_helpers import steps
+from request_helpers import random_tokens, steps
 from tiny_models import make_llama
 
 from mlx_snapkv.sparse import cache as sparse_cache
 from mlx_snapkv.sparse.kernels import token
 
 SPARSE = "budget=40,n_sink=2,n_window=8,when=always"
-PROMPT = mx.random.randint(0, 64, (150,), key=mx.random.key(0))
+PROMPT = random_tokens(150)
 
 
 def answer(model, sparse=SPARSE):
