@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from ..errors import SnapKVError
 from .adapter import layer_cache
 from .contract import LayerCache
-from .layers import all_caches, attention_layers, is_compressed, layer_caches, slots, token_caches
+from .layers import all_caches, attention_layers, is_compressed, slots, token_caches
 
 # Cache classes that have entries and may replace a model's `KVCache`.
 KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)

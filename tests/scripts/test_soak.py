@@ -29,7 +29,9 @@ def test_a_failed_check_is_reported(tmp_path):
     ]
     failing._check_requests()
     failing._check_prefixes(11)
-    failing._check_memory([soak.Reading(100, 30, 20, 0, 1)] * 4, [soak.Reading(110, 40, 0, 10, 1)] * 9)
+    failing._check_memory(
+        [soak.Reading(100, 30, 20, 0, 1)] * 4, [soak.Reading(110, 40, 0, 10, 1)] * 9
+    )
     failing._check_idle(soak.Reading(110, 40, 0, 10, 1))
     found = " ".join(failing.failures)
     assert "1 of 2 requests failed" in found and "11 B of 10 B" in found
