@@ -124,12 +124,20 @@ class Command(TyperCommand):
         A saved prompt has its own setting, so only typed options change it. If any of `SETTING_OPTIONS` was typed, the
         configured values of all three are reset. A configured store is reset unless sparse attention may use it. The
         policy "none" becomes None.
+
+        Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
         """
         params = ctx.params
         if params.get("prompt_cache_file") is not None:
             self._reset_configured(ctx, {*EXCLUDED_BY_SAVED_PROMPT, *STORED_WITH_SAVED_PROMPT})
+        overrides_setting = not SETTING_OPTIONS.isdisjoint(ctx.meta["config"])
         if any(is_typed(ctx, name) for name in SETTING_OPTIONS):
             self._reset_configured(ctx, SETTING_OPTIONS)
+        is_typed_none = params.get("policy") == ["none"] and is_typed(ctx, "policy")
+        if is_typed_none and self.name == "compare" and not overrides_setting:
+            raise SnapKVError(
+                "--policy none adds nothing here, since the full cache is always included: drop it"
+            )
         if params.get("policy") in ("none", ["none"]):
             params["policy"] = None
         may_use_sparse = (

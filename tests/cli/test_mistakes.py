@@ -28,6 +28,7 @@ generate --prompt x --prompt-file {}/blank --model demo  | --prompt-file {}/blan
 generate --prompt x --prompt-file - --model demo         | standard input: there is no text
 generate --prompt - --prompt-file {}/text --model demo   | standard input: there is no text
 compare --prompt x --prompt-file /dev/null --model demo  | --prompt-file /dev/null: there is no text
+compare --prompt x --model demo --policy none            | --policy none adds nothing here, since the full cache is
 inspect --prompt x --prompt-file /dev/null --model demo --policy tova | --prompt-file /dev/null: there is no text
 cache-prompt --prompt-file /dev/null --model demo -o {}/b.safetensors | --prompt-file /dev/null: there is no text
 generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
