@@ -29,6 +29,8 @@ def option(
     default: Any,
     is_allowed: Callable[[Any], bool],
     allowed: str,
+    *,
+    help: str = "",
     compare: bool = True,
 ) -> Any:
     """Return a dataclass field that is validated by `is_allowed`.
@@ -39,10 +41,11 @@ def option(
         default: the default value.
         is_allowed: returns whether a value is allowed.
         allowed: the allowed values, phrased to follow "must be" in an error message.
+        help: text for `--help`, if the field has its own command-line flag.
         compare: whether cached entries depend on the value. If not, the field is left out of comparisons and the
             string form.
     """
-    metadata = {"is_allowed": is_allowed, "allowed": allowed}
+    metadata = {"is_allowed": is_allowed, "allowed": allowed, "help": help}
     return dataclasses.field(default=default, metadata=metadata, compare=compare)
 
 
@@ -68,15 +71,15 @@ def entry_count(default: int | str | None, least: int = 0, example: str = "25%")
     return option(default, is_allowed, allowed)
 
 
-def choice(*values: str) -> Any:
-    """Return a field for one of several words. The first one is the default."""
+def choice(*values: str, help: str = "") -> Any:
+    """Return a field for one of several words. The first one is the default. See `option` for `help`."""
     allowed = f"{', '.join(values[:-1])} or {values[-1]}"
-    return option(values[0], values.__contains__, allowed)
+    return option(values[0], values.__contains__, allowed, help=help)
 
 
-def folder() -> Any:
-    """Return a field for a writable folder. Cached entries do not depend on it."""
-    return option(None, is_writable_folder, "a writable folder", compare=False)
+def folder(help: str = "") -> Any:
+    """Return a field for a writable folder. Cached entries do not depend on it. See `option` for `help`."""
+    return option(None, is_writable_folder, "a writable folder", help=help, compare=False)
 
 
 def is_whole(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..entries.quantization import Quantization
     from ..planning.auto import Recommendation
     from ..planning.settings import Setting
-
-STORES = Sparse.__dataclass_fields__["store"].metadata["allowed"]
 
 PrefillStepSize = Annotated[
     int, Option(min=1, help="Maximum number of prompt tokens per chunk.", rich_help_panel=KV_CACHE)
@@ -252,21 +250,17 @@ class AutoPolicyOptions(PolicyOptions):
         return None if self.is_auto else super().resolve()
 
 
+def _field_of_sparse(name: str) -> Any:
+    """Return a dataclass field for a `Sparse` option that has its own flag."""
+    return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
     """Sparse attention options that have their own flags."""
 
-    store: Annotated[
-        str | None,
-        Option(
-            help=f"Where --sparse keeps entries: {STORES}; default: memory.",
-            rich_help_panel=KV_CACHE,
-        ),
-    ] = None
-    store_dir: Annotated[
-        str | None,
-        Option(help="Folder for --store file; default: TMPDIR.", rich_help_panel=KV_CACHE),
-    ] = None
+    store: str | None = _field_of_sparse("store")
+    store_dir: str | None = _field_of_sparse("store_dir")
 
     def __post_init__(self) -> None:
         """Check the values. Raises: OptionError: a value is not allowed."""

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -21,8 +21,9 @@ ARGUMENTS, OPTIONS, KV_CACHE, SAMPLING, OUTPUT, MODEL, SERVER = PANELS
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Turn a function into a command with one option per field of its dataclass parameters.
 
-    Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. The command
-    builds each dataclass from its option values and calls the function. Other parameters stay as they are.
+    Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. Fields for
+    `Sparse` options have their help text in the field metadata instead. The command builds each dataclass from its
+    option values and calls the function. Other parameters stay as they are.
     """
     option_groups: dict[str, Any] = {}  # parameter name -> dataclass
     parameters: list[inspect.Parameter] = []
@@ -54,11 +55,12 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
             default = field.default
         elif field.default_factory is not MISSING:
             default = field.default_factory()
+        annotation = annotations[field.name]
+        if "help" in field.metadata:
+            option = typer.Option(help=field.metadata["help"], rich_help_panel=KV_CACHE)
+            annotation = Annotated[annotation, option]
         yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=annotations[field.name],
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
 
 

@@ -120,8 +120,9 @@ class Sparse(Hyperparameters):
         "8bit",
         "4bit",
         "file",
+        help="Where --sparse keeps entries: memory (the default), 8bit, 4bit or file.",
     )
-    store_dir: str | None = folder()
+    store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 
     def __post_init__(self):
         """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict each other."""
