@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.utils import compute_bits_per_weight
 
 from .._version import __version__
 from ..caches.layers import attention_layers, token_caches
@@ -28,6 +27,7 @@ from ..models import type_of
 from ..models.counts import hidden_size, n_query_heads
 from ..paths import put
 from ..sparse.options import Sparse
+from .entry_sizes import weight_bytes
 from .machine import processor, this_machine
 
 # Environment variable that overrides the path of the file. If it is empty, no record is kept.
@@ -289,5 +289,5 @@ def _describe_shape(model: Any) -> list[str]:
     return [
         f"{type_of(model)} of {len(model.layers)} layers, {len(layers)} full",
         f"{n_kv_heads} heads x {group_size} x {head_dim}, {keys.dtype}",
-        f"hidden {hidden_size(model)}, {compute_bits_per_weight(model):.1f} bits",
+        f"hidden {hidden_size(model)}, {weight_bytes(model)} bytes",
     ]
