@@ -1,8 +1,8 @@
 """Compute how much attention the voting queries pay to a layer's entries.
 
-Keys are `(B, n_kv_heads, T, head_dim)`, and all functions build lazy graphs. A long prompt is processed in blocks. Each
-block takes a few queries of one KV head and all of the head's keys, so that the softmax is a single operation.
-`mx.depends` makes each block wait for the previous one. Blocks are small because MLX allocates some results in advance.
+All functions build lazy graphs. A long prompt is processed in blocks. Each block takes a few queries of one KV head and
+all of the head's keys, so that the softmax is a single operation. `mx.depends` makes each block wait for the previous
+one. Blocks are small because MLX allocates some results in advance.
 
 Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
 float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
@@ -45,10 +45,7 @@ class KeyReader:
     read: Callable[[slice, Sequence[mx.array]], mx.array]
 
 
-Keys = mx.array | KeyReader
-
-
-def attention_votes(keys: Keys, queries: Queries) -> mx.array:
+def attention_votes(keys: KeyReader, queries: Queries) -> mx.array:
     """Compute SnapKV's votes (section 3, "Voting"), `(B, n_kv_heads, T)` float32.
 
     Votes are causal softmax weights, summed over the queries and averaged over the query heads of each GQA group.
@@ -57,7 +54,7 @@ def attention_votes(keys: Keys, queries: Queries) -> mx.array:
     return latest_votes(keys, queries, voter_counts=[n_queries])[0]
 
 
-def latest_votes(keys: Keys, queries: Queries, voter_counts: Sequence[int]) -> mx.array:
+def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int]) -> mx.array:
     """Compute `attention_votes` of the last `n` queries for each `n` in `voter_counts`, in one pass over the keys.
 
     Returns: `(len(voter_counts), B, n_kv_heads, T)` float32.
@@ -76,7 +73,7 @@ def latest_votes(keys: Keys, queries: Queries, voter_counts: Sequence[int]) -> m
     return mx.moveaxis(votes_by_count, 2, 0) / group_size
 
 
-def count_above_average(keys: Keys, queries: Queries) -> mx.array:
+def count_above_average(keys: KeyReader, queries: Queries) -> mx.array:
     """Count the queries that give each entry at least the average weight.
 
     The average weight is 1/t for a query that sees t entries.
@@ -94,25 +91,25 @@ def count_above_average(keys: Keys, queries: Queries) -> mx.array:
     return _sum_over_blocks(keys, queries, count_queries).squeeze(2) / group_size
 
 
-def attention_weights(keys: Keys, queries: Queries) -> mx.array:
+def attention_weights(keys: KeyReader, queries: Queries) -> mx.array:
     """Compute the softmax weights of each query, `(B, n_heads, n, T)` float32."""
     group_size = _group_size(keys, queries)
     all_rows = slice(0, group_size * len(queries.indices))
     weights: list[mx.array] = []
     for kv_heads, _ in _blocks(keys, queries):
-        block_keys = _float32_keys(keys, kv_heads, after=weights[-1:])
+        block_keys = keys.read(kv_heads, weights[-1:]).astype(mx.float32)
         block_queries = _float32_queries(queries, kv_heads, group_size)
         weights.append(_softmax_weights(block_keys, block_queries, all_rows))
     return mx.concatenate(weights, axis=1).reshape(*queries.vectors.shape[:3], -1)
 
 
 def _sum_over_blocks(
-    keys: Keys, queries: Queries, sum_queries: Callable[[mx.array, slice], mx.array]
+    keys: KeyReader, queries: Queries, sum_queries: Callable[[mx.array, slice], mx.array]
 ) -> mx.array:
     """Add up `sum_queries(weights, rows)` over all blocks of queries: `(B, n_kv_heads, m, T)`.
 
     Args:
-        keys: `(B, n_kv_heads, T, head_dim)`.
+        keys: reads keys `(B, n_kv_heads, T, head_dim)`.
         queries: the queries with their indices.
         sum_queries: takes the softmax weights `(B, n, n_rows, T)` of a block of `n` KV heads, and the block's slice
             `rows` of the `group_size * n_queries` queries per KV head. Returns `(B, n, m, T)`.
@@ -120,7 +117,7 @@ def _sum_over_blocks(
     group_size = _group_size(keys, queries)
     sums: list[mx.array] = []  # one per slice of KV heads
     for kv_heads, row_blocks in _blocks(keys, queries):
-        block_keys = _float32_keys(keys, kv_heads, after=sums[-1:])
+        block_keys = keys.read(kv_heads, sums[-1:]).astype(mx.float32)
         block_queries = _float32_queries(queries, kv_heads, group_size)
         # Keep no reference to the weights, or two blocks of them would be in memory.
         first_rows, *other_rows = row_blocks
@@ -133,7 +130,7 @@ def _sum_over_blocks(
     return mx.concatenate(sums, axis=1)
 
 
-def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]:
+def _blocks(keys: KeyReader, queries: Queries) -> Iterator[tuple[slice, list[slice]]]:
     """Yield blocks of queries: a slice of the KV heads, and slices of each head's `group_size * n_queries` queries.
 
     If all logits and copied keys fit in `ONE_PASS_BYTES`, there is a single block of all heads and queries.
@@ -150,13 +147,6 @@ def _blocks(keys: Keys, queries: Queries) -> Iterator[tuple[slice, list[slice]]]
     row_blocks = [slice(*span) for span in spans(0, n_rows, rows_per_block)]
     for head in range(H):
         yield slice(head, head + 1), row_blocks
-
-
-def _float32_keys(keys: Keys, kv_heads: slice, after: Sequence[mx.array]) -> mx.array:
-    """Copy the keys of the given KV heads to float32. The arrays `after` are evaluated first."""
-    if isinstance(keys, KeyReader):
-        return keys.read(kv_heads, after).astype(mx.float32)
-    return mx.depends(keys[:, kv_heads], list(after)).astype(mx.float32)
 
 
 def _float32_queries(queries: Queries, kv_heads: slice, group_size: int) -> Queries:
@@ -205,14 +195,15 @@ def _masked_logits(
     all_see_all_entries = queries.indices.start + 1 >= T
     if all_see_all_entries:
         return logits
-    last_visible = _last_visible_indices(queries, _group_size(keys, queries))
+    group_size = queries.vectors.shape[1] // H
+    last_visible = _last_visible_indices(queries, group_size)
     # Compute the row of indices on the host, to save launching an operation.
     indices = mx.array(np.arange(T, dtype=np.int32))
     is_visible = indices <= mx.array(last_visible[rows, None])
     return mx.where(is_visible, logits, HIDDEN_LOGIT)
 
 
-def _group_size(keys: Keys, queries: Queries) -> int:
+def _group_size(keys: KeyReader, queries: Queries) -> int:
     """Return the number of query heads per KV head."""
     return queries.vectors.shape[1] // keys.shape[1]
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..caches.layers import AttentionLayer
 from ..engine.report import NO_POLICY, CompressionReport
-from ..entries.attention import attention_weights
 from ..entries.quota import Quota
 
 MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
@@ -88,9 +87,9 @@ class Recorder:
         entries = cache.held()
         n_kv_heads, n_entries = entries.keys.shape[1:3]
         query_positions = range(query_position, query_position + 1)
-        query = cache.make_voters(queries, query_positions, entries.keys.shape)
+        entries.voting_queries = cache.make_voters(queries, query_positions, entries.keys.shape)
         # (1, n_kv_heads, query heads per KV head, n_entries)
-        weights = attention_weights(entries.keys, query).reshape(1, n_kv_heads, -1, n_entries)
+        weights = entries.attention.reshape(1, n_kv_heads, -1, n_entries)
         # Average over query heads in two steps, because KV heads may keep different positions.
         weights_by_kv_head = weights.mean(axis=2) / n_kv_heads
         entry_positions = entries.positions.reshape(-1)

@@ -45,7 +45,7 @@ def test_latest_votes_equal_the_votes_of_the_last_queries_alone(way, kind, monke
         mx.array_equal(alone.vectors, every.vectors[:, :, 13:])
         and alone.indices == every.indices[13:]
     )
-    whole = [attention_votes(entries.keys, observed) for observed in (every, alone)]
+    whole = [attention_votes(entries.key_reader(), observed) for observed in (every, alone)]
     mx.eval(whole)
     in_blocks(monkeypatch, 1, one_pass=1 << 30 if kind == "held" else 0)
     (latest,) = entries.latest_votes(7)
