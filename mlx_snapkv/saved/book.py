@@ -217,7 +217,7 @@ class _EntryFile:
 def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress | None) -> str:
     """Write all layers' files to `folder`, and return the metadata for `open_book`."""
     n_entries = caches[0].offset
-    n_codes = [_n_codes_to_write(cache) for cache in caches]
+    n_codes = [0 if cache.index is None else len(cache.index) for cache in caches]
     files_by_layer = [
         _files_of_layer(folder, layer_number, cache, n_entries, n_codes[layer_number])
         for layer_number, cache in enumerate(caches)
@@ -267,17 +267,3 @@ def _files_of_layer(
         code_layout = Layout.of(empty_codes(cache.sample_entries[0]))
         files.append(_EntryFile(folder / f"{layer_number:03d}.codes", code_layout, n_codes))
     return files
-
-
-def _n_codes_to_write(cache: StoredKVCache) -> int:
-    """Return how many codes to write for a layer.
-
-    Return 0 if the layer has no index, or if its indexed and stored keys differ in width, as with MLA.
-    """
-    if cache.index is None:
-        return 0
-    codes = cache.index.codes
-    has_file_layout = Layout.of(codes.between(0, 0)) == Layout.of(
-        empty_codes(cache.sample_entries[0])
-    )
-    return len(codes) if has_file_layout else 0
