@@ -15,7 +15,7 @@ from ..compress.policy import Policy
 from ..engine.generate import speed_text
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.token_ids import require_known_tokens, token_ids
-from ..entries.quantization import split_off_quantization
+from ..entries.quantization import without_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.auto import BATCH, explaining, resolve
@@ -96,7 +96,7 @@ def batch_generate(
     report_to = explaining(recommendation, on_report)
     if config.setting is None:
         config.require_supported(model)
-        _, mlx_options = split_off_quantization(options)  # mlx-lm does not quantise in batches
+        mlx_options = without_quantization(options)  # mlx-lm does not quantise in batches
         for prompt in token_lists:
             report_to(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
         return mlx_batch_generate(

@@ -16,7 +16,7 @@ from ..compress.policies import SnapKV
 from ..compress.policy import Policy
 from ..engine.loop_model import PacedModel
 from ..engine.serving import require_servable
-from ..entries.quantization import split_off_quantization
+from ..entries.quantization import without_quantization
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..planning.config import CompressionConfig
@@ -96,14 +96,14 @@ class CompressedBatchGenerator(BatchGenerator):
         if config.setting is None and not turns:
             config.require_supported(model)
             self._settings = None
-            _, mlx_options = split_off_quantization(kwargs)  # mlx-lm's generator does not quantise
+            mlx_options = without_quantization(kwargs)  # mlx-lm's generator does not quantise
             super().__init__(model, **mlx_options)
             return
         require_servable(model, config)
         require_batchable(model)
         self._settings = BatchSettings(model=model, on_report=on_report, on_read=on_read)
         self._config = config
-        _, mlx_options = split_off_quantization(kwargs)  # the config contains the quantisation
+        mlx_options = without_quantization(kwargs)  # the config contains the quantisation
         super().__init__(model, **mlx_options | {"prefill_batch_size": 1})
         self._max_step_size = self.prefill_step_size
         self._prompt_batch = PromptBatch.empty(model, self.sampler)

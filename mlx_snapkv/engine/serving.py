@@ -10,7 +10,7 @@ from typing import Any
 from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, n_tokens, require_quantizable
-from ..entries.quantization import split_off_quantization
+from ..entries.quantization import without_quantization
 from ..errors import SnapKVError
 from ..models.trained_length import warn_beyond_trained_length
 from ..planning.config import CompressionConfig
@@ -66,7 +66,7 @@ def serve(
     if config.max_kv_size is None:
         warn_beyond_trained_length(model, n_tokens(prompt_cache or []) + n_prompt)
     # Leave out kv_bits, or mlx-lm would quantise the entries before the policy has scored them.
-    _, loop_options = split_off_quantization(options)
+    loop_options = without_quantization(options)
     is_embedded = options.get("input_embeddings") is not None
     plan = plan_request(
         model, config, n_prompt, prompt_cache, max_tokens=max_tokens, is_embedded=is_embedded

@@ -50,16 +50,17 @@ class Quantised:
         return self.quantization.group_size  # type: ignore[union-attr]
 
 
-def split_off_quantization(
-    mlx_lm_kwargs: dict[str, Any],
-) -> tuple[Quantization | None, dict[str, Any]]:
-    """Split mlx-lm's keyword arguments into the requested quantisation (or None) and the rest."""
+def requested_quantization(mlx_lm_kwargs: dict[str, Any]) -> Quantization | None:
+    """Return the quantisation that mlx-lm's keyword arguments request, or None."""
     bits = mlx_lm_kwargs.get("kv_bits")
-    quantization = None
-    if bits is not None:
-        quantization = Quantization(bits, group_size=mlx_lm_kwargs.get("kv_group_size", 64))
-    other_kwargs = {name: value for name, value in mlx_lm_kwargs.items() if name not in KV_KEYWORDS}
-    return quantization, other_kwargs
+    if bits is None:
+        return None
+    return Quantization(bits, group_size=mlx_lm_kwargs.get("kv_group_size", 64))
+
+
+def without_quantization(mlx_lm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return mlx-lm's keyword arguments without the ones that request quantisation."""
+    return {name: value for name, value in mlx_lm_kwargs.items() if name not in KV_KEYWORDS}
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..compress.options import Compress
 from ..compress.policies import SnapKV
-from ..entries.quantization import Quantization, split_off_quantization
+from ..entries.quantization import Quantization, requested_quantization
 from ..errors import (
     ConflictError,
     Option,
@@ -97,10 +97,9 @@ class CompressionConfig:
         Raises: SnapKVError: an option is invalid or conflicts with the config.
         """
         require_step_size(options.get("prefill_step_size"))
-        quantization, _ = split_off_quantization(options)
         return replace(
             self,
-            quantization=quantization,
+            quantization=requested_quantization(options),
             max_kv_size=options.get("max_kv_size"),
             has_draft_model=options.get("draft_model") is not None,
         )
