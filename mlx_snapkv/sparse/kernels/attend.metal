@@ -29,13 +29,12 @@
   const uint part = tid / COLUMNS, column = 4 * (tid % COLUMNS);
   const uint split = threadgroup_position_in_grid.x, kv_head = threadgroup_position_in_grid.y;
   const uint n_means = params[0], n_chosen = params[1], sink_stop = params[2], window_start = params[3];
-  const uint n = params[4], n_prompt = params[5], row_stride = params[7], own_row_stride = params[9];
-  const uint n_splits = params[11];
-  const ulong head_start = ulong(kv_head) * params[6], own_start = ulong(kv_head) * params[8];
+  const uint n = params[4], n_prompt = params[5], n_splits = params[9];
+  const ulong head_start = ulong(kv_head) * params[6] * D, own_start = ulong(kv_head) * params[7] * D;
   const ulong means_start = ulong(kv_head) * n_means * D;
   const uint n_items = n_means + n_chosen + sink_stop + (n - window_start);
-  const uint first = split * params[10], stop = min(n_items, first + params[10]);
-  const float scale = as_type<float>(params[12]);
+  const uint first = split * params[8], stop = min(n_items, first + params[8]);
+  const float scale = as_type<float>(params[10]);
 
   for (uint i = tid; i < GROUP * D; i += THREADS) query[i] = float(queries[kv_head * GROUP * D + i]) * scale;
   if (tid < GROUP) { maximum[tid] = HIDDEN; mass[tid] = 0; }
@@ -43,8 +42,8 @@
   UNROLL for (uint g = 0; g < GROUP; g++) { UNROLL for (uint j = 0; j < 4; j++) sum[g][j] = 0; }
   // Address of an item's row in the means, the prompt's buffer or the answer's buffer.
   #define ROW(item, at, of_means, of_prompt, of_answer) ((item) < n_means ? of_means + means_start + ulong(at) * D \
-      : (at) < n_prompt ? of_prompt + head_start + ulong(at) * row_stride \
-                        : of_answer + own_start + ulong((at) - n_prompt) * own_row_stride)
+      : (at) < n_prompt ? of_prompt + head_start + ulong(at) * D \
+                        : of_answer + own_start + ulong((at) - n_prompt) * D)
 
   for (uint block = first; block < stop; block += ATTEND_BLOCK) {
     for (uint i = tid; i < ATTEND_BLOCK; i += THREADS) {

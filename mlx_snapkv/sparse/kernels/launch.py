@@ -3,10 +3,10 @@
 The kernel bodies compile both as Metal and as CUDA, with `metal.h` and `cuda.h` as their headers. All lengths and
 counts are passed in the array `params`, so that kernels are not recompiled when the text grows:
 
-    0 means             4 entries                8 head stride of own_keys  12 scale, as the bits of a float
-    1 chosen entries    5 prompt entries         9 row stride of own_keys   13 capacity of codes
-    2 end of the sink   6 head stride of keys   10 items per split          14 capacity of cluster ids
-    3 window's start    7 row stride of keys    11 splits                   15 groups of score, see `choose`
+    0 means             4 entries                8 items per split                  11 capacity of codes
+    1 chosen entries    5 prompt entries         9 splits                           12 capacity of cluster ids
+    2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 groups of score, see `choose`
+    3 window's start    7 capacity of own_keys
 
 A call launches its kernels and no other operations. It passes the caches' whole buffers, including unused rows, because
 MLX would copy a slice.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +32,7 @@ ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
 SCORE_GROUPS = 128  # threadgroups for `score`; each one projects the queries again
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
-N_PARAMS = 16  # MLX puts arrays of fewer than 8 numbers into Metal's constant memory
+N_PARAMS = 14  # MLX puts arrays of fewer than 8 numbers into Metal's constant memory
 NO_SINK = -1e30
 
 INPUTS = {
@@ -183,7 +183,7 @@ def attend(
         choice_stop=choice_stop,
         n_entries=n_entries,
         n_prompt=n_prompt,
-        strides=(*_strides(prompt[0]), *_strides(answer[0])),
+        entry_capacities=(prompt[0].shape[2], answer[0].shape[2]),
         splits=(items_per_split, n_splits),
         scale=scale,
     )
@@ -250,11 +250,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         ensure_row_contiguous=True,  # copies non-contiguous views, but not whole buffers
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]  # names in the kernel's source
-
-    def launch(**arguments: Any) -> list[mx.array]:
-        return kernel_function(template=template, **arguments)
-
-    return launch
+    return partial(kernel_function, template=template)
 
 
 def header(name: str) -> str:
@@ -282,7 +278,7 @@ def make_params(
     scale: float,
     n_entries: int = 0,
     n_prompt: int = 0,
-    strides: tuple[int, ...] = (0, 0, 0, 0),
+    entry_capacities: tuple[int, int] = (0, 0),
     splits: tuple[int, int] = (0, 0),
     code_capacity: int = 0,
     id_capacity: int = 0,
@@ -291,8 +287,8 @@ def make_params(
     """Return the kernels' `params` array for one token, in the order of the module docstring. All layers share it."""
     counts = n_means, n_chosen, n_sink, choice_stop, n_entries, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
-    capacities = code_capacity, id_capacity
-    params = [*counts, *strides, *splits, scale_bits, *capacities, n_score_groups]
+    index_capacities = code_capacity, id_capacity
+    params = [*counts, *entry_capacities, *splits, scale_bits, *index_capacities, n_score_groups]
     return mx.array(np.array(params, np.uint32))
 
 
@@ -301,12 +297,6 @@ def _divide_into_splits(n_items: int) -> tuple[int, int]:
     blocks_per_split = math.ceil(n_items / (ATTEND_BLOCK * MAX_SPLITS))
     items_per_split = ATTEND_BLOCK * blocks_per_split
     return items_per_split, math.ceil(n_items / items_per_split)
-
-
-def _strides(buffer: mx.array) -> tuple[int, int]:
-    """Return a contiguous buffer's head stride and row stride, in elements."""
-    _, _, capacity, head_dim = buffer.shape
-    return capacity * head_dim, head_dim
 
 
 @lru_cache(None)

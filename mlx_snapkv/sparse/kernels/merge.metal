@@ -9,7 +9,7 @@
   constexpr uint COLUMNS = D / 4, PARTS = THREADS / COLUMNS;  // threads that share a row; rows read at once
   threadgroup float part_sum[PARTS * D], part_mass[PARTS];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
-  const uint head = threadgroup_position_in_grid.x, n_splits = params[11];
+  const uint head = threadgroup_position_in_grid.x, n_splits = params[9];
   const uint part = tid / COLUMNS, column = 4 * (tid % COLUMNS);
   const float sink = float(sinks[head]);
 

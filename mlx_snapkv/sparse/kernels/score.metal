@@ -22,10 +22,10 @@
   threadgroup float component[GROUP * K], decoded[16], simd_maximum[GROUP * SIMD_GROUPS];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup;
-  const uint kv_head = threadgroup_position_in_grid.y, n_groups = params[15];
-  const uint n_scored = params[3], capacity = params[13];
+  const uint kv_head = threadgroup_position_in_grid.y, n_groups = params[13];
+  const uint n_scored = params[3], capacity = params[11];
   const uint n_blocks = (n_scored + SCORE_BLOCK - 1) / SCORE_BLOCK;
-  const float scale = as_type<float>(params[12]);
+  const float scale = as_type<float>(params[10]);
 
   // E2M1: one sign bit, two exponent bits, one mantissa bit.
   if (tid < 16) {

@@ -21,7 +21,7 @@
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
   const uint n_means = params[0], n_chosen = params[1], first = params[2], stop = params[3];
-  const uint id_capacity = params[14], n_scored = stop;
+  const uint id_capacity = params[12], n_scored = stop;
   const uint n_blocks = (n_scored + SCORE_BLOCK - 1) / SCORE_BLOCK;
 
   for (uint g = simd; g < GROUP; g += SIMD_GROUPS) {
