@@ -48,9 +48,9 @@ class PageRanking:
         self._may_choose = may_choose
         self._n_sink_pages = reach.n_sink // PAGE_SIZE
 
-    def reads_all(self, start: int) -> bool:
-        """Return whether a chunk that starts at `start` reads all earlier entries."""
-        return self._choice(start) is None
+    def reads_some(self, start: int) -> bool:
+        """Return whether a chunk that starts at `start` reads only some of the earlier entries."""
+        return self._choice(start) is not None
 
     def n_read(self, start: int) -> int:
         """Return the number of earlier entries that a chunk starting at `start` reads."""

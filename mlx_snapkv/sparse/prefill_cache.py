@@ -32,7 +32,6 @@ class SparsePrefillKVCache(AttendingCache):
 
     keys = keys_property(lambda cache: cache.stored.growing)
     n_read: int | None = None
-    _reads_all = True  # whether the current chunk reads all entries
 
     def __init__(self, stored: StoredKVCache, ranking: PageRanking):
         """Continue from the cache of all entries, which may contain earlier turns."""
@@ -47,7 +46,7 @@ class SparsePrefillKVCache(AttendingCache):
     @property
     def reads_some(self) -> bool:
         """Return whether the next chunk reads only some of the entries."""
-        return not self._ranking.reads_all(self.offset)
+        return self._ranking.reads_some(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`.
@@ -55,8 +54,7 @@ class SparsePrefillKVCache(AttendingCache):
         If the chunk reads all entries, return their keys and values. Otherwise return only the new ones, because
         `attend` adds the earlier entries that the chunk reads.
         """
-        self._reads_all = not self.reads_some
-        if self._reads_all:
+        if not self.reads_some:
             return self.stored.update_and_fetch(keys, values)
         self.stored.append(keys, values)
         return keys, values
@@ -66,7 +64,8 @@ class SparsePrefillKVCache(AttendingCache):
     ) -> tuple[mx.array, mx.array, None]:
         """Return the keys and values that a chunk reads, including its own. Also record the queries that will vote."""
         self.stored.record(captured)
-        if not self._reads_all:
+        reads_all = keys.shape[2] == self.offset
+        if not reads_all:
             earlier_entries = self._choose_earlier(captured)
             keys, values = concatenate_rows(earlier_entries, (keys, values))
         return keys, values, None
