@@ -53,8 +53,14 @@ def fed(cache):
     return cache
 
 
+def observing():
+    cache = StoredKVCache()
+    cache.observe(0, 10**6, 30)
+    return fed(cache)
+
+
 def offloaded(store):
-    cache = fed(StoredKVCache(0, 0, 30, store=store))
+    cache = fed(StoredKVCache(store=store))
     cache.offload()
     return cache
 
@@ -71,7 +77,7 @@ EVICTING = {
 }
 FULL = {
     "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
-    "stored": lambda: fed(StoredKVCache(0, 10**6, 30)),
+    "stored": observing,
     "offloaded, in a file": lambda: offloaded(FileStore()),
     "offloaded, of 8 bits": lambda: offloaded(MemoryStore(HOW)),
     "mlx-lm's": lambda: fed(KVCache()),

@@ -48,8 +48,7 @@ def make_caches(model, sparse: Sparse | None) -> list:
     folder_option: dict[str, Any] = {"folder": sparse.store_dir} if store_class.in_files else {}
     for layer in layers:
         store = store_class(quantization, **folder_option)
-        cache = StoredKVCache(first=0, last=0, capacity=KVCache.step, layer=layer, store=store)
-        layer.put(caches, cache)
+        layer.put(caches, StoredKVCache(layer, store))
     return caches
 
 

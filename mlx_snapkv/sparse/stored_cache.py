@@ -31,7 +31,7 @@ _FILES_MISSING = (
 
 @loadable
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
-    """A KV cache that keeps all of a layer's entries, and records post-RoPE queries at positions `[first, last)`.
+    """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
     A plain in-memory store always has all entries. Any other store has the entries of earlier turns. They are read
     again for each attention call, so only one layer's entries are in memory at a time.
@@ -40,9 +40,6 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
 
     Args:
-        first: first position whose query is recorded.
-        last: position after the last recorded query.
-        capacity: number of entries to allocate up front, so that prefill never reallocates the buffers.
         layer: the cache's `AttentionLayer`.
         store: keeps entries between turns. None means plain memory.
 
@@ -61,21 +58,21 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     growing: KVCache
     keys = keys_property(attrgetter("growing"))
 
-    def __init__(
-        self, first: int, last: int, capacity: int, layer: Any = None, store: Store | None = None
-    ):
-        """Start with the store's entries, if there are any."""
-        super().__init__(first, last)
+    def __init__(self, layer: Any = None, store: Store | None = None):
+        """Start with the store's entries, if there are any. No queries are recorded before `observe`."""
+        super().__init__(first=0, last=0)
         self.layer = layer
         self.store = store or MemoryStore()
         self.page_means = PageMeans()
         self.clusters = None
         is_plain_memory = type(self.store.cache) is KVCache
         self.growing = self.store.cache if is_plain_memory else KVCache()
-        self.growing.step = capacity  # number of rows to allocate at a time
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`."""
+        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`.
+
+        The next tokens' rows are allocated at once, so that prefill never reallocates the buffers.
+        """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
@@ -278,7 +275,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         first_entry = (first_key, first_value)
         # Raises an error that says how to load the files, until they are opened.
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
-        self.__init__(first=0, last=0, capacity=KVCache.step, store=store)  # type: ignore[misc]
+        self.__init__(store=store)  # type: ignore[misc]
         self.index = None
         if index_state is not None:
             self.index = KeyIndex.from_state(index_state, first_key, SpillFile)

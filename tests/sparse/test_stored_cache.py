@@ -9,7 +9,7 @@ import pytest
 from entry_helpers import exact_up_to
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_llama
 
 from mlx_snapkv.caches.layers import attention_layers
@@ -35,7 +35,7 @@ def rows_of(n, seed=0, width=64):
 @pytest.mark.parametrize("store", STORES)
 def test_new_tokens_and_stored_ones_are_undone(store, offloads):
     for n in (0, 3, 8, 13):
-        cache = StoredKVCache(0, 0, KVCache.step, store=store())
+        cache = StoredKVCache(store=store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         cache.update_and_fetch(*rows_of(3, 1))
@@ -61,7 +61,7 @@ SPARSE = Sparse(budget=64, n_sink=4, n_window=32, read="dense")
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     """A chunk and a token that chooses are measured. All 6 layers together would need 6 times the memory."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
-    caches = [StoredKVCache(0, 0, KVCache.step, store=store()) for _ in range(N_LAYERS)]
+    caches = [StoredKVCache(store=store()) for _ in range(N_LAYERS)]
     for cache in caches:
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
@@ -82,7 +82,8 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
 
 
 def test_recorded_queries_do_not_keep_their_chunk_alive():
-    cache = StoredKVCache(2048 - 32, 2048, 2048)
+    cache = StoredKVCache()
+    cache.observe(2048 - 32, 2048, 2048)
     cache.update_and_fetch(*mx.zeros((2, 1, 1, 2048, 8)))
     queries = mx.random.normal((1, 4, 2048, 64))
     mx.eval(queries, cache.state)
@@ -116,7 +117,7 @@ CHUNKS = st.lists(st.integers(1, 8), min_size=1, max_size=12)
 def test_chunks_moved_to_the_store_one_by_one_keep_all_entries(before, since, goes_back, in_file):
     """Undone tokens must not change them either."""
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
-    cache = StoredKVCache(0, 0, KVCache.step, store=(FileStore if in_file else MemoryStore)())
+    cache = StoredKVCache(store=(FileStore if in_file else MemoryStore)())
     n = feed(cache, rows, before)
     if goes_back:
         restore = cache.restorer()
@@ -142,7 +143,7 @@ def test_the_index_is_rebuilt_when_the_keys_have_doubled(monkeypatch):
     )
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
     (layer,) = attention_layers(model, make_prompt_cache(model))
-    cache, n_before = StoredKVCache(0, 0, KVCache.step, layer, FileStore()), 0
+    cache, n_before = StoredKVCache(layer, FileStore()), 0
     for n in (48, 300, 400, 800):
         feed(cache, (keys[:, :, n_before:], values[:, :, n_before:]), [n - n_before])
         cache.offload()
@@ -164,7 +165,7 @@ def test_an_index_that_grows_with_a_cache_equals_one_made_at_once(monkeypatch):
     exact_up_to(monkeypatch, 50)
     model = make_llama(num_hidden_layers=1, num_key_value_heads=2, head_dim=64)
     (layer,) = attention_layers(model, make_prompt_cache(model))
-    cache, rows, others = StoredKVCache(0, 0, KVCache.step, layer), rows_of(400), rows_of(90, 1)
+    cache, rows, others = StoredKVCache(layer), rows_of(400), rows_of(90, 1)
 
     def grown(n):
         feed(cache, [x[:, :, cache.offset :] for x in rows], [n - cache.offset])
