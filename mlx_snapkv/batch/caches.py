@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, CacheList, _BaseCache
+from mlx_lm.models.cache import BatchKVCache, _BaseCache
 
 from ..caches.adapter import layer_cache
 from ..caches.contract import keys_property
@@ -378,8 +378,6 @@ def kind_of(prompt_cache: list) -> tuple:
 
 def batch_of_one(cache: Any) -> Any:
     """Convert one layer's cache to a batch of one request."""
-    if isinstance(cache, CacheList):
-        return CacheList(*map(batch_of_one, cache.caches))
     layer = layer_cache(cache)
     if layer.stacks:
         return EvictingBatchCache([cache])

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch
 
-from ..caches.layers import layer_caches
+from ..caches.layers import layer_caches, map_caches
 from ..errors import SnapKVError
 from ..models import attention_classes, patch
 from ..models.distributed import n_ranks
@@ -216,7 +216,7 @@ class Single(Group):
 def model_and_caches(job: Job) -> tuple[Any, list]:
     """Return the model and the caches for a request's next token."""
     if job.can_join:
-        return job.model, list(map(batch_of_one, job.caches))
+        return job.model, map_caches(batch_of_one, job.caches)
     return job.loop_model, job.caches
 
 
