@@ -48,7 +48,7 @@ class TokenRanking:
     def __init__(self, prompt: FullView, quota: Quota):
         """Place sink and window in the prompt, and start an empty answer."""
         self.n_prompt = len(prompt)
-        self._prompt = prompt
+        self.prompt = prompt
         self._batch_and_heads = prompt.key_reader().shape[:2]
         self.answer = KVCache()
         self.view = prompt.followed_by(MemoryStore(cache=self.answer))
@@ -61,15 +61,10 @@ class TokenRanking:
         """Copy the ranking, but share the prompt's entries."""
         duplicate = copy.copy(self)
         duplicate.answer = copy.deepcopy(self.answer, memo)
-        duplicate.view = self._prompt.followed_by(MemoryStore(cache=duplicate.answer))
+        duplicate.view = self.prompt.followed_by(MemoryStore(cache=duplicate.answer))
         duplicate.view.index = copy.deepcopy(self.view.index)
         duplicate.view.extend(len(self.view))
         return duplicate
-
-    @property
-    def prompt_buffers(self) -> Pair | None:
-        """Return the prompt's buffers, or None if entries are quantised or in files; see `EntryView`."""
-        return self._prompt.buffers
 
     @property
     def answer_buffers(self) -> Pair:

@@ -24,9 +24,9 @@ def why_plain_path(ranking: TokenRanking, queries: mx.array) -> str | None:
     B, n_heads, L, head_dim = queries.shape
     if (B, L) != (1, 1):
         return "the kernels take one token of one request"
-    if ranking.prompt_buffers is None:
+    if ranking.prompt.buffers is None:
         return "the kernels read plain entries in memory"
-    keys, values = ranking.prompt_buffers
+    keys, values = ranking.prompt.buffers
     n_kv_heads = keys.shape[1]
     if keys.shape != values.shape or keys.shape[3] != head_dim:
         return "keys, values and queries differ in size"
@@ -45,7 +45,7 @@ def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int
         captured: the token's queries. The token's own entry is already in `ranking.answer`.
         position: position of the token, counted from the start of the prompt.
     """
-    assert ranking.prompt_buffers is not None
+    assert ranking.prompt.buffers is not None
     positions, n_unread = _choose(ranking, captured, position)
     means = None
     if ranking.residual is not None:
@@ -53,7 +53,7 @@ def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int
         means = Means.of(ranking.residual, n_unread)
     return attend(
         captured.queries,
-        ranking.prompt_buffers,
+        ranking.prompt.buffers,
         ranking.answer_buffers,
         captured.scale,
         n_prompt=ranking.n_prompt,
