@@ -195,7 +195,8 @@ def _masked_logits(
     all_see_all_entries = queries.indices.start + 1 >= T
     if all_see_all_entries:
         return logits
-    last_visible = _last_visible_indices(queries, group_size=queries.vectors.shape[1] // H)
+    group_size = queries.vectors.shape[1] // H
+    last_visible = _last_visible_indices(queries, group_size)
     # Compute the row of indices on the host, to save launching an operation.
     indices = mx.array(np.arange(T, dtype=np.int32))
     is_visible = indices <= mx.array(last_visible[rows, None])
