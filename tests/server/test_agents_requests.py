@@ -255,3 +255,10 @@ def test_a_tool_in_another_apis_form_keeps_its_schema(scripted):
     assert (
         '"parameters": {"type": "object", "properties"' in prompt and "input_schema" not in prompt
     )
+
+
+def test_a_tool_whose_parameters_are_no_object_survives_a_rewrite(scripted):
+    tools = [{"type": "function", "function": {"name": "open", "parameters": []}}]
+    messages = [user(), chat_call("{}", ID), RESULT]  # the template refuses the long id
+    prompt, _ = scripted.ask(CHAT, "mistral", messages=messages, tools=tools)
+    assert "Done." in prompt and '"parameters": []' in prompt
