@@ -57,13 +57,10 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         `n_queries` is ignored because `first` and `last` determine the voters.
         """
         keys, values = self.keys_and_values()
-        voting_queries = None
-        if self.n_queries:
-            voting_queries = self.make_voters(self.queries, self.query_positions, keys.shape)
         return Entries(
             keys,
             values,
-            voting_queries,
+            self.recorded_voters(keys.shape),
             layer=self.layer,
             statistics=self.statistics,
             shared_votes=self._shared_votes,

@@ -15,7 +15,6 @@ from ..caches.layers import (
 )
 from ..entries.attention import nan_scores_error
 from ..entries.quantization import KEYS, slice_rows
-from ..entries.queries import Queries
 from ..planning.request_plan import Plan
 from ..planning.speed_record import Speed, speed_of
 from ..sparse.cache import SparseKVCache
@@ -203,16 +202,12 @@ class SparseMode:
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
         if self._sparse.residual is not None and cache.n_queries:
-            ranking.fit_residual(self._make_voters(layer, view), cache.clusters)
+            voters = cache.recorded_voters(view.key_reader().shape)
+            ranking.fit_residual(voters, cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.complete_blocks()
             mx.eval(ranking.residual)  # one layer at a time, to limit memory
         return ranking
-
-    def _make_voters(self, layer: AttentionLayer, view: FullView) -> Queries:
-        """Return the prompt's last queries as voters on all of a layer's entries."""
-        cache = layer.cache_in(self._prompt_cache)
-        return cache.make_voters(cache.queries, cache.query_positions, view.key_reader().shape)
 
     def _note_read_per_chunk(self, prefill_caches: list, report: CompressionReport) -> None:
         """Record how many earlier entries a chunk read, if chunks chose entries."""

@@ -247,6 +247,12 @@ class Recorder:
             logit_cap=logit_cap,
         )
 
+    def recorded_voters(self, entries_shape: tuple[int, ...]) -> Queries | None:
+        """Return all recorded queries as voters, or None without queries. For `entries_shape`, see `make_voters`."""
+        if self.n_queries == 0:
+            return None
+        return self.make_voters(self.queries, self.query_positions, entries_shape)
+
     @property
     def queries(self) -> mx.array:
         """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`."""

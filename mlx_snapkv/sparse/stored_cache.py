@@ -120,10 +120,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def held(self, n_queries: int = 0) -> Entries:
         """Return all entries, with all recorded queries as voters (`n_queries` is ignored)."""
         keys, values = self.keys_and_values()
-        voters = None
-        if self.n_queries > 0:
-            voters = self.make_voters(self.queries, self.query_positions, keys.shape)
-        return Entries(keys, values, voting_queries=voters, layer=self.layer)
+        return Entries(keys, values, self.recorded_voters(keys.shape), layer=self.layer)
 
     def stored_entries(self) -> Entries:
         """Move all entries to the store, and return them as stored."""
