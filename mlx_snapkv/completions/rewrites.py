@@ -178,7 +178,8 @@ def _describe_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name: value for name, value in tool["function"].items() if value is not None
         }
         function = default_function | client_fields
-        if isinstance(function["parameters"], dict):  # some clients send [] for a tool without parameters
+        # Some clients send [] for a tool without parameters.
+        if isinstance(function["parameters"], dict):
             function["parameters"] = default_schema | function["parameters"]
         described_tools.append(tool | {"function": function})
     return described_tools
