@@ -9,7 +9,7 @@ prompt that is compressed (known), or the text is compressed before the question
 evicts nothing: it reads each question after the text, as the next turn.
 
 Every answer is added to build/associations/MODEL.jsonl immediately. A later run continues from there, even with
-more lengths, texts and methods. A run replaces its model's part of the result.
+more lengths, texts and methods. A run replaces the part of the result for its model and lengths.
 """
 
 import json
@@ -105,7 +105,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure a model and replace its part of the result."""
+    """Measure a model, and replace the part of the result for this model and these lengths."""
     numpy_attention.install()
     parser = options(__doc__)
     parser.add_argument("--model", default="real-models/smollm2-135m-instruct")
@@ -132,11 +132,16 @@ def main() -> None:
 
 
 def put_part(out: Path, new_part: dict[str, Any]) -> None:
-    """Write a model's part next to those for other models."""
+    """Write a part next to those for other models and lengths."""
     file = out.with_suffix(".json")
     parts = json.loads(file.read_text(encoding="utf-8"))["parts"] if file.exists() else []
-    part_by_model = {part["model"]: part for part in [*parts, new_part]}
-    write_json(out, {"parts": [*part_by_model.values()]})
+    other_parts = [part for part in parts if _subject(part) != _subject(new_part)]
+    write_json(out, {"parts": [*other_parts, new_part]})
+
+
+def _subject(part: dict[str, Any]) -> tuple[str, set[int]]:
+    """Return a part's model and text lengths in tokens."""
+    return part["model"], {row["length"] for row in part["rows"]}
 
 
 if __name__ == "__main__":

@@ -213,9 +213,10 @@ def test_a_missed_fact_is_one_that_the_full_cache_finds(monkeypatch):
     assert associations_page.missed()[-1] == "| `p`, later | 9 | Q? | F. | 0 |"
 
 
-def test_a_models_part_replaces_its_earlier_part(tmp_path):
+def test_a_part_replaces_an_earlier_part_of_its_model_and_lengths(tmp_path):
     out = tmp_path / "found"
-    for model, n in (("a", 1), ("b", 2), ("a", 3)):
-        measure_associations.put_part(out, {"model": model, "n": n})
+    for model, length, n in (("a", 2048, 1), ("b", 2048, 2), ("a", 8192, 3), ("a", 2048, 4)):
+        rows = [{"length": length}]
+        measure_associations.put_part(out, {"model": model, "rows": rows, "n": n})
     parts = json.loads(out.with_suffix(".json").read_text())["parts"]
-    assert parts == [{"model": "a", "n": 3}, {"model": "b", "n": 2}]
+    assert [part["n"] for part in parts] == [2, 3, 4]
