@@ -95,9 +95,8 @@ def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, c
 
 def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
     """Return random queries for a prompt's last tokens, used to weight the residual for each query head."""
-    B, n_kv_heads, n_tokens, head_dim = keys.shape
-    n_heads = n_query_heads(layer.attention) or n_kv_heads
-    queries = mx.random.normal((B, n_heads, FITTING_QUERIES, head_dim))
+    n_tokens, head_dim = keys.shape[2:]
+    queries = random_like(keys, FITTING_QUERIES, n_query_heads(layer.attention))
     last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)
     return Queries(queries, last_positions, scale=head_dim**-0.5)
 
