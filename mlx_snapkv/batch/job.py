@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import all_caches, copies_sharing_entries
+from ..caches.layers import all_caches, attention_layers, copies_sharing_entries
 from ..engine.loop_model import observing_queries, split_at_evictions
 from ..engine.report import CompressionReport
 from ..engine.request import Request
@@ -56,6 +56,7 @@ class Job:
         self.caches = copy.deepcopy(prompt_cache)
         try:
             if plan.is_left_to_mlx_lm:
+                attention_layers(model, self.caches)  # raises an error for another model's caches
                 self.caches = caches_to_batch(self.caches)
                 on_report(uid, CompressionReport.of_full_cache(plan))
             else:

@@ -94,11 +94,11 @@ class Run:
         """Create the generator, which checks the options and the model."""
         require_batchable(self.model)
         self.progress = Progress()
-        self._bounds = Bounds.of_model(self.model)
-        self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
+        self._bounds = Bounds.of_model(self.model)
+        self._memory = Memory(EntrySizes(self.model), self.options, self.max_kv_bytes)
 
     def _new_generator(self) -> CompressedBatchGenerator:
         return CompressedBatchGenerator(

@@ -88,6 +88,7 @@ def batch(
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, model_options.model, recorded_settings)
         model, tokenizer = model_options.load()
+        cache.require_supported(model)
         sampling.require_within_vocabulary(tokenizer)
         run = Run(
             model,

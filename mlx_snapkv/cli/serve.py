@@ -191,6 +191,7 @@ def serve(
     generation = {"policy": setting, **vars(cache)}
     loader = _Loader(
         model_options=model_options,
+        cache=cache,
         names=(model_options.model, *(http.alias or ())),
         sampling=sampling,
         limits=limits,
@@ -226,6 +227,7 @@ class _Loader:
     """
 
     model_options: options.ShardedModelOptions
+    cache: cache_options.CacheOptions
     names: tuple[str, ...]
     sampling: AnswerOptions
     limits: LimitOptions
@@ -243,6 +245,7 @@ class _Loader:
         from ..server.requests import Loaded
 
         model, tokenizer = self.model_options.load()
+        self.cache.require_supported(model)
         self.sampling.require_within_vocabulary(tokenizer)
         compute_size = partial(
             prefix_cache_size,

@@ -36,8 +36,6 @@ PENALTY_FIELDS = {
     for name in ("repetition", "presence", "frequency")
     for field in ("penalty", "context_size")
 }
-
-
 # Maximum answer length in tokens for models whose configuration has no trained length.
 DEFAULT_MAX_ANSWER = 1 << 20
 

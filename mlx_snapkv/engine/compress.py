@@ -191,7 +191,7 @@ def _split_entries(
     if layer_queries is not None:
         obs_window = plan.decode_policy.obs_window
         entries.voting_queries = _as_voters(layer, layer_queries, entries, cache.offset, obs_window)
-    elif entries.voting_queries is not None:
+    elif entries.voting_queries is not None and plan.voters:
         entries.voting_queries = entries.voting_queries.latest(len(plan.voters))
     n_answer_entries = cache.offset - plan.n_prompt
     n_prompt_entries = len(entries) - n_answer_entries

@@ -69,14 +69,13 @@ class ReadingPace:
     def chooses(self, start: int) -> bool:
         """Return whether the chunk that starts at position `start` chooses entries, provided there are enough.
 
-        If a chunk is read in pieces, all of them are treated alike.
+        All pieces of a chunk get the same answer.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
-        if (
-            chunk is not None and start < chunk.start + chunk.n_tokens
-        ):  # another piece of the same chunk
+        # This is another piece of the same chunk.
+        if chunk is not None and start < chunk.start + chunk.n_tokens:
             return chunk.chooses
         if start >= self._n_prompt:  # the first answer tokens
             return False

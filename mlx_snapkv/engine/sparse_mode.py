@@ -226,8 +226,8 @@ class SparseMode:
         cache = layer.cache_in(self._prompt_cache)
         view = self.full_view(layer)
         ranking = TokenRanking(view, self.plan.decode_quota)
-        if self._sparse.residual is not None and cache.n_queries:
-            voters = cache.recorded_voters(view.key_reader().shape)
+        voters = cache.recorded_voters(view.key_reader().shape)
+        if self._sparse.residual is not None and voters is not None:
             ranking.fit_residual(voters, cache.clusters)
         if ranking.residual is not None:
             cache.clusters = ranking.residual.clusters.complete_blocks()

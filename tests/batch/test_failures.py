@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 from batch_helpers import Run, prompts_of
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
@@ -79,3 +80,15 @@ def test_a_failing_model_ends_the_requests_of_that_step_and_no_others(model, mon
     (uid,) = run.insert(prompts[2:], 20)
     run.finish()
     assert run.answers[uid] == run.alone(prompts[2], 20)
+
+
+@pytest.mark.parametrize("policy", [POLICIES[1], "keydiff:budget=400"])
+def test_caches_of_another_model_fail_alone(model, policy):
+    """The prompts are left to mlx-lm."""
+    prompts = prompts_of(*LENGTHS, vocab_size=BAD)
+    other_caches = make_prompt_cache(make_llama(num_hidden_layers=1))
+    run = Run(model, policy)
+    run.insert(prompts, 20, caches=[None, other_caches, None])
+    run.finish()
+    run.assert_alone([0, 2], [prompts[0], prompts[2]], [20, 20])
+    assert "1 caches with entries for" in str(run.last[1].error)

@@ -60,6 +60,8 @@ generate --prompt x --model demo --sparse store=4bit --store 8bit | --sparse sto
 compare --prompt x --model demo --policy tova --store 4bit | but tova evicts: give --sparse instead, or drop --store
 generate --prompt x --model demo --sparse store=foo      | --sparse store=foo: sparse option store must be memory, 8bit
 generate --prompt x --model demo --store memory          | --store memory says where sparse attention keeps all entries
+batch {}/requests -o {}/a --model demo --policy tova --kv-bits 4 --kv-group-size 128 | must be one of [32, 64]
+serve --port 0 --model demo --policy tova --kv-bits 4 --kv-group-size 128 | must be one of [32, 64]
 batch {}/requests -o {}/a.jsonl --model none --store file | --store file says where sparse
 serve --model none --store 4bit                          | --store 4bit says where sparse attention keeps
 generate --prompt x --model demo --snapkv top_k=-1       | --snapkv top_k=-1: snapkv option top_k must be a whole number

@@ -65,6 +65,7 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
         ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
         ({"top_k": 10**12}, "top_k must be at most 2147483647, got 1000000000000"),
+        ({"top_k": 2**31 - 1}, "budget must be at most 2147483647, got 2863311534"),
         ({"n_window": 0}, f"{WINDOW_RANGE}, got 0"),
         ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),

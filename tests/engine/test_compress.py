@@ -6,7 +6,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from request_helpers import filled_cache
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKV, SnapKVError, compress_prompt_cache
+from mlx_snapkv import SnapKV, SnapKVError, Sparse, compress_prompt_cache, prefill
 
 SIZES = {"top_k": 20, "n_sink": 4, "n_window": 32, "obs_window": 16}
 POLICY = SnapKV(**SIZES, pool_kernel=5, pool="avg", on_full="slide")
@@ -71,3 +71,11 @@ def test_the_memory_of_the_full_entries_is_freed():
     full = caches[0].nbytes
     compress_prompt_cache(model, caches, POLICY, queries=queries)
     assert mx.get_cache_memory() < full / 4
+
+
+def test_queries_that_the_caches_have_recorded_vote(tiny_model, tokens, tmp_path):
+    """Sparse attention stores the prompt's last queries with its entries."""
+    sparse = Sparse(store="file", store_dir=str(tmp_path), budget=64, read="dense")
+    caches, _ = prefill(tiny_model, tokens, sparse)
+    report = compress_prompt_cache(tiny_model, caches, POLICY)
+    assert report.entries == 56 and all(0 < s < 1 for s in report.attention_share if s is not None)

@@ -78,7 +78,7 @@ class SnapKV(Policy):
             leaves_room_for_top_k = budget is not None
             self._require("n_window", leaves_room_for_top_k, "less than all of the budget")
             object.__setattr__(self, "budget", budget)
-            self._require_usable_budget(self.budget)
+            super().__post_init__()  # checks the derived budget, too
         else:
             self._derive_top_k()
 

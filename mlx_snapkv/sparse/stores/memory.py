@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from ...caches.adapter import layer_cache
 from ...entries.entries import Entries
 from ...entries.quantization import (
     Quantization,
@@ -78,8 +79,7 @@ class MemoryStore(Store):
 
     def all_entries(self) -> Entries:
         """Return all entries as stored."""
-        keys, values = slice_rows((self.cache.keys, self.cache.values), 0, self.n_entries)
-        return Entries(keys, values, quantization=self.quantization)
+        return layer_cache(self.cache).held()
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
         """Return the dequantised KEYS or VALUES of entries `[start, stop)`."""
