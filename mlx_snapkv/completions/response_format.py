@@ -41,8 +41,6 @@ class ResponseFormat(BodyModel):
         """Return the schema that the answer must follow, or None for text."""
         if self.type == "text":
             return None
-        if self.schema_ is not None:
-            return self.schema_
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.schema_
-        return ANY_OBJECT
+        return ANY_OBJECT if self.schema_ is None else self.schema_
