@@ -70,7 +70,7 @@ class AttendingCache(LayerCache):
         return create_attention_mask(N, self.size(), return_array, window_size)
 
     def is_trimmable(self) -> bool:
-        """Return False. mlx-lm must not trim this cache, and conversations restore a copy instead."""
+        """Return False, so that mlx-lm does not trim this cache."""
         return False
 
 

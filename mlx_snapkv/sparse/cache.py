@@ -16,7 +16,8 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain_path
 from .token_ranking import Pair, TokenRanking
 
-# Tokens read all of the newest entries until there are this many. Then they start to choose among the older half.
+# Tokens read all of the newest entries (window and answer) until there are more than 512, or 256 more than the window
+# if that is larger. Then the oldest 256 of them join the entries that tokens choose among.
 MAX_RECENT = 512
 
 

@@ -170,7 +170,7 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     for first, stop in spans(start, len(entries)):
         n_clusters = math.ceil((stop - first) / CLUSTER_SIZE)
         ids, mean_keys = k_means(entries.read_keys(first, stop), n_clusters)
-        mx.eval(mean_keys)  # before the values, which may be read from a file
+        mx.eval(mean_keys)  # frees the keys before the values are read, possibly from a file
         mean_values = mean_by_cluster(entries.read_values(first, stop), ids, n_clusters)
         mx.eval(mean_values)  # limits memory to one block
         blocks.append(Clusters(ids, mean_keys, mean_values))

@@ -1,4 +1,4 @@
-"""Files with rows of a layer: its keys, its values, or arrays computed from them. They are read by `numpy.memmap`."""
+"""Files with rows of a layer's keys or values, or of arrays computed from them, read with `numpy.memmap`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..paths import refusing
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a file: each token has one row per head, for `heads` of shape `(B, n_kv_heads)`."""
+    """The layout of a file, in which each token has one row per KV head."""
 
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # (B, n_kv_heads)
     # Dtype and width of each part of a row: one part if plain, or the values, scales and biases of quantised entries.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
@@ -70,7 +70,7 @@ class Layout:
 
 
 class EntryFile:
-    """An open file with a layer's keys or values. It is closed when this object is deleted.
+    """An open file with rows of a layer. It is closed when this object is deleted.
 
     Attributes:
         n_rows: number of tokens in the file.
@@ -100,7 +100,8 @@ class EntryFile:
         """Drop everything after the first `n` rows, including incomplete rows."""
         self.n_rows = n
         new_size = n * self.layout.token_bytes
-        with contextlib.suppress(OSError):  # a file that stays too long is harmless
+        # If this fails, the leftover bytes at the end are harmless.
+        with contextlib.suppress(OSError):
             if self._file_size > new_size:
                 os.ftruncate(self._file.fileno(), new_size)
 
@@ -128,7 +129,7 @@ class EntryFile:
         n_needed = int(positions.max(initial=0)) + 1
         self._require_size(n_needed * self.layout.token_bytes)
         is_map_too_short = self._map is None or len(self._map) < n_needed
-        if is_map_too_short:  # the file has grown
+        if is_map_too_short:  # not mapped yet, or the file has grown
             row_dtype = np.dtype((np.void, self.layout.row_bytes))
             n_in_file = self._file_size // self.layout.token_bytes
             shape = n_in_file, *self.layout.heads
@@ -150,7 +151,7 @@ class EntryFile:
 
 
 class SavedFile(EntryFile):
-    """A saved prompt's file. It never changes, and the checksum of each piece is verified when it is first read.
+    """A saved prompt's file. It never changes, and the checksum of each piece is verified when the piece is first read.
 
     Args:
         path: path of the saved file.
@@ -204,7 +205,7 @@ class SavedFile(EntryFile):
             )
 
     def _require_size(self, n_bytes: int) -> None:
-        """Check that the file is exactly `n_rows` rows long. Raises: EntryFileError: it is not."""
+        """Check that the file has exactly the size of `n_rows` tokens. Raises: EntryFileError: the size differs."""
         file_size = self._file_size
         expected_size = self.n_rows * self.layout.token_bytes
         if file_size != expected_size:
@@ -221,7 +222,7 @@ class SpillFile:
         self._file: EntryFile | None = None
 
     def append(self, stored: Stored) -> Callable[[], Stored]:
-        """Append rows, and return a function that reads them. Raises: EntryFileError: the disk is full."""
+        """Append rows, and return a function that reads them. Raises: EntryFileError: the file can't be written."""
         try:
             if self._file is None:
                 self._file = EntryFile(Layout.of(stored), temporary_file(self._folder))

@@ -55,7 +55,7 @@ class FullView(Entries):
         return longer_view
 
     def extend(self, n: int) -> None:
-        """Extend the view up to position `n`, and index the new keys."""
+        """Extend the view up to position `n`, and index the new keys if there is an index."""
         self._joined_view.limit = n
         if self.index is not None:
             self._add_missing_keys(self.index)
@@ -93,7 +93,10 @@ class FullView(Entries):
         return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Add missing keys to `index`, or build a new index if the text has outgrown it."""
+        """Add missing keys to `index`, or build a new index if there is none or the text has outgrown it.
+
+        Return None if there are too few keys for an index.
+        """
         n_keys = len(self)
         if index is None or not ranks_by_index(n_keys) or index.is_outgrown_by(n_keys):
             return self.make_index(queries)
@@ -126,5 +129,5 @@ class FullView(Entries):
 
     @property
     def make_spill(self) -> MakeSpill | None:
-        """Return the function that creates a spill file next to the entries, or None if they are in memory."""
+        """Return the function that creates a spill file, or None if all entries are in memory."""
         return self._joined_view.make_spill

@@ -86,7 +86,7 @@ class GrowingRows:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of the rows in memory."""
+        """Return the size in bytes of the arrays in memory, including unused rows."""
         return count_bytes(self.in_memory)
 
     @property
@@ -101,7 +101,7 @@ class GrowingRows:
         self._first_rows.reserve(n_in_memory)
 
     def append(self, new_rows: Stored) -> None:
-        """Append rows. Raises: SnapKVError: the disk is full."""
+        """Append rows. Raises: EntryFileError: the spill file can't be written."""
         if self._spill is None:
             self._first_rows.append(new_rows)
             return

@@ -94,7 +94,7 @@ class KeyIndex:
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether `n` is at least twice the number of keys that the components were computed from.
+        """Return whether `n` is at least twice the number of keys that the components' sample represents.
 
         Late keys differ from early ones, if only by their rotation, so the components gradually stop fitting.
         """
@@ -175,7 +175,7 @@ class KeyIndex:
         span_tops: list[mx.array] = []
         for start, stop in key_spans:
             after = span_tops[-1:]
-            # Keep no reference to the logits, or two spans of them would be in memory.
+            # Don't keep a reference to the logits, or those of two spans would be in memory at once.
             span_tops.append(self._logits(projected, start, stop, after).max(axis=3, keepdims=True))
         top = mx.concatenate(span_tops, axis=3).max(axis=3, keepdims=True)
         distances: list[mx.array] = []
@@ -247,7 +247,7 @@ def index_bytes(keys: mx.array) -> int:
 def _n_components(head_dim: int) -> int:
     """Return the number of components: half of `head_dim`, rounded up to whole MXFP4 groups.
 
-    It may exceed `head_dim`. The other components are then 0.
+    If that is more than `head_dim`, the extra components are 0.
     """
     n_groups = math.ceil(head_dim / 2 / MXFP4_GROUP)
     return n_groups * MXFP4_GROUP

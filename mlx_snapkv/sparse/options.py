@@ -26,12 +26,12 @@ CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
 LAST_TOKENS = 512
 FIRST_TOKENS = 16  # first tokens of an answer that read all entries if when="faster"
 LAST_CHOSEN = 16384  # minimum number of entries that the last tokens choose
-# If entries are in files, the last tokens choose only 4 times as many entries as other chunks.
+# If entries are in files, the last tokens instead choose 4 times as many entries as other chunks.
 LAST_FACTOR_IN_FILES = 4
 # Number of neighbouring entries that are chosen together. SmolLM2-135M's KL on needles in 4,096 tokens was 0.0046,
 # compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
 PAGE_SIZE = 16
-# An answer token reads 1/16 of the entries by default, with a minimum of 1,024.
+# An answer token reads 1/16 of the prompt's entries by default, with a minimum of 1,024.
 BUDGET_SHARE = 16
 MIN_BUDGET = 1024
 # Default number of entries that a chunk chooses: the largest of 1,024, 1/32 of the prompt, and the number of
@@ -40,7 +40,7 @@ MIN_BUDGET = 1024
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-# Number of queries at the end of the prompt that the index is built from. The residual is fitted to fewer.
+# Number of queries at the end of the prompt that weigh the index's channels. The residual is fitted to fewer.
 N_VOTERS = 16
 
 
@@ -53,11 +53,13 @@ class Reach(NamedTuple):
 
     @property
     def max_read(self) -> int:
-        """Return the maximum number of earlier entries that a chunk reads. Its window may begin inside a page."""
+        """Return the maximum number of earlier entries that a chunk reads. The window is extended to whole pages."""
         return self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE - 1
 
     def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
-        """Return the position of the first chunk that chooses entries, or `n_prompt` if only the last tokens could.
+        """Return an upper bound on the position of the first chunk that chooses entries.
+
+        Return `n_prompt` if only the last tokens could choose entries.
 
         Args:
             n_prompt: prompt length in tokens.
@@ -68,7 +70,7 @@ class Reach(NamedTuple):
         return position if position < last_tokens_start else n_prompt
 
     def for_last_tokens(self, in_files: bool) -> Reach:
-        """Return how many entries the prompt's last tokens read. With entries in files, they read fewer."""
+        """Return how many entries the prompt's last tokens read. They usually choose more than other chunks."""
         if in_files:
             return self._replace(n_chosen=LAST_FACTOR_IN_FILES * self.n_chosen)
         return self._replace(n_chosen=max(LAST_CHOSEN, self.n_chosen))
@@ -85,8 +87,9 @@ class Sparse(Hyperparameters):
         budget: total number of entries that an answer token reads, instead of `top_k`: a number, or a share of the
             prompt ("6.25%"). The default is 1/16 of the prompt, with a minimum of 1,024.
         n_sink: number of entries at the start that every token reads.
-        n_window: number of entries at the end of the prompt that every token reads, or a share of the budget. A token
-            also reads at least the answer's latest 256 tokens, and chooses among its older ones as in the prompt.
+        n_window: number of entries at the end of the prompt that every token reads, or a share of the budget. Tokens
+            also read at least the answer's latest 256 entries. Later in a long answer, they choose among the window and
+            the answer's older entries as well.
         residual: how a token sees the entries that it does not read: as cluster "means", or not at all ("none"). A
             cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors that are
             fitted at the end of the prompt (`sparse/residual.py`).
@@ -96,10 +99,10 @@ class Sparse(Hyperparameters):
         read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. The default is
             the largest of 1,024, 1/32 of the prompt, and the number of entries whose attention costs a quarter as much
             as the model's other matrix products.
-        when: when chunks and tokens choose: only while that is "faster" on this machine, or "always". With "faster", at
-            least the first 16 tokens of an answer read all entries. With "always", the first two do. If entries are
-            in files, or stored in 8 or 4 bits, tokens always choose. A batch doesn't measure speed; it relies on the
-            speed record.
+        when: when chunks and tokens choose entries: only while that is "faster" on this machine, or "always". With
+            "faster", at least the first 16 tokens of an answer read all entries. With "always", the first two do. On
+            several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A batch
+            doesn't measure speed; it relies on the speed record.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
         store_dir: folder for the files, TMPDIR by default. The string form omits it, because it does not affect
             the entries.
@@ -125,7 +128,10 @@ class Sparse(Hyperparameters):
     store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 
     def __post_init__(self):
-        """Check the values, and compute `budget` from `top_k`. Raises: SnapKVError: the two contradict each other."""
+        """Check the values, and compute `budget` from `top_k`.
+
+        Raises: SnapKVError: a value is not allowed, or `top_k` and `budget` contradict each other.
+        """
         super().__post_init__()
         if self.top_k is not None:
             budget = smallest_budget(self.top_k, self.n_sink, self.n_window)
@@ -143,7 +149,7 @@ class Sparse(Hyperparameters):
         return "budget" if self.top_k is not None else None
 
     def entries(self, n_prompt: int) -> int:
-        """Return the number of a prompt's entries that an answer token reads per KV head."""
+        """Return the maximum number of a prompt's entries that an answer token reads per KV head."""
         if self.budget is None:
             return max(MIN_BUDGET, n_prompt // BUDGET_SHARE)
         return amount(self.budget, n_prompt)

@@ -17,7 +17,7 @@ from .options import PAGE_SIZE
 class PageMeans:
     """Mean keys of a layer's first pages. If entries are in files, the means of a long text move to a file too."""
 
-    _means: GrowingRows | None = None  # None until there is a page
+    _means: GrowingRows | None = None  # None until the first means are computed
     _quantization: Quantization | None = None
 
     def __len__(self) -> int:

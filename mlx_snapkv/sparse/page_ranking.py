@@ -27,7 +27,8 @@ class PageRanking:
         reach: how many entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many entries the prompt's last tokens read.
         last_from: position of the first of those tokens.
-        may_choose: returns whether a chunk that starts at the given position may choose. If not, it reads all entries.
+        may_choose: returns whether a chunk that starts at the given position may choose its entries. Otherwise, the
+            chunk reads all entries.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class PageRanking:
         chosen = (pages[..., None] * PAGE_SIZE + offsets_in_page).flatten(-2)
         sink = mx.arange(self._n_sink_pages * PAGE_SIZE, dtype=mx.uint32)
         window = mx.arange(choice.stop_page * PAGE_SIZE, start, dtype=mx.uint32)
-        B, H, _ = chosen.shape  # the sink and the window are the same for all heads
+        # The sink and the window are the same for all heads.
+        B, H, _ = chosen.shape
         sink = mx.broadcast_to(sink, (B, H, sink.size))
         window = mx.broadcast_to(window, (B, H, window.size))
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
@@ -114,7 +116,7 @@ class PageRanking:
 
 
 class _Choice(NamedTuple):
-    """A chunk chooses `n_pages` of the pages before `stop_page`, where its window starts."""
+    """A chunk's choice: `n_pages` of the pages between the sink and `stop_page`, where the window starts."""
 
     stop_page: int
     n_pages: int
@@ -138,7 +140,7 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
         mx.eval(log_total)
     shares: list[mx.array] = []
     for read_means in mean_readers:
-        # Keep no reference to the logits, or those of two parts would be in memory.
+        # Don't keep a reference to the logits, or those of two parts would be in memory at once.
         shares.append((grouped_logits(queries, read_means()) - log_total).max(axis=(2, 3)))
         mx.eval(shares)
     return mx.concatenate(shares, axis=-1)

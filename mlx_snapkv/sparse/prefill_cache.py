@@ -2,8 +2,8 @@
 
 In each layer and KV head, a chunk reads the sink, the tokens just before it, itself, and the pages that its queries
 choose (`page_ranking.py`). QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024, arXiv:2407.02490) and XAttention
-(Xu et al., 2025, arXiv:2503.16428) do the same on CUDA. Here the chosen entries are gathered into one array, so that a
-chunk needs only one ordinary call to the attention function.
+(Xu et al., 2025, arXiv:2503.16428) choose in similar ways on CUDA. Here the chosen entries are gathered into one array,
+so that a chunk needs only one ordinary call to the attention function.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SparsePrefillKVCache(AttendingCache):
         return keys, values, None
 
     def _choose_earlier(self, captured: CapturedQueries) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of the earlier entries that the chunk chooses."""
+        """Return the keys and values of the earlier entries that the chunk reads."""
         chunk_start = self.offset - captured.queries.shape[2]
         self.n_read = max(self.n_read or 0, self._ranking.n_read(chunk_start))
         if self.stored.sparse_from is None:

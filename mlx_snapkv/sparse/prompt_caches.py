@@ -71,7 +71,9 @@ def store_quantization(
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
     """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
-    Raises: SnapKVError: the prompt cache is compressed, or the store does not support the model.
+    Caches that already use the right store are shared with the original.
+
+    Raises: SnapKVError: the prompt cache is compressed, the store does not support the model, or can't be written.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
@@ -87,7 +89,7 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 def move_entries(model, caches: list, *, into: list) -> None:
     """Move the entries of full-attention layers in `caches` into the caches in `into`, which replace the old ones.
 
-    Raises: SnapKVError: a layer's cache is missing entries.
+    Raises: SnapKVError: a layer's cache is missing entries, or its new store can't be written.
     """
     for layer in attention_layers(model, into):
         target_cache = layer.cache_in(into)
@@ -95,12 +97,19 @@ def move_entries(model, caches: list, *, into: list) -> None:
 
 
 def caches_to_save(prompt_cache: list) -> list:
-    """Return caches that can be saved and continued: mlx-lm's own, or `StoredKVCache`s if entries are in files."""
+    """Return caches that can be saved and continued.
+
+    Compressed caches and `StoredKVCache`s with entries in files are returned as they are. Any other cache is converted
+    to one of mlx-lm's own.
+    """
     return map_caches(lambda cache: layer_cache(cache).cache_to_save(), prompt_cache)
 
 
 def caches_to_batch(prompt_cache: list) -> list:
-    """Return caches that mlx-lm can batch. Stored and quantised entries are unpacked into a `KVCache`."""
+    """Return caches that can be batched.
+
+    Stored and quantised entries are unpacked into a `KVCache`. Compressed caches are returned as they are.
+    """
 
     def cache_to_batch(cache: Any) -> Any:
         source = layer_cache(cache)
@@ -122,7 +131,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
 
     If `cache` is compressed, or already uses the same store, its entries stay where they are.
 
-    Raises: SnapKVError: `cache` does not have all entries.
+    Raises: SnapKVError: `cache` does not have all entries, or the new store can't be written.
     """
     source = layer_cache(cache)
     new_store, old_store = layer_cache(empty_cache).store, source.store

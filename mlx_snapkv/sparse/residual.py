@@ -1,4 +1,4 @@
-"""The residual of sparse attention: each cluster's unread entries are represented by a mean entry.
+"""The residual of sparse attention: each cluster's unread entries are represented by the cluster's mean entry.
 
 A head gives a cluster's mean key the logit
 
@@ -29,10 +29,11 @@ from .clusters import Clusters
 
 MASSES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5)  # candidates for `a`; 0 turns the residual off
 TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
-# Number of queries at the end of the prompt that mass and temperature are fitted to. Sixteen would take four times as
-# long. SmolLM2-135M's KL would be 0.0077 instead of 0.0090 after 1,400 tokens, but the same after 6,000 tokens.
+# Mass and temperature are fitted to this many queries at the end of the prompt. With sixteen, fitting would take four
+# times as long. It would lower SmolLM2-135M's KL from 0.0090 to 0.0077 after 1,400 tokens, but make no difference after
+# 6,000.
 FITTING_QUERIES = 4
-# Number of entries from which these queries' full attention is estimated, if the text is long.
+# In a long text, full attention to the middle (see `Example`) is estimated from at most this many entries.
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # number of adjacent entries in each sample
 
@@ -77,7 +78,7 @@ class Residual(NamedTuple):
         n_unread = self.count_unread(positions)[:, :, None, None]
         mean_logits = scale * grouped_logits(queries, self.clusters.keys)
         bias = _mean_bias(mean_logits, n_unread, self.log_mass, self.temperature)
-        if queries.dtype == mx.float16:  # an infinite bias would turn the output into NaN
+        if queries.dtype == mx.float16:  # a bias of +infinity would turn the output into NaN
             bias = mx.minimum(bias, mx.finfo(mx.float16).max)
         return bias.astype(queries.dtype).flatten(1, 2)
 
@@ -138,7 +139,8 @@ class Example:
     Attributes:
         queries: scaled queries, `(B, n_heads, m, head_dim)`, with the heads of a GQA group adjacent.
         is_read: mask of the entries that each query would read, bool `(B, n_kv_heads, m, n)`.
-        middle: positions of the entries that the queries choose among. A query reads all other entries up to its own.
+        middle: positions of the entries that all of the queries choose among. Each query reads almost all other
+            entries up to its own.
         start: position of the first query.
         sinks: logits of the model's attention sinks, `(n_heads,)`, or None.
     """
@@ -178,7 +180,7 @@ class Example:
             runs = sampled_runs[i : i + runs_at_once]
             run_spans = [(run * SAMPLED_RUN, (run + 1) * SAMPLED_RUN) for run in runs]
             yield run_spans, n_runs / len(sampled_runs)
-        # Read all entries before and after these runs.
+        # Read all entries before `first_run`, and from `stop_run` on.
         spans_before = spans(0, first_run * SAMPLED_RUN)
         spans_after = spans(stop_run * SAMPLED_RUN, n_entries)
         for span in (*spans_before, *spans_after):

@@ -33,11 +33,12 @@ _FILES_MISSING = (
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
-    A plain in-memory store always has all entries. Any other store has the entries of earlier turns. They are read
-    again for each attention call, so only one layer's entries are in memory at a time.
+    A plain in-memory store always has all entries. Entries move to any other store at the end of a prompt, or chunk by
+    chunk during sparse prefill. For full attention, they are read and dequantised again in each call, so that only one
+    layer has plain copies in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index, and the first entry for its shapes.
-    `saved.book` saves the files next to the prompt cache, and opens them again when the cache is loaded.
+    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index without its codes, and the first entry
+    for its shapes. `saved.book` saves the files next to the prompt cache, and opens them when the cache is loaded.
 
     Args:
         layer: the cache's `AttentionLayer`.
@@ -142,7 +143,10 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing.update_and_fetch(keys, values)
 
     def offload(self) -> None:
-        """Move all entries to the store. Raises: SnapKVError: the disk is full; entries then stay in memory."""
+        """Move all entries to the store.
+
+        Raises: SnapKVError: the store can't be written. Entries then stay in memory.
+        """
         if not self._grows_in_store and self.growing.offset > 0:
             self.store.append(Entries(*self.growing.keys_and_values()))
             self.growing = KVCache()
@@ -270,7 +274,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def state(self, state: Sequence) -> None:
         first_key, first_value, index_state = state
         first_entry = (first_key, first_value)
-        # Raises an error that says how to load the files, until they are opened.
+        # Until the files are opened, any use of this store raises an error that says how to load them.
         store: Any = Missing(_FILES_MISSING, cache=None, in_files=True, first_entry=first_entry)
         self.__init__(store=store)  # type: ignore[misc]
         self.index = None

@@ -35,9 +35,9 @@ class TokenRanking:
         quota: how many entries a token reads, including sink and window.
 
     Attributes:
-        view: the prompt's entries and the answer's older ones. Tokens choose among these.
+        view: the prompt's entries, and the answer's older ones that tokens choose among.
         answer: all of the answer's entries.
-        residual: cluster means of unread entries. None before `fit_residual`, or if tokens read all entries.
+        residual: cluster means of unread entries. None before `fit_residual`, or if tokens have nothing to choose.
         n_prompt: number of entries in the prompt.
         n_sink: number of entries in the sink.
         choice_stop: position after the last entry that tokens choose among.
@@ -85,7 +85,7 @@ class TokenRanking:
 
     @property
     def n_newest(self) -> int:
-        """Return the number of entries at or after the start of the window. Every token reads all of them."""
+        """Return the number of entries at or after `choice_stop`. Every token reads all of them."""
         return self.n_prompt + self.answer.offset - self.choice_stop
 
     @property
@@ -94,7 +94,7 @@ class TokenRanking:
         return 0 if self.residual is None else self.residual.clusters.n_clusters
 
     def choose(self, captured: CapturedQueries, start: int) -> mx.array:
-        """Choose one set of entries for all tokens' queries. The first token is at position `start`.
+        """Choose one set of entries for all captured tokens, the first of which is at position `start`.
 
         Returns: positions, uint32 `(B, n_kv_heads, n_chosen)`.
         """
@@ -128,7 +128,7 @@ class TokenRanking:
     def choose_up_to(self, stop: int) -> None:
         """Move `choice_stop` to a later position, so that tokens choose among the entries before it.
 
-        Entries of the answer are indexed, and form a new cluster.
+        New answer entries before it are added to the index and form a new cluster, if index and residual exist.
         """
         n_in_view = len(self.view)
         reaches_new_entries = stop > n_in_view
@@ -166,7 +166,7 @@ class TokenRanking:
     ) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
-        Do nothing if tokens read all entries.
+        Do nothing if tokens choose no entries, or all of them.
 
         Args:
             queries: the prompt's last queries.

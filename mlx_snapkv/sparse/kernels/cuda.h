@@ -50,5 +50,5 @@ template <class N> __device__ inline N simd_prefix_exclusive_sum(N x) {
   return sum - x;
 }
 
-// This must come last, because the expansion of the macro __device__ contains the word.
+// This must come last, because the expansion of the macro __device__ contains the word `device`.
 #define device

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 THREADS = {"score": 256, "select": 512, "attend": 256, "merge": 256}  # per threadgroup
 SCORE_BLOCK = 1024  # entries per block in `score`
 ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
-SCORE_GROUPS = 128  # threadgroups for `score`; each one projects the queries again
+SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects the queries again
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
 MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
-N_PARAMS = 14  # MLX puts arrays of fewer than 8 numbers into Metal's constant memory
+# Length of `params` and of placeholders. At least 8, because MLX puts shorter arrays into Metal's constant memory.
+N_PARAMS = 14
 NO_SINK = -1e30
 
 INPUTS = {

@@ -1,4 +1,4 @@
-"""Self-test that compares the GPU kernels with the plain path on this machine before using them."""
+"""Self-test that compares the GPU kernels with the plain path on this machine before they are used."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Store(EntryView):
     name: ClassVar[str]
     bits: ClassVar[int | None] = None  # bits per value, or None for plain entries
     quantization: Quantization | None = None  # None if the entries are plain
-    in_files: bool = False  # whether entries are in files, which are saved in a folder
+    in_files: bool = False  # whether entries are in files
     folder: str | None = None  # folder for new files; None means TMPDIR
     cache: Any = None  # the mlx-lm cache that stores the entries, if they are in memory
     # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. Saved caches take
@@ -69,7 +69,7 @@ class Store(EntryView):
 
     @abstractmethod
     def append(self, entries: Entries) -> None:
-        """Append entries. Raises: SnapKVError: the disk is full; the store stays unchanged."""
+        """Append entries. Raises: SnapKVError: the store can't be written. It then stays unchanged."""
 
     @abstractmethod
     def truncate(self, n: int) -> None:
@@ -112,7 +112,7 @@ class JoinedView(EntryView):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers, or None if there are several views or entries are not plain and in memory."""
+        """Return the whole buffers if there is a single view of plain entries in memory, otherwise None."""
         if len(self._views) != 1:
             return None
         [view] = self._views

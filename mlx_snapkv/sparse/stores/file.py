@@ -1,4 +1,4 @@
-"""A store that keeps a layer's keys and values in two files."""
+"""A store that keeps a layer's keys and values in files."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MemoryStore(Store):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the cache's buffers, or None if they are quantised or not allocated yet."""
+        """Return the cache's buffers, or None if they are quantised or the cache is empty."""
         if self.quantization is not None or self.n_entries == 0:
             return None
         return self.cache.keys, self.cache.values
