@@ -16,7 +16,7 @@ class Completion:
     Attributes:
         reply: the answer so far.
         n_tokens: number of tokens so far, including the end-of-answer token.
-        n_reasoning: number of reasoning tokens so far, including the markers.
+        n_reasoning: number of reasoning tokens so far, including the end marker.
         finish_reason: None until the answer ends, then "stop", "length", "tool_calls", or "function_call" (for clients
             that send `functions`).
     """

@@ -37,14 +37,14 @@ class AnswerParser:
     - A marker inside a call's argument is part of the argument.
     - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
-    - A call that can't be parsed is text.
+    - A call that can't be parsed is text, or reasoning if it ends inside reasoning.
 
     Attributes:
         state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
     """
 
     def __init__(self, request: CompletionRequest, tokenizer):
-        """Start in the request's initial state, with the tokenizer's markers and tool parser."""
+        """Start in the request's initial state, with no text."""
         answer_format = request.constraint.format if request.constraint else None
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
@@ -56,9 +56,9 @@ class AnswerParser:
         )
         self._call_start_marker = tokenizer.tool_call_start
         self._call_end_marker = tokenizer.tool_call_end
-        # True until the required JSON starts, or a tool call starts in its place.
+        # True while the required JSON has not started, and no tool call has started in its place.
         self._awaits_json = answer_format is not None and not continues_json
-        # Answers that continue text or JSON have no markers.
+        # Text completions and answers that continue JSON have no markers.
         has_markers = request.chat and not continues_json
         self._machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
         # mlx-lm's tuple: (state, trie node, all states, held-back text)
@@ -76,7 +76,7 @@ class AnswerParser:
         state_after_text, segments = TextStateMachine.split(self._machine_state, text)
         has_call_text = any(state == "tool" for state, _ in segments)
         may_end_call = has_call_text and bool(self._call_end_marker)
-        # A marker there may turn out to be text, so split the text again, letter by letter.
+        # A marker in a call or in the required JSON may turn out to be text, so split the text again, letter by letter.
         if may_end_call or self._begins_json(segments):
             for letter in text:
                 parts += self._add_segments(self._split_letter(letter))
@@ -153,9 +153,10 @@ class AnswerParser:
         )
 
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
-        """End the current call, if any, and return the calls parsed from it. If it can't be parsed, return its text.
+        """End the current call, if any. Return the calls parsed from it, or else its text.
 
-        `is_complete` is False if the answer ended in the middle of the call.
+        The text is reasoning if the call is complete and inside reasoning. `is_complete` is False if the answer ended
+        without the call's end marker.
         """
         call_text = self._call_text
         self._call_text = ""
@@ -177,7 +178,7 @@ class AnswerParser:
         return parse_tool_calls(call_text, self._tool_parser, self._tools, is_complete)
 
     def _end_unfinished_call(self) -> list[Reply]:
-        """Return the last parts of an answer that ends in the middle of a call.
+        """Return the last parts of an answer that ends without the current call's end marker.
 
         Until now, end markers in the call's text counted as part of an argument. If the whole text is not a valid call,
         one of the markers must have ended the call: the first one with a valid call before it, or else the very

@@ -20,7 +20,7 @@ CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def parameters_of(name: str, tools: Any) -> dict[str, Any]:
-    """Return the schema of a tool's parameters, or {} if the request has no such tool.
+    """Return the schema of a tool's parameters, or {} if the request has no such tool or the tool has no schema.
 
     Args:
         name: the tool's name.
@@ -35,13 +35,13 @@ def parameters_of(name: str, tools: Any) -> dict[str, Any]:
 
 
 def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema's properties by name."""
+    """Return a schema's properties by name, or {} if it has none."""
     properties = parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """Return the names of the JSON types that a schema allows, or an empty set if it names none.
+    """Return the names of the JSON types that a schema allows, or an empty set if unknown.
 
     Args:
         schema: the schema of one argument.
@@ -113,8 +113,8 @@ def _json_type(value: Any) -> str:
 def convert_argument(text: str, types: set[str]) -> Any:
     """Convert an argument's text to one of the allowed types, or return it unchanged.
 
-    If strings are allowed too, lists and objects are still converted. Numbers, booleans and null are converted only if
-    the text is exactly their JSON.
+    If strings are allowed too, lists and objects are still converted, but numbers, booleans and null only if the text
+    is exactly their JSON.
 
     Args:
         text: what the model wrote, including surrounding whitespace.
@@ -155,7 +155,7 @@ def _parse_literal(text: str) -> Any:
                 ValueError, SyntaxError, RecursionError, MemoryError, TypeError
             ):
                 python_value = ast.literal_eval(literal)
-                # JSON turns tuples into lists, and has no sets.
+                # JSON turns tuples into lists, and rejects sets.
                 value = json.loads(json.dumps(python_value, allow_nan=False))
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value if is_finite else text

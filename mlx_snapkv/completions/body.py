@@ -44,7 +44,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def _parse_messages(items: Any) -> list[Message]:
     """Parse a list of chat messages, or of input items from the Responses API.
 
-    Raises: ValueError: an item has an unknown format, or every item is empty. The error starts with the item's index.
+    Raises: ValueError: `items` is not a list or is empty, an item is invalid, or there are only system and user
+        messages, all empty. An error about an item starts with its index.
     """
     require(isinstance(items, list), "should be a valid list", items)
     require(bool(items), "must not be empty", items)
@@ -85,7 +86,8 @@ class StreamOptions(BodyModel):
 class CommonBody(BodyModel):
     """The fields that both endpoints share. A field is None if the client did not send it.
 
-    Unknown fields are ignored. Unsupported fields that would change the answer are rejected.
+    Unknown fields are ignored, but kept in `model_extra` for warnings. Unsupported fields that would change the answer
+    are rejected.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -165,7 +167,7 @@ class ChatBody(CommonBody):
 
 
 def _logprobs_as_number(value: Any) -> Any:
-    """Convert a boolean `logprobs`, as in chat bodies, to a number."""
+    """Convert a boolean `logprobs`, as in chat bodies, to 0 or None. Return other values unchanged."""
     if isinstance(value, bool):
         return 0 if value else None
     return value
@@ -215,7 +217,8 @@ BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 def parse_body(url: Any, body: Any) -> Body:
     """Validate the `url` and `body` of one line in a file of requests.
 
-    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or a field is supported only by the server.
+    Raises: SnapKVError: the url is not in `BODIES`, the body is invalid, or it has a field or a list of prompts that
+        only the server supports.
     """
     if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {shorten(url)}")

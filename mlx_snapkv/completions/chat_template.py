@@ -1,4 +1,4 @@
-"""Apply chat templates. All callers go through this module, which imports nothing slow."""
+"""Apply chat templates, and convert their errors to SnapKVError. This module imports nothing slow."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from ..errors import SnapKVError, brief
 def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) -> Any:
     """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
 
-    Raises: SnapKVError: the template fails.
+    Raises: SnapKVError: the template or the tokenizer fails.
     """
     with converting_template_errors():
         return tokenizer.apply_chat_template(messages, **options)

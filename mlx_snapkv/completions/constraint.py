@@ -18,13 +18,13 @@ from .short_end import FreeText, allowed_tokens, is_in_string, short_end
 # A "short end" is a short sequence of tokens that completes the JSON.
 
 NO_QUOTES = r'start: /[^"\\]*/'  # text that can't end a JSON string
-# Inside a string, a token can make the short end longer only by leaving a character incomplete. This is the maximum
-# number of tokens that it takes to complete the character.
+# Inside a string, a token without quotes or backslashes lengthens the short end only if it leaves a character
+# incomplete. Completing the character takes at most this many tokens.
 MAX_END_GROWTH_IN_STRING = 3
 MAX_END_LENGTH = 512  # maximum length of a short end during the answer, in tokens
-MAX_FIRST_END_LENGTH = 4096  # the same, before the answer starts
+MAX_FIRST_END_LENGTH = 4096  # maximum length of a short end before the answer starts, in tokens
 MIN_COUNT = re.compile(r'"min(?:Items|Length|Properties)": (\d+)')  # e.g. `"minItems": 3`
-# Near `max_tokens`, at most this many tokens are tried, most likely first.
+# Near `max_tokens`, at most this many tokens are tried at each position, most likely first.
 MAX_CANDIDATES = 8
 # If the short end is longer than this, trying a token takes milliseconds, so only the most likely tokens are tried, up
 # to a cumulative probability of CANDIDATES_SHARE.
@@ -38,9 +38,9 @@ class Constraint:
     mlx-lm's loops call it once per token, with all tokens so far. The last token may still be an unevaluated array.
     Loops with a draft model go back to earlier tokens, and the constraint goes back with them.
 
-    For JSON, enough of `max_tokens` is reserved to close it. Tokens that would leave too few are not allowed. If the
-    model's first choice is such a token, the JSON is closed there. Calls are never closed early, because the client
-    would run them with truncated arguments.
+    For JSON, room to close it is reserved within `max_tokens`. A token that would leave too little room is not allowed,
+    and if it is the model's most likely token, the JSON is closed at once. Calls are never closed early, because the
+    client would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -83,14 +83,18 @@ class Constraint:
         Args:
             tokens: token ids of the prompt and the answer so far.
             logits: `(1, vocabulary)`.
+
+        Raises:
+            SnapKVError: the schema is too complex to be enforced.
+            RuntimeError: the answer has left its grammar.
         """
         if self._n_prompt is None:
             self._n_prompt = tokens.size
         n_answer = tokens.size - self._n_prompt
         has_one_more = n_answer == len(self._answer_tokens) + 1
-        # Unless there is exactly one new token, the loop has gone back, and any answer token may differ.
+        # Unless there is exactly one new token, the loop may have gone back, so any answer token may differ.
         unread_tokens = tokens[-1:] if has_one_more else tokens[self._n_prompt :]
-        # The mask depends only on the tokens, so the CPU builds it while the device computes the logits.
+        # The mask rarely depends on the logits, so the CPU usually builds it while the device computes them.
         mx.async_eval(unread_tokens)
         mx.async_eval(logits)
         new_tokens: Any = unread_tokens.tolist()
@@ -125,7 +129,7 @@ class Constraint:
         self._n_left_at_next_search = self._max_tokens
 
     def _require_enough_tokens(self) -> None:
-        """Check that a short JSON answer fits within `max_tokens`, unless reasoning may precede it.
+        """Check that a short JSON answer fits within `max_tokens`, unless the answer starts inside reasoning.
 
         Raises: SnapKVError: it does not fit.
         """
@@ -143,13 +147,17 @@ class Constraint:
             )
 
     def _keep_room_to_end(self, allowed: np.ndarray, logits: mx.array) -> np.ndarray:
-        """Return a bool mask `(vocabulary,)` of the allowed tokens that leave room for a short end.
+        """Return `allowed`, restricted near `max_tokens` to tokens that leave room for a short end.
 
-        If the most likely token does not, the JSON is closed: `closed_early` is set, and from then on only the short
-        end's tokens are allowed.
+        If the most likely token leaves too little room, the JSON is closed: `closed_early` is set, and from then on
+        only the short end's tokens are allowed. If no short end is found, `allowed` is not restricted.
 
         Searching for an end at every token would be too slow. Each token lengthens the end by at most
         `_max_end_growth`, so the next search is due after `n_spare // (_max_end_growth + 1)` tokens.
+
+        Args:
+            allowed: bool mask `(vocabulary,)` of the tokens that the grammar allows.
+            logits: `(1, vocabulary)`.
         """
         if self._remaining_end is not None:
             return self._force_next_of_end(allowed.size, self._remaining_end)
@@ -189,7 +197,7 @@ class Constraint:
     def _current_end(self, n_left: int) -> list[int] | None:
         """Return a short end after the answer so far. If the last token was a candidate, its end is already known.
 
-        Return None if no end of at most `n_left` tokens is found, or if reasoning may come first.
+        Return None if no end of at most `n_left` tokens is found, or if the answer is still reasoning.
         """
         end_after_candidate = self._end_after_candidate
         self._end_after_candidate = {}
@@ -209,9 +217,9 @@ class Constraint:
         return short_end(matcher, self._vocabulary, min(n_left, MAX_END_LENGTH))
 
     def _surely_fitting(self, allowed: np.ndarray, n_spare: int) -> np.ndarray:
-        """Return a mask of the allowed tokens that are known to leave room for a short end without being tried.
+        """Return a mask of the allowed tokens that certainly leave room for a short end, so they need not be tried.
 
-        Inside a string, if there are tokens to spare, these are the tokens that do not end the string.
+        Inside a string, with tokens to spare, these are the tokens without quotes or backslashes. Otherwise, none.
         """
         has_spare_tokens = n_spare > MAX_END_GROWTH_IN_STRING
         if has_spare_tokens and is_in_string(self._matcher.compute_bitmask(), self._vocabulary):

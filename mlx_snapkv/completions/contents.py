@@ -32,11 +32,12 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
 
     Args:
         content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
-        source: "user" for user and system messages, which must not contain media. "tool" for tool results, where parts
-            of unknown types become JSON. "other" for everything else. In "tool" and "other" content, media are replaced
-            by a description in brackets.
+        source: "user" for user and system messages that must not contain media. "tool" for tool results, where parts of
+            unknown types become JSON. "other" for everything else. All other media and parts of unknown types are
+            replaced by a description in brackets.
 
-    Raises: ValueError: a part of a "user" message is not text.
+    Raises: ValueError: a part's `text` is not a string, or a "user" message has media or a part that is neither text
+        nor an object.
     """
     for part in as_list(content):
         if isinstance(part, dict):
@@ -156,7 +157,7 @@ def _media_kind(part: dict[str, Any], kind: str) -> str | None:
 
 
 def _prepend_title(part: dict[str, Any], text: str) -> str:
-    """Prepend a document's title or file name to its text."""
+    """Prepend a document's title or file name to its text, and append a separator."""
     file = part.get("file")
     file_fields = file if isinstance(file, dict) else part
     title = part.get("title") or file_fields.get("filename")
@@ -200,7 +201,7 @@ def _nested_text(nested: dict[str, Any], kind: str) -> str | None:
 def _decode_text(data: Any, media_type: str, kind: str) -> str | None:
     """Decode text from base64 or a data URL. Return None if the data is not text.
 
-    If a file has no media type, or a generic `application/...` type, its bytes determine whether it is text.
+    If a file has no media type or an `application/...` type, its bytes determine whether it is text.
     """
     if not isinstance(data, str):
         return None

@@ -82,9 +82,9 @@ def json_format(
 def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> AnswerFormat:
     """Return the format for an answer that continues `prefill`, which may end with the start of the JSON.
 
-    The JSON starts at the first bracket where the grammar accepts the rest of the prefill. The grammar forbids trailing
-    whitespace and line breaks, so they are dropped if necessary. If no bracket works, the answer must contain the whole
-    JSON.
+    The JSON starts at the first bracket where the grammar accepts the rest of the prefill. Without brackets, the whole
+    prefill is tried. The grammar forbids trailing whitespace and line breaks, so they are dropped if necessary. If
+    nothing is accepted, the answer must contain the whole JSON.
     """
     bracket_positions = [match.start() for match in re.finditer(r"[\[{]", prefill)]
     starts_of_json = [prefill[position:] for position in bracket_positions[:MAX_PREFILL_STARTS]]
@@ -103,7 +103,7 @@ def continue_json(answer_format: AnswerFormat, prefill: str, tokenizer) -> Answe
 
 
 def _spellings(json_text: str) -> list[str]:
-    """Return the start of JSON as it is, without trailing whitespace, without line breaks, and without both."""
+    """Return the start of JSON as it is, without trailing whitespace, without line breaks, and without either."""
     on_one_line = re.sub(r"\s*\n\s*", "", json_text)  # JSON strings contain no line breaks
     spellings = (json_text, json_text.rstrip(), on_one_line, on_one_line.rstrip())
     return list(dict.fromkeys(spellings))
@@ -128,7 +128,7 @@ def tool_call_format(tools: list[dict[str, Any]], tokenizer, state: str) -> Answ
 
 
 def _format_of_tool_call(schemas: dict[str, Schema], tokenizer, state: str) -> AnswerFormat:
-    """Return the format for a call that the model's tool parser can read. `schemas` maps tool names to schemas.
+    """Return the format for a call, in the model's own format if possible. `schemas` maps tool names to schemas.
 
     Mistral models write `[TOOL_CALLS]NAME[ARGS]{...}`, and older ones `[TOOL_CALLS][{...}]`.
     """
@@ -186,8 +186,8 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
 def _arguments_schema(name: str, parameters: Any) -> Schema:
     """Return the schema of a call's arguments, which must be an object.
 
-    If `properties` includes all required properties, no others are allowed. The same rule applies to nested objects
-    that name properties.
+    Additional properties are forbidden, also in nested objects with named properties, unless the schema may allow or
+    require them: see `_lists_all_properties` and `_combines_schemas`.
 
     Raises: SnapKVError: the parameters of the tool `name` can't be an object.
     """
@@ -231,9 +231,10 @@ def _combines_schemas(schema: Any) -> bool:
 
 
 def _close_objects(schema: Any) -> Any:
-    """Forbid additional properties in every object with named properties, at any depth of a schema.
+    """Forbid additional properties in objects that name their properties, at any depth of a schema.
 
-    Objects without named properties stay open, because they may be maps.
+    Objects without named properties stay open, because they may be maps. So do objects that may allow or require
+    additional properties.
     """
     if isinstance(schema, list):
         return [_close_objects(part) for part in schema]
@@ -331,7 +332,7 @@ def _require_few_optional_properties(schema: Schema, schema_name: str) -> None:
 
 
 def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the grammar expression for reasoning before an answer, and the rules that it uses."""
+    """Return the grammar expression for reasoning before an answer, or "" if there is none, and its rules."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules

@@ -25,7 +25,7 @@ KEYWORD_ARGUMENTS = re.compile(r"\(\s*(?:[\w-]+\s*=|\))")  # `(key=` or `()`
 UNQUOTED_KEY = r"[^\s:=,\"'{}\[\]()]+"
 NUMBER_OR_CONSTANT = r"[\w.+-]+"
 UNQUOTED_ITEM = r"[^{}\[\](),]+"
-# A value may contain commas. A comma before the next key, as in `, key:`, ends it.
+# An unquoted value may contain commas, but ends at a comma before the next key, as in `, key:`.
 COMMA_IN_VALUE = r",(?!\s*[\w.$\"'-]+\s*[:=])"
 UNQUOTED_VALUE = rf"{UNQUOTED_ITEM}(?:{COMMA_IN_VALUE}{UNQUOTED_ITEM})*"
 
@@ -163,7 +163,7 @@ class LiteralReader:
     def read_value(self, in_list: bool = False) -> Any:
         """Read the value at the current position.
 
-        Raises: ValueError: there is no value.
+        Raises: ValueError: there is no valid value.
         """
         self._skip_blanks()
         if self.opening_quote():

@@ -22,7 +22,7 @@ def llguidance_tokenizer(tokenizer) -> LLTokenizer:
 
     The result is cached, because a large vocabulary takes seconds to convert.
 
-    Raises: SnapKVError: the tokenizer is not from Hugging Face's tokenizers library.
+    Raises: SnapKVError: llguidance can't convert the tokenizer, for example because it is not a fast tokenizer.
     """
     if tokenizer not in _tokenizers:
         end_tokens = sorted(token for token in tokenizer.eos_token_ids if token < len(tokenizer))
@@ -36,9 +36,9 @@ def llguidance_tokenizer(tokenizer) -> LLTokenizer:
 
 
 def make_matcher(tokenizer, grammar: str, grammar_name: str = "the grammar") -> LLMatcher:
-    """Return a matcher for a Lark grammar, at the start of an answer.
+    """Return a matcher for a Lark grammar, positioned at the start of an answer.
 
-    Raises: SnapKVError: the grammar can't be enforced. The error refers to it as `grammar_name`.
+    Raises: SnapKVError: the grammar (`grammar_name` in the error) or the tokenizer is not supported by llguidance.
     """
     matcher = LLMatcher(llguidance_tokenizer(tokenizer), grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():

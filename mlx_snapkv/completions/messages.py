@@ -28,7 +28,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "tool_response": "tool",
     "tool_result": "tool",
 }
-# Fields that `Message` has attributes for. All others go into `extra`.
+# Fields that are parsed. All others go into `extra`.
 PARSED_FIELDS = {
     "content",
     "role",
@@ -81,11 +81,12 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 
     Args:
         item: the message or item, as the client sent it.
-        may_have_media: whether images in a user message are described to the model rather than rejected. True after a
-            tool result, where clients put the tool's images, and for messages that have already been answered, perhaps
-            by a different model.
+        may_have_media: whether media in a user or system message are described to the model rather than rejected. True
+            after a tool result, where clients put the tool's images, and for messages that have already been answered,
+            perhaps by a different model.
 
-    Raises: ValueError: the item has an unknown format.
+    Raises: ValueError: the item has an unknown format, only refers to an earlier response, or has media that must be
+        rejected.
     """
     require(isinstance(item, dict), "should be a valid object", item)
     kind = item.get("type")
@@ -107,8 +108,8 @@ def parse_message(item: Any, may_have_media: bool = False) -> list[Message]:
 def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -> list[Message]:
     """Parse a system, user or assistant message, keeping the order of its parts.
 
-    Tool results in a user message go before the user's text, because they belong to the preceding calls. The first
-    resulting message with the original role gets the item's `extra` fields.
+    Tool results in a user message go before the user's text, because they belong to the preceding calls. The item's
+    `extra` fields go to the first message with the item's role.
     """
     parts = as_list(item.get("content"))
     has_result = any(_part_kind(part) == "result" for part in parts)
@@ -135,7 +136,7 @@ def _parse_chat_message(item: dict[str, Any], role: str, may_have_media: bool) -
 
 
 def _extra_fields(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the message fields that `Message` has no attribute for, unchanged."""
+    """Return the message fields that are neither parsed nor null, unchanged."""
     return {
         name: value
         for name, value in item.items()
@@ -186,7 +187,7 @@ def _join_parts(role: str, parts: Iterable[TextPart], separator: str) -> Message
 
 
 def _result_message(item: dict[str, Any], call_id: Any, content: Any) -> Message:
-    """Convert a tool result to a message. If `item` reports an error, the text starts with it."""
+    """Convert a tool result to a message. An error in `item` is prepended to the text, unless the text contains it."""
     parts = []
     for part in text_parts(content):
         # A part with a note is a placeholder. The separator replaces the line breaks around it.
@@ -260,7 +261,10 @@ def parse_arguments(value: Any) -> Any:
 
 
 def _parse_response_item(item: dict[str, Any], kind: str) -> list[Message]:
-    """Parse a Responses API input item that is not a message."""
+    """Parse a Responses API input item that is not a message.
+
+    Raises: ValueError: the item only refers to an earlier response.
+    """
     if kind == "item_reference":
         raise ValueError(
             "refers to an earlier response, and nothing is stored here: send the item itself"

@@ -12,7 +12,7 @@ THOUGHTS_LEFT_OUT = "the assistant's thoughts at the end are left out: only its 
 
 
 def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]]:
-    """Remove a final assistant message that has no text and no calls. Return the turns, and notes about it.
+    """Remove a final assistant message that has no text and no calls. Return the turns, and notes for the client.
 
     A chat's only message is kept.
     """
@@ -27,7 +27,10 @@ def without_empty_answer(turns: list[Message]) -> tuple[list[Message], list[str]
 
 
 def prefill_of(turns: list[Message]) -> str:
-    """Return the text that the answer continues, or "" if the last message isn't the assistant's or has calls."""
+    """Return the text that the answer continues, or "".
+
+    The answer continues the last message if it is from the assistant and has text but no calls.
+    """
     if not turns:
         return ""
     last = turns[-1]
@@ -42,8 +45,8 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
     The message is rendered with a mark at its end, and the rendered chat is cut at the mark. This removes what the
     template adds after a message, and keeps trailing whitespace that the template would strip.
 
-    Some templates omit or reject such a message. Its text is then appended to the generation prompt. If the generation
-    prompt starts reasoning, the reasoning is closed first.
+    Some templates omit or reject a final assistant message. Its text is then appended to the generation prompt. If the
+    generation prompt starts reasoning, the reasoning is closed first.
 
     Raises: SnapKVError: the template fails, or omits the chat's only message.
     """

@@ -26,7 +26,7 @@ class Prompt:
     Attributes:
         tokens: token ids.
         initial_state, tools, warnings, prefill: see `CompletionRequest`.
-        tool_choice: the body's tool choice, or None if it was dropped.
+        tool_choice: the body's tool choice, or None if it is missing or was dropped.
     """
 
     tokens: list[int]
@@ -59,7 +59,8 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
         tokenizer: the model's tokenizer, with a chat template if `body` is a chat.
         vocabulary_size: size of the model's vocabulary, if smaller than the tokenizer's.
 
-    Raises: SnapKVError: the chat template fails, the prompt is empty, or a token is outside the vocabulary.
+    Raises: SnapKVError: the chat can't be rendered, the tokenizer fails, the prompt is empty, or a token is outside the
+        vocabulary.
     """
     if isinstance(body, ChatBody):
         prompt = _chat_prompt(body, tokenizer)
@@ -72,7 +73,7 @@ def tokenize(body: Body, tokenizer, vocabulary_size: int = sys.maxsize) -> Promp
 
 
 def _chat_prompt(body: ChatBody, tokenizer) -> Prompt:
-    """Return a chat's prompt, up to the start of the answer or the end of the text that it continues."""
+    """Return a chat's prompt, which ends with the generation prompt or with the text that the answer continues."""
     offer = _tool_offer(body)
     variables, thinking_notes = thinking_variables(body, tokenizer)
     rendered = render(
@@ -145,7 +146,8 @@ def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert any API's function definition to the format of chat templates."""
     if "function" in tool:
         return {"type": "function", **tool}
-    # Anthropic calls `parameters` `input_schema`. Keep the field order, because templates show the fields to the model.
+    # Anthropic's name for `parameters` is `input_schema`. Keep the field order, because templates show the fields to
+    # the model.
     function = {
         "parameters" if field == "input_schema" else field: value
         for field, value in tool.items()

@@ -21,7 +21,7 @@ from .turns import for_template, merge_into_turns
 
 # Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
-# Options that `render` sets itself, so a client's values are dropped.
+# Options that `render` handles itself, so a client's values are dropped.
 OWN_OPTIONS = ("tools", "continue_final_message")
 LONG_GENERATION_PROMPT = 8  # tokens; few templates add more after the last message
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
@@ -62,7 +62,8 @@ def render(
         options: template variables.
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
-    Raises: SnapKVError: there is no template, or it rejects every rewrite. The error is about the original chat.
+    Raises: SnapKVError: there is no template, it takes no tools, an option is reserved, or every rewrite fails. The
+        error of the first rewrite that was tried is raised.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
@@ -99,9 +100,9 @@ def render(
 
 
 def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
-    """Check everything that does not depend on the messages.
+    """Check the chat template, the tools and the options.
 
-    Raises: SnapKVError: the chat can't be rendered.
+    Raises: SnapKVError: there is no template, it takes no tools, or an option is reserved.
     """
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: use /v1/completions")

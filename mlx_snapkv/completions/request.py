@@ -71,6 +71,7 @@ class CompletionRequest:
         processors: logits processors in mlx-lm's order, followed by the constraint, if any.
         stop: strings that end the answer and are not part of it.
         initial_state: state of mlx-lm's `TextStateMachine` at the start of the answer, "normal" or "reasoning".
+        tools: the tools in the chat template, in OpenAI's format, or None if no tool may be called.
         chat: whether the answer is a chat message rather than a text that continues the prompt.
         n_logprobs: number of most likely tokens to report in addition to the log-probability of each answer token. None
             if no log-probabilities are reported.
@@ -115,7 +116,8 @@ def completion_request(
         bounds: the model's trained length and vocabulary size.
         prompt: the body's prompt, if already tokenised.
 
-    Raises: SnapKVError: see `tokenize`. Also if the required answer format can't be enforced.
+    Raises: SnapKVError: see `tokenize`. Also if `logit_bias` or `top_k` does not fit the vocabulary, or the required
+        answer format can't be enforced.
     """
     prompt = prompt or tokenize(body, tokenizer, bounds.vocabulary_size)
     vocabulary_size = min(len(tokenizer), bounds.vocabulary_size)
@@ -165,7 +167,7 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
 def _warnings(
     prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
 ) -> list[str]:
-    """Return sentences about the parts of a body that are ignored but that a client may expect to have an effect.
+    """Return sentences about ignored parts of a body that a client may expect to have an effect.
 
     `unknown_fields` are the values of the body's unknown fields, by name.
     """
@@ -200,9 +202,9 @@ def _max_tokens(body: Body, defaults: Defaults, bounds: Bounds) -> int:
 
 
 def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | None:
-    """Return the format of a call that `tool_choice` forces, or of JSON that `response_format` requires.
+    """Return the format of the call that `tool_choice` forces or the JSON that `response_format` requires, if any.
 
-    Raises: SnapKVError: an unknown tool is forced, or a schema can't be enforced.
+    Raises: SnapKVError: there is no tool for a forced call, or a schema can't be enforced.
     """
     state = prompt.initial_state
     choice = prompt.tool_choice
@@ -223,7 +225,7 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
 def _callable_tools(tools: list[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
     """Return the tools that a forced choice allows: the named one, or all.
 
-    Raises: SnapKVError: there is no such tool.
+    Raises: SnapKVError: there is none, or a tool has no name.
     """
     if choice.function is not None:
         name = choice.function.name

@@ -23,7 +23,7 @@ Change = Callable[[list[Message]], list[Message]]
 
 
 def _shorten_ids(turns: list[Message]) -> list[Message]:
-    """Give calls nine-character ids, as Mistral's templates require. Equal client ids get equal short ids."""
+    """Give calls and results nine-character ids, as Mistral's templates require. Equal ids stay equal."""
 
     def shorten(call_id: str) -> str:
         if MISTRAL_CALL_ID.fullmatch(call_id):

@@ -23,7 +23,7 @@ def make_sampler(
     Raises: OptionError: `top_k` is not smaller than the vocabulary.
     """
     options = vars(defaults) | body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
-    del options["max_tokens"]  # the only default that is not a sampler's
+    del options["max_tokens"]  # the sampler takes all other defaults
     if body.temperature is not None:
         options["temp"] = body.temperature
     top_k = options["top_k"]

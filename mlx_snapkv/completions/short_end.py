@@ -69,9 +69,9 @@ class _Path:
 def _search_end(
     matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int, max_choices: int
 ) -> list[int] | None:
-    """Search for an end, shortest path first. Return its tokens, or None if the limits are reached first."""
+    """Search for an end, shortest path first. Return its tokens, or None if none is found within the limits."""
     numbers = itertools.count()
-    # A heap of (length, number, path). The shortest path is first, and of equally long paths the earliest.
+    # A heap of (length, number, path). The shortest path is first, and among equally long paths the earliest.
     paths = [(0, next(numbers), _Path(matcher.deep_copy(), []))]
     n_steps = 0
     # Limit the number of paths. With one choice per position there is a single path, so limit its length instead.
@@ -85,12 +85,12 @@ def _search_end(
         next_tokens = _advance(path, tokenizer, max_length)
         length = len(path.tokens)
         n_steps += length - length_before
-        if next_tokens is None:  # the path is too long
+        if next_tokens is None:  # a dead end
             continue
         if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, (length, number, path))
             continue
-        # To follow this many would use up all paths.
+        # Following that many would use up all paths, so follow only the first.
         has_too_many = len(next_tokens) > MAX_CHOICES
         choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
         for token in choices:
@@ -103,7 +103,7 @@ def _search_end(
 def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] | None:
     """Advance a path while a token is forced or a closer is allowed. Return the tokens that may follow.
 
-    Returns an empty list if the answer may end there, and None if the path gets too long.
+    Returns an empty list if the answer may end there, and None if the path gets too long or leaves the grammar.
 
     Raises: FreeText: the path is inside reasoning.
     """
@@ -121,7 +121,7 @@ def _advance(path: _Path, tokenizer: LLTokenizer, max_length: int) -> list[int] 
 
 
 def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return the first closer that the bitmask allows, or in a string a quote, as a list of at most one token.
+    """Return a list of at most one token: in a string a quote, and elsewhere the first closer that the bitmask allows.
 
     Raises: FreeText: a quote has not ended the string, so the path is inside reasoning.
     """
@@ -134,9 +134,9 @@ def _closer_tokens(path: _Path, bitmask: bytes, tokenizer: LLTokenizer) -> list[
 
 
 def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -> list[int]:
-    """Return allowed tokens that may continue a value or a name, or else any allowed token.
+    """Return allowed tokens that may continue a value or a name, or else the first allowed token.
 
-    In the middle of a character, only tokens that complete it are allowed.
+    In the middle of a character, for example, only tokens that complete it are allowed.
     """
     tokens = _allowed_character_tokens(bitmask, CONTINUATIONS, tokenizer)
     if tokens:

@@ -207,7 +207,7 @@ def ends_within_tagged_argument(text: str, tags: Tags) -> bool:
 
 
 def _parse_argument(tag: re.Match[str], value: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return an argument as a dict with one item, or all arguments if the value is an object of them.
+    """Return an argument as a dict with one item, or all arguments as a dict if the tag has no key.
 
     `tag` is the match of the argument's start tag.
     """
@@ -229,7 +229,8 @@ def _find_closing_tag(
 ) -> tuple[int, int]:
     """Return the start and the end of a value's closing tag.
 
-    It is the first one that is followed by another of the call's tags and does not close an argument inside the value.
+    The closing tag is the first one that does not close an argument inside the value, and is followed by the next
+    argument or the end of the call. If the text is complete but has no such tag, the value's end is guessed.
 
     Raises: UnclosedArgument: the value has no end.
     """
@@ -251,9 +252,12 @@ def _find_closing_tag(
 def _guess_closing_tag(
     text: str, value_start: int, tags: Tags, expected_keys: Collection[str]
 ) -> tuple[int, int]:
-    """Do the same as `_find_closing_tag` for a value whose closing tag is missing or followed by other text.
+    """Guess the start and the end of a closing tag that is missing or followed by other text.
 
-    The value ends before the end of the call, or before the next argument that the tool expects.
+    The last closing tag before the end of the call, or before the next argument that the tool expects, is used. Without
+    one, the value ends there, except for a final line break.
+
+    Raises: UnclosedArgument: nothing that could end the value follows.
     """
     next_tag_start = _next_tag_start(text, value_start, tags, expected_keys)
     closing_tags = _closing_tags(text, value_start, next_tag_start, tags)
@@ -267,7 +271,10 @@ def _guess_closing_tag(
 
 
 def _next_tag_start(text: str, value_start: int, tags: Tags, expected_keys: Collection[str]) -> int:
-    """Return where the next expected argument or the end of the call starts, or the end of the text."""
+    """Return the start of the next expected argument or of the call's end, or the text's length if there is neither.
+
+    Arguments count only after a line break or a closing tag.
+    """
     call_end = tags.final_call_end.search(text, value_start)
     limit = call_end.start() if call_end else len(text)
     for tag in tags.tag_outside_values.finditer(text, value_start, limit):

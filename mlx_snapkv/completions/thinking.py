@@ -49,7 +49,7 @@ def thinking_variables(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[
 
 
 def _variables_for(request: ThinkingRequest, variable_names: set[str], tokenizer) -> dict[str, Any]:
-    """Return values for those of the template's variables that can express the request."""
+    """Return values for the template variables that can express the request."""
     variables: dict[str, Any] = {}
     if "reasoning_effort" in variable_names and request.effort is not None:
         variables["reasoning_effort"] = request.effort

@@ -10,7 +10,7 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Maximum nesting depth of a call's arguments. Clients send them back in later requests, where they must be parsable.
+# Arguments nested this deep are rejected. Clients send them back in later requests, where they must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -33,7 +33,7 @@ def parse_tool_calls(
             be cut off.
     """
     parsed_values: list[Any] = []
-    # mlx-lm's parsers may raise anything if the model's text is malformed.
+    # Text that makes a parser fail, in whatever way, is not a call.
     with contextlib.suppress(Exception):
         parsed_values = _parse_values(text, parser, tools, is_complete)
     calls = []
@@ -59,6 +59,7 @@ def _parse_values(text: str, parser: Callable, tools: Any, is_complete: bool) ->
     elif notation is not None:
         values = literal_calls.parse_literal_calls(text, notation, is_complete)
     else:
+        # mlx-lm's parsers may raise anything if the model's text is malformed.
         with contextlib.suppress(Exception):
             call_or_calls = parser(text, tools)
             values = call_or_calls if isinstance(call_or_calls, list) else [call_or_calls]
@@ -113,7 +114,7 @@ def _call_or_none(value: Any) -> dict[str, Any] | None:
         arguments = parse_arguments(function[argument_field])
     else:  # small models write the arguments next to the name
         arguments = {key: item for key, item in function.items() if key not in NAME_FIELDS}
-        # These are no arguments, so the value is an object of another kind.
+        # `id`, `type` and `index` are metadata, not arguments: an object with any of them here is not a call.
         has_metadata = bool(arguments.keys() & METADATA_FIELDS)
         if has_metadata:
             return None

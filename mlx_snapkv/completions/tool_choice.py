@@ -22,7 +22,7 @@ class FunctionName(BodyModel):
 
 
 class ToolChoice(BodyModel):
-    """Whether an answer may or must call tools, and which ones.
+    """The tools that an answer may or must call.
 
     Attributes:
         type: "function" if the answer must call `function`.
@@ -41,7 +41,7 @@ class ToolChoice(BodyModel):
 def _as_tool_choice(value: Any) -> Any:
     """Convert a choice in any format to the fields of `ToolChoice`. Return unknown formats unchanged.
 
-    Raises: ValueError: the choice lists something that is not a tool.
+    Raises: ValueError: `allowed_tools` is not an object, or lists something that is not a tool.
     """
     if isinstance(value, str):
         return {"type": value}

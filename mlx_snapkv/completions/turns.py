@@ -10,7 +10,7 @@ from .messages import Message
 
 
 def merge_into_turns(messages: Iterable[Message]) -> list[Message]:
-    """Merge consecutive messages of the same role, because many templates require alternating roles.
+    """Merge consecutive messages of the same role, except tool results. Many templates require alternating roles.
 
     Tool results are sorted into the order of their calls, because most templates do not show ids.
 
