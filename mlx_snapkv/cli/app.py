@@ -69,7 +69,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Print the version, or the help if no command was given."""
+    """Print the version with --version, or the help if no command was given."""
     if version:
         print(__version__)
     else:
@@ -79,8 +79,8 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command line and exit.
 
-    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each prints one
-    line on stderr. Bugs in the program print a traceback.
+    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each prints one line
+    on stderr, except a closed output pipe, which prints nothing. Bugs in the program print a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
@@ -134,7 +134,7 @@ def _mlx_advice(error: ImportError) -> str | None:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Check whether an error or one of its causes reports a full disk or an exceeded quota."""
+    """Check whether an error or one of its causes reports a full disk, an exceeded quota or an oversized file."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             return True

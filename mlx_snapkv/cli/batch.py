@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options for the request file, the answer file and the concurrency."""
+    """Options for the request and answer files, and for running the batch."""
 
     concurrency: options.Concurrency = 8
     requests: Annotated[
@@ -42,7 +42,7 @@ class FileOptions:
     quiet: options.Quiet = False
 
     def open_requests(self) -> BinaryIO:
-        """Open the request file. Raises: SnapKVError: it can't be read."""
+        """Open the requests, from a file or stdin. Raises: SnapKVError: they can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         if self.requests == "-":
@@ -59,7 +59,7 @@ def batch(
     cache: cache_options.CacheOptions,
     compression: cache_options.CompressionOptions,
 ) -> None:
-    r"""Answer a file of requests in OpenAI's batch format, several at once, on compressed KV caches or with --sparse.
+    r"""Answer requests in OpenAI's batch format, several at a time, optionally with compression or sparse attention.
 
     Each answer is written to disk as soon as it is complete, so the same command resumes where it stopped. Sampling
     options and --max-tokens apply to requests that don't set their own. If a request fails, its line says why and the

@@ -18,7 +18,7 @@ from .terminal_table import print_table
 if TYPE_CHECKING:
     from ..planning.settings import Setting
 
-MIN_CONTEXT = 1024  # tokens; at this length the default policy keeps its minimum of 64 entries
+MIN_CONTEXT = 1024  # tokens; `snapkv:budget=6.25%` keeps only 64 entries of a prompt this short
 BENCH_POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 BENCH_SPARSE = ("budget=6.25%",)
 BENCH_REMARK = "The figures hold for this machine; only the ratios carry over, and only to machines of its kind."
@@ -99,7 +99,7 @@ def bench(*, options: BenchOptions) -> None:
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
-            """Advance the bar and write the rows so far, so that they survive an interrupt."""
+            """Advance the bar, and write the rows so far to any result file, so that they survive an interrupt."""
             result["speed"] = rows
             bars.count_step()
             if files is not None:

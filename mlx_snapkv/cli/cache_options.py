@@ -277,7 +277,7 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Return sparse attention with its defaults replaced by these options, and any other setting unchanged."""
+        """Return `setting` with these options in place of its default values. Only sparse attention is changed."""
         if not isinstance(setting, Sparse):
             return setting
         changes = {}
@@ -351,7 +351,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
 
         With --policy auto, the choice is printed. See `recommend` for the arguments.
 
-        Raises: SnapKVError: options conflict.
+        Raises: SnapKVError: an option can't be parsed, options conflict, or `recommend` fails.
         """
         setting = self.setting
         recommendation = self.recommend(model, None, task, say, generation, max_tokens)
@@ -375,6 +375,8 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
             say: prints a line.
             generation: options for mlx-lm's `generate_step`.
             max_tokens: maximum answer length in tokens. None uses mlx-lm's default.
+
+        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none of the candidates.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS

@@ -72,11 +72,14 @@ def chat(
 
 
 def _handle_message(session: Session, message: str) -> None:
-    """Answer a message, or run it if it is a command. In a terminal, the chat continues after errors and Ctrl-C.
+    """Answer a message, or run it if it is a command.
+
+    In a terminal, the chat continues after user errors and Ctrl-C.
 
     Raises:
         StopIteration: the command ends the chat.
-        SnapKVError: a message of a script is invalid.
+        SnapKVError: a message or command of a script fails.
+        KeyboardInterrupt: Ctrl-C interrupts a script.
     """
     from .chat_commands import run_command
 

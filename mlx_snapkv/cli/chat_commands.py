@@ -191,7 +191,7 @@ def _answer_again(session: Session) -> bool:
 
 @_command()
 def _compare(session: Session, _: str) -> None:
-    """Answer the last question again, from all entries."""
+    """Answer the last question again, reading all entries, and say whether the answer differs."""
     conversation = session.conversation
     if conversation.report is None or not conversation.report.compressed:
         raise SnapKVError("the full cache gave the last answer: there is nothing to compare")

@@ -33,8 +33,9 @@ MAX_SHORT_TURN = 2048
 class MessageReader:
     """Iterable over the messages on standard input.
 
-    Pasted text is one message. A backslash at the end of a line continues the message on the next line. Every rank
-    reads its own standard input, because `mlx.launch` passes the same input to all.
+    Each line is a message. Text pasted into a terminal is one message, even if it has several lines. A backslash at the
+    end of a line continues the message on the next line. Every rank reads its own standard input, because `mlx.launch`
+    passes the same input to all.
 
     Args:
         stream: standard input. None (closed) is an error.
@@ -85,12 +86,12 @@ class MessageReader:
             except EOFError:
                 if not lines:
                     return None
-                # The input ended after a backslash, so return the lines before it.
+                # The input ended after a backslash, so return the lines read so far.
             return "\n".join(lines)
 
     @property
     def _text_on_current_line(self) -> str:
-        """Return the text that the user has typed on the current line. It is known only with line editing."""
+        """Return the text typed on the current line, or an empty string without line editing."""
         return "" if self._prompt_session is None else self._prompt_session.default_buffer.text
 
     def confirm(self, question: str) -> bool:
@@ -106,7 +107,12 @@ class MessageReader:
         return answer.strip().lower() in ("y", "yes")
 
     def _read_line(self, prompt: str) -> str:
-        """Show a prompt in a terminal and return the next line. Raises: EOFError: the input has ended."""
+        """Show a prompt in a terminal and return the next line.
+
+        Raises:
+            EOFError: the input has ended.
+            SnapKVError: the line is not UTF-8 text.
+        """
         if self._prompt_session is not None:
             return self._prompt_session.prompt(prompt)
         if self.is_terminal:
@@ -161,7 +167,7 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
-        # The thread only counts tokens. It keeps running after Ctrl-C, so it must not attach the document itself.
+        # `wait_for` runs `count` in a thread that keeps running after Ctrl-C, so the document is attached here instead.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_read_before = len(conversation.read)
@@ -233,9 +239,10 @@ class Session:
         return f"“{beginning}”"
 
     def confirm_replacing(self) -> bool:
-        """Return whether the conversation may be discarded. Ask the user if it is not saved.
+        """Return whether the conversation may be discarded.
 
-        Scripts are never asked. If the user declines, print that the conversation continues.
+        In a terminal, the user is asked, unless the conversation is empty or saved. If the user declines, a message
+        says that the conversation continues.
         """
         is_empty = not self.conversation.user_inputs
         is_saved = self.conversation.messages == self._saved_messages
@@ -299,7 +306,7 @@ class Session:
     def _predict_file_cost(self, n_new_tokens: int) -> FileCost | None:
         """Predict the disk space that a turn of `n_new_tokens` takes.
 
-        Return None for short turns, and if entries are stored in memory.
+        Return None for short turns, if no entries go to files, or if the free space is unknown.
         """
         is_short = n_new_tokens <= MAX_SHORT_TURN
         if is_short:

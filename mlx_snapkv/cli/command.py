@@ -23,7 +23,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
     Fields are annotated like a typer command's parameters: `Annotated[int, Option(min=1, help="...")]`. Fields for
     `Sparse` options have their help text in the field metadata instead. The command builds each dataclass from its
-    option values and calls the function. Other parameters stay as they are.
+    option values and calls the function. Other parameters keep their annotations, but become keyword-only.
     """
     option_groups: dict[str, Any] = {}  # parameter name -> dataclass
     parameters: list[inspect.Parameter] = []
@@ -64,7 +64,7 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# The help text hides the type, as in "--seed <int>", and the negation, as in "--quiet / --no-quiet".
+# The help text hides the type, as in "--seed <int range>", and the negation, as in "--pipeline / --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
 # Option -> (the option it requires, text that the required option's value must contain).
@@ -84,7 +84,7 @@ STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 class Command(TyperCommand):
     """A command that also reads options from environment variables and config.toml.
 
-    Options that have no effect are rejected.
+    Options without effect are rejected if they were typed, and ignored if they were configured.
     """
 
     def config_values(self, ctx: Any) -> dict[str, ConfigValue]:
@@ -94,7 +94,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, with values from variables and config.toml as defaults.
 
-        Raises: SnapKVError: an option's value is invalid. Other usage errors raise typer's exceptions.
+        Raises: SnapKVError: config.toml or an option's value is invalid, or --policy none does nothing. Other usage
+            errors raise typer's exceptions.
         """
         configured_values = self.config_values(ctx)
         ctx.meta["config"] = configured_values
@@ -145,7 +146,7 @@ class Command(TyperCommand):
         may_use_sparse = (
             params.get("sparse") is not None
             or self.name == "compare"  # includes sparse attention by default
-            or params.get("policy") == "auto"  # may select it
+            or params.get("policy") == "auto"  # may select sparse attention
         )
         typed_sparse_names_store = is_typed(ctx, "sparse") and _stores_in(params["sparse"])
         if typed_sparse_names_store or not may_use_sparse:
@@ -238,7 +239,7 @@ def invalid_value_message(name: str, option: Any, value: Any, error: Any) -> str
     """Return the error message for an invalid option value, with the allowed values.
 
     Args:
-        name: flag, variable or config key that set the value.
+        name: flag, variable, config key or /set command that set the value.
         option: typer's object for the option.
         value: the invalid value.
         error: `BadParameter` raised by typer or by the option's `parser`.

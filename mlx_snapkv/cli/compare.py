@@ -1,4 +1,4 @@
-"""`mlx-snapkv compare`: answer one prompt with the full cache and with policies."""
+"""`mlx-snapkv compare`: answer one prompt with the full cache, policies and sparse attention."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def compare(
     from ..planning.long_prompts import LongPrompts
 
     path = page_to_write(compare_options.output, ".html")
-    # Check the methods before loading the model.
+    # Check the methods first, so that mistakes are reported before the model is loaded.
     methods = methods_to_measure(compare_options.policy, compare_options.sparse, store=store)
     console = PromptConsole(compare_options.quiet)
     model, tokenizer, tokens = prompt.load(model_options, console)
@@ -115,7 +115,10 @@ def compare(
 
 
 def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[Method]:
-    """Return the full cache, sparse attention and two policies, sized for a prompt of `n_prompt` tokens."""
+    """Return the full cache, sparse attention and, unless a store is set, two policies.
+
+    Their budgets suit a prompt of `n_prompt` tokens.
+    """
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
 
@@ -128,9 +131,9 @@ def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[M
 
 
 def _answer_printer(is_silent: bool) -> Callable[[str, str], None]:
-    """Return a function that prints the next part of a method's answer, or nothing if it is silent.
+    """Return a function that prints each new part of a method's answer, or does nothing if `is_silent`.
 
-    The method's name is printed with the first part. By then, the progress bar has disappeared.
+    The method's name is printed above the first part, because the progress bar has disappeared by then.
     """
     printed_names: set[str] = set()
 
@@ -168,7 +171,7 @@ def _table(answers: list[Compared], n_prompt: int) -> Table:
 
 
 def _same_tokens_text(answer: Compared) -> str:
-    """Describe how many tokens in a row match the full cache's answer after the compression."""
+    """Describe how many consecutive tokens, counted from the compression, match the full cache's answer."""
     is_compressed = answer.kl is not None
     if not is_compressed:
         return ""
@@ -179,7 +182,7 @@ def _same_tokens_text(answer: Compared) -> str:
 
 
 def _difference_text(answer: Compared) -> str:
-    """Describe the first token that differs from the full cache's answer, or why nothing was compressed."""
+    """Describe the first difference from the full cache's answer, if any, or why nothing was compressed."""
     if answer.reason is not None:
         return f"{answer.name}: answered by the full cache, since {answer.reason}\n"
     if answer.differs is None:

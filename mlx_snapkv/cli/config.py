@@ -25,7 +25,7 @@ Table = dict[str, Any]  # a table of config.toml, with underscores in names
 
 
 class ConfigValue(NamedTuple):
-    """An option's value from a variable or config.toml, and its origin."""
+    """An option's value and its origin, such as a variable or a key in config.toml."""
 
     value: Any
     origin: str
@@ -40,7 +40,7 @@ def config_file() -> Path:
 def config_values(context: Any) -> dict[str, ConfigValue]:
     """Return the configured values of a command's options, keyed by parameter name.
 
-    Raises: SnapKVError: config.toml can't be read, or has an unknown key.
+    Raises: SnapKVError: config.toml can't be read, or has an unknown key or an invalid value.
     """
     command_path: tuple[str, ...] = ()
     root = context
@@ -141,7 +141,8 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
         group: the command or group that the table applies to.
         location: prefix for error messages.
 
-    Raises: SnapKVError: a name is neither an option nor a command of the group, or a value is a table or list.
+    Raises: SnapKVError: a name is neither an option nor a command of the group, or an option's value is a table, or a
+        list although the option is not repeatable.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()
@@ -168,7 +169,7 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, command) for every command in a group and its subgroups."""
+    """Yield (path, command) for every command in a group and its subgroups, or for a single command."""
     is_group = hasattr(command, "commands")
     if not is_group:
         yield path, command

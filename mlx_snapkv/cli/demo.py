@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-CHUNK_SHARE = 8  # a prompt chunk reads 1/8 of the entries
+CHUNK_SHARE = 8  # a prompt chunk chooses 1/8 of the entries to read
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",
@@ -86,7 +86,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # Lookahead would make the full cache answer the short questions.
+    # With lookahead, these short answers would be decoded from the full cache.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
@@ -146,7 +146,7 @@ def _next_steps(model: str, document_file: str | None, question: str, n_prompt: 
 
 
 def _save_document(document: str, name: str) -> None:
-    """Write the document to a file. Raises: SnapKVError: it exists with different content, or can't be written."""
+    """Write the document to a file. Raises: SnapKVError: the file exists with other content, or can't be written."""
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():

@@ -48,7 +48,10 @@ Verbose = Annotated[
 
 
 def _read_schema(file_or_text: str | None) -> dict[str, Any] | bool | None:
-    """Read the value of --json-schema. Return None without the option. Raises: SnapKVError: it can't be read."""
+    """Read the value of --json-schema. Return None without the option.
+
+    Raises: SnapKVError: the file can't be read, or the value is not a JSON object or boolean.
+    """
     if file_or_text is None:
         return None
     text = file_or_text.strip()
@@ -66,7 +69,8 @@ def _read_schema(file_or_text: str | None) -> dict[str, Any] | bool | None:
 def _is_json_text(value: str) -> bool:
     """Check whether the value of --json-schema is JSON rather than a file name.
 
-    A value that starts with "{" counts as JSON, even if it is invalid.
+    A value that starts with "{" counts as JSON, even if it is invalid. Any other value must be valid JSON, and not the
+    name of an existing file.
     """
     if value.startswith("{"):
         return True
@@ -87,7 +91,7 @@ def _constraint_keywords(
 ) -> dict[str, Any]:
     """Return the `stream_generate` keywords that make the answer follow a JSON schema.
 
-    Raises: SnapKVError: the schema can't be enforced.
+    Raises: SnapKVError: the schema can't be enforced, or --prefill-response is set.
     """
     from ..completions.constraint import Constraint
     from ..completions.grammar import json_format
@@ -129,7 +133,7 @@ def generate(
     from .saved_prompt import SavedPrompt
 
     max_tokens = sampling.max_tokens
-    # A saved prompt may have its own setting. In that case, --store changes that setting's store.
+    # A prompt may have been saved with sparse attention, so with a saved prompt --store is allowed without --sparse.
     setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)

@@ -46,7 +46,8 @@ def load_model(
         pipeline: whether each process loads whole layers instead of a slice of every layer. None for commands that run
             in one process only.
 
-    Raises: SnapKVError: the model does not exist, or mlx-lm can't load it. The message says why.
+    Raises: SnapKVError: the model or its adapters can't be loaded, or the command or an option does not work with this
+        number of processes.
     """
     import mlx.core as mx
     from mlx_lm import load
@@ -74,7 +75,8 @@ def load_model(
         else:
             options["model_config"] = {"quantize_activations": quantize_activations, **changes}
             model, tokenizer, *_ = load(location, adapter_path=adapter, **options)
-    # Ranks with different memory could choose different dtypes, so split models keep their own dtype.
+    # Ranks with different memory could choose different dtypes, so split models keep their own dtype. Embedded models
+    # are converted regardless of memory.
     if n_ranks == 1 or name in MODELS:
         notice = _compute_in_float32(name, model, this_machine().memory)
         if notice is not None:
@@ -98,13 +100,16 @@ def _explaining_failures(option: str, name: str, folder: Path, action: str) -> I
         yield
     except SnapKVError as error:
         raise SnapKVError("{} {}: {}", option, name, error) from error
-    except Exception as error:  # any other error means that the model's files need repair
+    except Exception as error:  # damaged files and failed downloads raise errors of many types
         problem = loading_problem(name, folder, error, action)
         raise SnapKVError(f"{option} {name}: {problem}") from error
 
 
 def _adapter_folder(path: str | None) -> str | None:
-    """Return the adapter folder for mlx-lm. Raises: SnapKVError: the folder contains no adapters."""
+    """Return the adapter folder for mlx-lm, or None if `path` is None.
+
+    Raises: SnapKVError: the folder contains no adapters.
+    """
     if path is None:
         return None
     folder = path_of(path, "--adapter-path")
@@ -116,7 +121,7 @@ def _adapter_folder(path: str | None) -> str | None:
 def _rope_changes(location: str, label: str) -> dict[str, Any]:
     """Return the config.json changes that make mlx-lm use the model's `rope_parameters`.
 
-    The values are printed on stderr.
+    Changes, if any, are listed on stderr.
 
     Args:
         location: the folder or repository name.
@@ -141,7 +146,8 @@ def _start_ranks(pipeline: bool | None) -> int:
 
     Only rank 0 prints, and all ranks share a sampling seed.
 
-    Raises: SnapKVError: the command supports only one process, or --pipeline is set for a single process.
+    Raises: SnapKVError: the command supports only one process, --pipeline is set for a single process, or the other
+        processes can't be reached.
     """
     import mlx.core as mx
 
@@ -180,8 +186,8 @@ def _load_shard(
 ) -> tuple[Any, Any]:
     """Load this rank's shard of a model, and the tokenizer.
 
-    Raises: SnapKVError: mlx-lm can't split the model, or the model needs `rope_changes`, which `sharded_load` does not
-        support.
+    Raises: SnapKVError: the model can't be split, it has no index file although --pipeline is set, or it needs
+        `rope_changes`, which `sharded_load` does not support.
     """
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
@@ -232,7 +238,7 @@ def load_without_weights(name: str, for_mac: bool = False):
 
     Args:
         name: the folder, repository or embedded model.
-        for_mac: whether to keep half precision, as on a machine with a GPU.
+        for_mac: whether to keep half precision, as on a machine with a GPU. Embedded models are converted anyway.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """
@@ -243,7 +249,7 @@ def load_without_weights(name: str, for_mac: bool = False):
     from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
-        # If it is not in the local cache, it is looked up on the hub below.
+        # A repository that is not in the local cache is looked up on the hub below.
         with contextlib.suppress(Exception):
             folder = hf_repo_to_path(name)
     with _explaining_failures("--model", name, folder, "planned"):
@@ -285,14 +291,15 @@ def _is_repository_name(name: str) -> bool:
 
 
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
-    """Convert half-precision weights to float32 on a machine without a GPU, if they fit in memory.
+    """Convert half-precision weights to float32 on a machine without a GPU.
 
-    MLX emulates half precision on a CPU, which is several times slower. Return a notice about the conversion or about
-    slow half precision. Return None if neither applies, and for embedded models.
+    MLX emulates half precision on a CPU, which is several times slower. Weights that would then take more than
+    `MAX_WEIGHTS_SHARE` of the memory are not converted, unless the model is embedded. Return a notice about the
+    conversion or about slow half precision. Return None if neither applies, and for embedded models.
 
     Args:
         name: model name as typed by the user.
-        model: model with its weights.
+        model: an mlx-lm model, converted in place.
         memory: the machine's total memory in bytes. Free memory changes from run to run: answers would change with it,
             and saved prompts would no longer fit the model.
     """

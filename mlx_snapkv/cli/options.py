@@ -73,7 +73,7 @@ def format_tokens(n_tokens: int) -> str:
 
 
 def lengths_parser(least: int) -> Callable[[Any], list[int]]:
-    """Return a parser for comma-separated whole numbers of at least `least`.
+    """Return a parser for comma-separated whole numbers from `least` to `MAX_PROMPT_TOKENS`.
 
     Duplicates are dropped.
     """

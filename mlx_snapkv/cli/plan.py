@@ -130,9 +130,9 @@ class Plans:
         setting: the user's setting, if any.
         kv_bits: bits per value of kept entries; see --kv-bits.
         kv_memory: KV memory limit in bytes; see --kv-memory.
-        speed: speed record for sparse attention on this machine. Empty when planning for a different machine.
-        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when planning for a
-            different machine.
+        speed: speed record for sparse attention on this machine. Empty when planning for a different machine, or if the
+            model can't be compressed.
+        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when `speed` is.
     """
 
     model: str
@@ -193,7 +193,10 @@ class Plans:
         return ContextPlans(context=n_prompt, plans=plans, best=best, why=why)
 
     def _settings_to_plan(self) -> list[Setting | None]:
-        """Return the settings to plan in addition to the full cache: the user's setting, or auto's candidates."""
+        """Return the settings to plan in addition to the full cache.
+
+        These are the user's setting, or by default sparse attention and SnapKV if the model can be compressed.
+        """
         from ..planning.auto import SNAPKV, SPARSE
 
         if self.setting is not None:

@@ -84,7 +84,7 @@ class PromptConsole:
             max_kv_bytes: KV memory limit in bytes; see `LongPrompts.require_memory`.
             **options: options for `LongPrompts`.
 
-        Raises: SnapKVError: the prompt will not fit in memory.
+        Raises: SnapKVError: the prompt will not fit in memory, or the model does not support the setting.
         """
         from ..planning.long_prompts import LongPrompts
 

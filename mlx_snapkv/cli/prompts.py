@@ -102,7 +102,7 @@ class PromptOptions(TextOptions):
             text: the user's message.
             today: date for templates that contain one. None uses the current date.
 
-        Raises: SnapKVError: an option needs a chat template, or the template fails.
+        Raises: SnapKVError: an option needs a chat template, or the template fails or makes an empty prompt.
         """
         uses_chat_template = self.uses_chat_template(tokenizer)
         for name in ("system_prompt", "prefill_response"):

@@ -88,7 +88,8 @@ def page_to_write(name: str | None, *suffixes: str) -> Path | None:
 def _require_replaceable(path: Path) -> None:
     """Check that a result can be written to a file, and replaces nothing but a result.
 
-    Raises: SnapKVError: the file can't be written, or exists and was not written by this package.
+    Raises: SnapKVError: the file can't be written, exists and was not written by this package, or is a picture and
+        matplotlib is missing.
     """
     if path.suffix == ".png":
         require_matplotlib()
@@ -220,11 +221,11 @@ def methods_to_measure(
     Args:
         policies: values of --policy; duplicates are dropped.
         sparse: values of --sparse; duplicates are dropped.
-        lengths: prompt lengths to measure, in tokens.
+        lengths: prompt lengths to measure in tokens, if they are known.
         store: store options for sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, a store is set but no sparse attention is measured, or a method would
-        not compress any prompt.
+    Raises: SnapKVError: a value can't be parsed, a store is set for policies only or differs from one in `sparse`, or a
+        method would not compress any prompt.
     """
     from ..measure.methods import Method, require_compression
 

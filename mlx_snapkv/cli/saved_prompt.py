@@ -39,7 +39,7 @@ class SavedPrompt:
         report: report on the compression at loading.
         options: `stream_generate` keywords for the answer.
 
-    Raises: SnapKVError: the file is not for this model, or its entries can't be compressed with these options.
+    Raises: SnapKVError: the file can't be loaded, is for another model, or can't be used with these options.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SavedPrompt:
     def _require_no_other_setting(
         self, setting: Setting | None, quantization: Quantization | None
     ) -> None:
-        """Reject settings other than the file's own. Raises: SnapKVError."""
+        """Reject any setting, and --kv-bits, for a file that has its own setting. Raises: SnapKVError."""
         conflict = f"{self._file} has its own setting, {self._saved.policy}"
         if setting is not None:
             raise SnapKVError(f"{conflict}: drop {self._compression.flag}")
@@ -128,7 +128,7 @@ class SavedPrompt:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """Yield notes about options that have no effect, and about a question that repeats the saved text."""
+        """Yield a note if --policy auto is set, which has no effect, and one if the question repeats the saved text."""
         if self._compression.is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
@@ -138,8 +138,8 @@ class SavedPrompt:
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Encode a question as token ids that continue the saved prompt.
 
-        Raises: SnapKVError: the whole prompt would not start with the saved tokens, or the file does not support
-            questions.
+        Raises: SnapKVError: the whole prompt would not continue the saved tokens, or the file does not support
+            questions or `ignore_chat_template`.
         """
         if self._saved.is_from_mlx_lm:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)

@@ -34,7 +34,7 @@ DEFAULT_PREFIX_DIR_SIZE = "20GB"
 
 @dataclass(frozen=True)
 class HTTPOptions:
-    """Options for the HTTP server: address and access control."""
+    """Options for the HTTP server, such as its address and access control."""
 
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port to listen on; 0 means any free port.")] = 8080
@@ -237,7 +237,7 @@ class _Loader:
     cache_size: PrefixCacheSize | None = None
 
     def load(self) -> Loaded:
-        """Load the model. Raises: SnapKVError: it can't be served with these options."""
+        """Load the model and create its prefix cache. Raises: SnapKVError: it can't be served with these options."""
         from ..models.distributed import from_first_rank
         from ..planning.machine import this_machine
         from ..planning.prefixes import prefix_cache_size
