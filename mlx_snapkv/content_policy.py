@@ -11,7 +11,7 @@ def content_policy(html: str, **more: str) -> str:
     """Return a Content-Security-Policy that allows a page's own scripts and styles by hash.
 
     Args:
-        html: the page. Its `<script>` and `<style>` elements must not have attributes.
+        html: the page, with at most one `<script>` and one `<style>` element, both without attributes.
         **more: additional directives, such as `connect_src="'self'"`.
     """
     rules = ALLOW_NONE | {name.replace("_", "-"): value for name, value in more.items()}

@@ -1,4 +1,4 @@
-"""The package's exceptions. Every message is a single sentence that says what to change."""
+"""The package's exceptions. A message is a single sentence that says what is wrong and, if possible, what to change."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -68,16 +68,16 @@ class ConflictError(SnapKVError):
     """Two options can't be combined."""
 
     def __init__(self, option: Option, other: Option | str):
-        """Create the error with a message that asks the user to drop one. `other` may describe several options."""
+        """Create the error. `other` is the second option, or text that describes several options."""
         super().__init__("{} can't be combined with {}: drop one of them", option, other)
 
 
 class UnknownOptionError(SnapKVError):
-    """An option is misspelt or not supported. The message lists the known options."""
+    """An option, a policy or a command is misspelt or not supported."""
 
 
 class UnsupportedModelError(SnapKVError):
-    """The model is not supported, because its queries can't be captured or its entries can't be evicted safely."""
+    """The model does not support the request, for example because its entries can't be evicted safely."""
 
 
 class TrainedLengthWarning(UserWarning):
@@ -85,10 +85,10 @@ class TrainedLengthWarning(UserWarning):
 
 
 class EntryFileError(SnapKVError):
-    """Entries in a file are damaged or can't be written. The request itself is valid.
+    """Entries in a file are damaged, or can't be read or written. The request itself is valid.
 
     Attributes:
-        path: the file or folder, or None if it is unknown.
+        path: the damaged file of a saved prompt, or None for any other error.
     """
 
     def __init__(self, message: str, path: Path | None = None):
@@ -117,13 +117,13 @@ class Missing:
 
 
 def brief(error: BaseException) -> str:
-    """Return an exception's class name and the first line of its message."""
+    """Return an exception's class name and, if it has a message, the message's first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def sentence(error: BaseException) -> str:
-    """Return an exception's message as a single line."""
+    """Describe an exception in one line: a `SnapKVError` by its message, Ctrl-C as "stopped", others as in `brief`."""
     if isinstance(error, SnapKVError):
         return " ".join(str(error).split())
     return "stopped" if isinstance(error, KeyboardInterrupt) else brief(error)

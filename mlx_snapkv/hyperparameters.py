@@ -50,7 +50,7 @@ def option(
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
-    """Return a field for an integer from `least` to `most`."""
+    """Return a field for an integer of at least `least` and, if given, at most `most`."""
 
     def is_allowed(value: Any) -> bool:
         return is_whole(value) and least <= value and (most is None or value <= most)

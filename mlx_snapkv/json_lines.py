@@ -33,7 +33,7 @@ class JsonLines:
 
         The total size of the complete lines is stored, so that `open` can cut off the rest.
 
-        Raises: SnapKVError: the file can't be written.
+        Raises: SnapKVError: the file can't be written; OSError: it can't be read.
         """
         self._size = 0
         if not require_place(self.path):
@@ -82,7 +82,7 @@ class JsonLines:
             self._file = -1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a line atomically, and flush it to disk.
+        """Append a record as one line, atomically, and flush it to disk.
 
         Raises: OSError: the line can't be written, for example because the disk is full.
         """

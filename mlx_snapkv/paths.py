@@ -72,7 +72,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises: OSError: the file can't be written. `path` is left unchanged.
     """
     target = Path(os.path.realpath(path))
-    # Don't derive this name from the target's: it may already be at the length limit.
+    # Don't derive the temporary name from the target's name, which may already have the maximum length.
     temporary = target.with_name(f".{secrets.token_hex(6)}.part")
     try:
         yield temporary
@@ -92,7 +92,7 @@ def put_result(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file name to the message of any OSError raised in the `with` block."""
+    """Replace the message of any OSError raised in the `with` block with "PATH can't be written: REASON"."""
     try:
         yield
     except OSError as error:

@@ -60,7 +60,7 @@ def complaint(
 
 
 def complaint_here(**mlx_findings: object) -> str | None:
-    """Return the `complaint` about this machine.
+    """Return the `complaint` about this machine, or None.
 
     Args:
         **mlx_findings: the `mlx_error` and `has_metal` arguments of `complaint`.

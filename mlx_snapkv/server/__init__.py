@@ -1,3 +1,6 @@
-"""A local HTTP server with OpenAI's and Anthropic's APIs. It answers requests in batches, with compressed caches."""
+"""A local HTTP server with OpenAI's and Anthropic's APIs.
 
-BILLING = "x-anthropic-billing-header"  # a Claude Code header, different in every request
+It answers requests in batches, optionally with cache compression or sparse attention.
+"""
+
+BILLING = "x-anthropic-billing-header"  # a line in Claude Code's system prompts, different in every request

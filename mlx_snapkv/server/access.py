@@ -195,7 +195,7 @@ def _page_not_allowed(origin: str) -> ApiError:
 def _normalize_request(scope: Scope) -> Scope:
     """Return the scope with its path as the routes expect it: at most one `/v1`, and no trailing slash.
 
-    This accepts any base URL that a client may be configured with. HEAD requests become GET requests.
+    Clients can thus use a base URL with or without `/v1`. HEAD requests become GET requests.
     """
     path = re.sub("^https?://[^/]*", "", scope["path"])  # clients using a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)
@@ -236,7 +236,7 @@ def _require_key(headers: Headers, key: str) -> None:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a host is this machine's name for itself, or a loopback address."""
+    """Return whether a host is "localhost" or a loopback address."""
     try:
         return host in LOCAL or ip_address(host).is_loopback
     except ValueError:

@@ -25,7 +25,7 @@ class Limits:
 
     Attributes:
         concurrency: maximum number of requests answered at the same time.
-        queue: maximum number of waiting requests.
+        queue: number of requests that are accepted in addition to `concurrency`, and have to wait.
         context: maximum prompt length in tokens. None means no limit.
         kv_bytes: maximum KV memory of all requests and the prefix cache; see `Memory`.
     """
@@ -51,9 +51,9 @@ class Admission:
         metrics: counts open requests.
 
     Attributes:
-        bounds: the model's limits for an answer.
-        context: maximum prompt length in tokens: the user's limit, or else the model's trained length. None if neither
-            is known.
+        bounds: the model's limits.
+        context: context length in tokens, to report to clients: the user's limit, or else the model's trained length,
+            which prompts may exceed. None if neither is known.
     """
 
     def __init__(self, limits: Limits, loaded: Loaded, options: dict[str, Any], metrics: Metrics):
@@ -107,9 +107,11 @@ class Admission:
     def memory_need(self, body: Body, request: CompletionRequest) -> Need:
         """Return the memory that a request needs.
 
-        Logs a warning if the prompt exceeds the model's trained length.
+        Log a warning if the prompt exceeds the model's trained length.
 
-        Raises: NeverFits: the request needs more than the limit.
+        Raises:
+            NeverFits: the request needs more than the limit.
+            SnapKVError: the policy does not support the request.
         """
         n_prompt = len(request.prompt)
         warning = beyond_trained_length(self._model, n_prompt)

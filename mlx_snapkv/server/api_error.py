@@ -43,8 +43,8 @@ def prompt_too_long(why: str) -> ApiError:
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Convert an exception to an error for the client.
 
-    Client mistakes get a 4xx status. Any other exception is logged with the request's id, and the client gets only the
-    id.
+    An `ApiError` is returned unchanged, and other client mistakes get a 4xx status. Any other exception is logged with
+    the request's id, and the client gets only the id.
 
     Args:
         error: the exception that ended the request.
@@ -82,7 +82,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
 
 def _server_error(error: BaseException, request_id: str) -> ApiError:
     """Log an exception with the request's id, and return an error that contains only the id."""
-    # An EntryFileError names the damaged file, so a traceback would add nothing.
+    # An EntryFileError's message says what is wrong with the file, so a traceback would add nothing.
     if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", request_id, error)
     else:

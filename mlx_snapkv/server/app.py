@@ -51,7 +51,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # even for pages from the public internet
+            allow_private_network=True,  # an allowed page may be on the public internet
             expose_headers=(OPENAI_ID_HEADER, ANTHROPIC_ID_HEADER),
         )
     return app
@@ -59,7 +59,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Return status 200 if the engine's thread is alive, otherwise 503."""
+    """Return status 200 if the engine accepts requests, otherwise 503."""
     if request.app.state.engine.is_alive:
         return JSONResponse({"status": "ok"}, 200)
     return JSONResponse({"status": "unavailable"}, 503)
@@ -86,7 +86,7 @@ async def page() -> Response:
 
 
 async def _reraise(request: Request, error: Exception) -> Response:
-    """Re-raise an error, so that `Gate` formats it instead of FastAPI's handler."""
+    """Re-raise an error, so that `Gate` rather than FastAPI formats it."""
     raise error
 
 
@@ -106,14 +106,14 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM, the process exits when this call returns, so let the engine tell the other ranks now.
+        # After SIGTERM, the process exits when this method returns, so the engine must tell the other ranks before.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 
 def bind_socket(settings: Settings) -> socket.socket:
     """Bind a socket to the server's address.
 
-    Raises: SnapKVError: the address is not available.
+    Raises: SnapKVError: the address is invalid or not available.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -134,7 +134,7 @@ def serve(engine: Engine, settings: Settings, listener: socket.socket, on_start:
 
     Args:
         engine: the engine that answers requests.
-        settings: address and access control.
+        settings: the server's settings.
         listener: the bound socket.
         on_start: called with the uvicorn server once it accepts requests.
     """

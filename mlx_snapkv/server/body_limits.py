@@ -52,7 +52,7 @@ def limit_body(receive: Receive, max_bytes: int, encoding: str = "") -> Receive:
 def _compression(encoding: str) -> str | None:
     """Return the name of the compression in a `Content-Encoding` header, or None if the body is not compressed.
 
-    Raises: ApiError: the compression is not supported, or was applied more than once.
+    Raises: ApiError: the compression is not supported, or there is more than one.
     """
     names = encoding.replace(",", " ").lower().split()
     compressions = [name for name in names if name != "identity"]

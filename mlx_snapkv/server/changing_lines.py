@@ -76,7 +76,8 @@ class ChangingLines:
 def _first_changed_line(old_lines: list[str], new_lines: list[str]) -> int | None:
     """Return the index of the first line that differs, or None if it is not worth a warning.
 
-    A warning is worthwhile if few lines differ and the text to be read again is long.
+    A warning is worthwhile if both prompts have the same number of lines, few lines differ, and the text to be read
+    again is long.
     """
     if len(old_lines) != len(new_lines):
         return None

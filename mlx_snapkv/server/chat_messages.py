@@ -26,7 +26,10 @@ class ForeignTool(BodyModel):
 
 
 def tag_by_type(*types: str | None) -> Discriminator:
-    """Return a pydantic discriminator that tags tools of the given types "own" and all others "foreign"."""
+    """Return a pydantic discriminator that tags tools of the given types "own" and tools of other types "foreign".
+
+    Tools whose type is missing or not text are tagged "own".
+    """
 
     def tag(tool: Any) -> str:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
@@ -37,7 +40,10 @@ def tag_by_type(*types: str | None) -> Discriminator:
 
 
 def unnest_function(tool: Any) -> Any:
-    """Move the fields in a tool's `function` to the top level. Chat completions nest them there."""
+    """Move the fields that chat completions nest in a tool's `function` to the top level.
+
+    Values without a `function` object are returned unchanged.
+    """
     function = tool.get("function") if isinstance(tool, dict) else None
     return {"type": "function", **function} if isinstance(function, dict) else tool
 

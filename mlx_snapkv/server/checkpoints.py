@@ -14,8 +14,8 @@ from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
 from .requests import EngineRequest, Loaded, StoredPrefix
 
-MIN_CHECKPOINT = 128  # caches of fewer tokens are not stored
-# A template may start reasoning within this many tokens of the prompt's end, as in mlx-lm's server.
+MIN_CHECKPOINT = 128  # checkpoints and cancelled prompts of fewer tokens are not stored
+# Only this many tokens at a prompt's end are searched for the start of reasoning, as in mlx-lm's server.
 MAX_THINK_START = 11
 
 
@@ -56,7 +56,7 @@ class Checkpoints:
             self._n_unshared = max(1, compress.decode_policy.obs_window)
 
     def fetch(self, request: EngineRequest) -> tuple[list, int]:
-        """Return caches for a prefix of a request's prompt, and its length. Return `([], 0)` if no prefix fits."""
+        """Return caches for a prefix of a request's prompt, and the prefix's length, or `([], 0)` if no prefix fits."""
         if self._must_not_share_caches(request.body):
             return [], 0
         prompt = request.completion_request.prompt
@@ -68,14 +68,15 @@ class Checkpoints:
         return caches, n_cached
 
     def _must_not_share_caches(self, body: Body) -> bool:
-        """Return whether a request must not share caches, because the others' entries depend on sparse attention."""
+        """Return whether a request can't share caches, because other requests' entries depend on sparse attention."""
         return bool(body.full_cache) and self._reads_sparsely
 
     def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
 
-        There are up to two checkpoints. One is at the end of the system messages, minus the tokens that each request
-        reads itself. The other is before the token that starts reasoning, if the template ends the prompt with it.
+        There are up to two checkpoints. One is `_n_unshared - 1` tokens before the end of the system messages, so that
+        even a request with a one-token question reads its last `_n_unshared` tokens itself. The other is before the
+        last `_n_unshared` tokens, and before the start of reasoning if the template starts it in the prompt.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
@@ -98,20 +99,24 @@ class Checkpoints:
         return self._keeps_all_entries and not self._must_not_share_caches(request.body)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a cancelled request, unless they are very short or include voting tokens."""
+        """Store the caches of a cancelled request, if they have enough tokens but none of the last `_n_unshared`."""
         prompt = request.completion_request.prompt
         max_length = len(prompt) - self._n_unshared
         if MIN_CHECKPOINT <= len(tokens) <= max_length:
             self._prefixes.insert(tokens, caches)
 
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a prompt, unless a checkpoint was stored."""
+        """Store the caches of a prompt, unless its last checkpoint or the prompt itself is already stored."""
         if request.stored_prefix is None:
             self._set_stored(request, tokens, caches)
             self._prefixes.insert(tokens, caches)
 
     def _set_stored(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Note what a request has stored. Keep its caches only for a file, so that eviction frees them."""
+        """Record what a request has stored.
+
+        Keep a reference to the caches only if they will be written to a file, because a reference keeps evicted caches
+        in memory.
+        """
         caches_to_write = [] if self._prefixes.files is None else caches
         request.stored_prefix = StoredPrefix(tokens, caches_to_write)
 
@@ -120,7 +125,7 @@ class Checkpoints:
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
-        # The caches of all other requests are compressed, or computed with sparse attention.
+        # Other requests can't use a full cache if theirs are compressed during prefill, or depend on sparse attention.
         others_need_different_caches = self._reads_sparsely or not self._keeps_all_entries
         if request.body.full_cache and others_need_different_caches:
             return

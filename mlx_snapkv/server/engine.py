@@ -28,7 +28,7 @@ EXCHANGE_SECONDS = 0.1  # seconds between exchanges while all ranks are idle
 
 
 class News(NamedTuple):
-    """What rank 0 tells the other ranks before each step.
+    """Updates that rank 0 sends to the other ranks before each step.
 
     Attributes:
         new_requests: accepted requests, which join the queue.
@@ -77,7 +77,7 @@ class Engine:
     ):
         """Start the thread, and wait until it has loaded the model.
 
-        Raises: Exception: `load` failed.
+        Raises: Exception: `load` failed, or the model does not support the options.
         """
         self.options = options
         self.metrics = Metrics()
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def context(self) -> int | None:
-        """Return the maximum prompt length in tokens, or None if unknown."""
+        """Return the context length to report to clients, in tokens, or None if unknown."""
         return self._admission.context
 
     @property
@@ -117,7 +117,7 @@ class Engine:
     def require_alive(self) -> None:
         """Check that the server is not shutting down.
 
-        Raises: ApiError: it is.
+        Raises: ApiError: the server is shutting down.
         """
         if not self.is_alive:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
@@ -139,7 +139,7 @@ class Engine:
         """Tokenise a request in the caller's thread (this may take seconds), and pass it to the engine's thread.
 
         Raises:
-            SnapKVError: the chat template rejects the messages, or a token is not in the vocabulary.
+            SnapKVError: the chat template fails, the prompt is empty, or a token is not in the vocabulary.
             ApiError: the prompt is too long.
         """
         vocabulary_size = self._admission.bounds.vocabulary_size
@@ -152,7 +152,12 @@ class Engine:
         self._wake_event.set()
 
     def count_tokens(self, body: ChatBody) -> int:
-        """Return the length of a prompt in tokens."""
+        """Return the length of a prompt in tokens.
+
+        Raises:
+            SnapKVError: the chat template fails, the prompt is empty, or a token is not in the vocabulary.
+            ApiError: the server is shutting down.
+        """
         self.require_alive()
         with self._tokenizer_lock:
             return len(tokenize(body, self.loaded.tokenizer).tokens)
@@ -202,7 +207,7 @@ class Engine:
         self.metrics.track(self)
 
     def _run_round(self) -> None:
-        """Wait for a request, start waiting requests that may start, and run one step of the batch."""
+        """If idle, wait for a request. Then start waiting requests that may start, and run one step of the batch."""
         is_idle = not self.batch.running and not self._waiting_requests
         if is_idle:
             self._wait_for_request()
@@ -302,7 +307,7 @@ class Engine:
             self.require_alive()
 
     def _fail_running(self, error: Exception) -> None:
-        """End all running requests after a failed step, and create a new batch. With several Macs, exit the process."""
+        """End all running requests after a failed step, and create a new batch. With several Macs, exit instead."""
         log.error("a step failed", exc_info=error)
         if n_ranks() > 1:
             # The other ranks are waiting for this one inside the model. `_exit` does not flush, so write to stderr

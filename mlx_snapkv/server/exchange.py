@@ -37,7 +37,7 @@ async def respond(
         formatter: formats the answers for the client's API.
         stream: whether to respond with server-sent events instead of JSON.
 
-    Raises: ApiError: a request failed before the response started.
+    Raises: Exception: too many answers were requested, or one failed before the response started.
     """
     state = request.app.state
     n_answers = len(answer_bodies)
@@ -53,7 +53,7 @@ async def respond(
     first_chunks: list[bytes] = []
     n_accepted = 0
     async for index, event in events:
-        # Encode early, because text that can't be encoded is the client's mistake.
+        # Encode before the response starts, because text that can't be encoded is the client's mistake (status 400).
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
@@ -76,7 +76,7 @@ async def _events(
     An event of None means that nothing has happened for a while. When the generator ends, unfinished requests are
     cancelled.
 
-    Raises: Exception: the error that ended a request; ClientDisconnect: the client has left.
+    Raises: Exception: a request was rejected, failed or timed out; ClientDisconnect: the client has left.
     """
     engine = request.app.state.engine
     loop = asyncio.get_running_loop()
@@ -134,7 +134,7 @@ async def _stream(
     formatter: ResponseFormatter,
     request_id: str,
 ) -> AsyncIterator[str | bytes]:
-    """Yield server-sent events until all answers are complete.
+    """Yield server-sent events until all answers are complete, or until one fails or the client leaves.
 
     Args:
         first_chunks: encoded events from before the stream started.

@@ -161,7 +161,7 @@ class BlockFormatter(ResponseFormatter):
     ) -> Iterator[str]:
         """Add text to the open block, or to a new one if the open block is of a different kind.
 
-        A block is sent once it has a visible character, including any whitespace before it.
+        A new block is sent only once it has a visible character, together with any whitespace before that character.
         """
         if not text:
             return

@@ -5,12 +5,12 @@ import re
 
 log = logging.getLogger("mlx_snapkv.server")
 
-MAX_KINDS = 1000  # maximum number of kinds to remember (clients could cause any number)
+MAX_KINDS = 1000  # further kinds are not logged, because clients could cause any number of them
 KIND_LENGTH = 120  # number of leading characters to compare
 
 
 def show_log() -> None:
-    """Print the log to stderr, with one line per request. Without this call, Python prints only warnings."""
+    """Print the log to stderr, with one line per request. Without this call, only warnings and errors are printed."""
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
 

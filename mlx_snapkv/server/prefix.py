@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 16  # a prefix covers another if at most 1/16 of its tokens must be read again
+MAX_REREAD_SHARE = 16  # at most 1/16 of a covered prefix's tokens have to be reread
 
 
 @dataclass(eq=False)
@@ -44,7 +44,10 @@ class Prefix:
         return n_shared if self.is_trimmable or shares_whole_prefix else 0
 
     def covers(self, other: Prefix) -> bool:
-        """Return whether these caches can replace `other`'s by rereading at most 1/16 of its tokens."""
+        """Return whether these caches can replace `other`'s: at most 1/16 of `other`'s tokens would have to be reread.
+
+        Both prefixes must be trimmable.
+        """
         if not (self.is_trimmable and other.is_trimmable):
             return False
         n_other = len(other.ids)

@@ -19,9 +19,9 @@ from .prefix_files import PrefixFiles
 class PrefixCache:
     """Prefix caches in memory, oldest first, and in files.
 
-    A full cache can be used for any prompt that shares its first tokens, a compressed cache only for prompts that
-    start with all of its tokens. When the limit is reached, only the newest of several prompts about
-    the same document is kept.
+    Caches that can be trimmed are used for any prompt that shares their first tokens, other caches (such as compressed
+    ones) only for prompts that start with all of their tokens. When the limit is exceeded, prefixes that another one
+    covers (older prompts about the same document) are evicted first, then the oldest.
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
@@ -45,7 +45,7 @@ class PrefixCache:
     def fetch(self, tokens: list[int], n_unshared: int, exact: bool = False) -> tuple[list, int]:
         """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
 
-        Caches that were only in a file are then kept in memory as well.
+        Caches that were only in a file are then kept in memory as well, if they fit.
 
         Args:
             tokens: token ids of the prompt.
@@ -62,11 +62,11 @@ class PrefixCache:
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
-            if caches_in_file is None:  # the file is unusable, and `read` has dropped it
+            if caches_in_file is None:  # the file is unusable, and `read` has dropped the prefix
                 return self.fetch(tokens, n_unshared, exact)
             caches = caches_in_file
             self._insert_if_fits(prefix.ids, caches)
-        # Entries after this position depend on what sparse attention has chosen. None if there are no such entries.
+        # Entries from this position on depend on sparse attention. None if there are none, or if they may be used.
         n_exact = first_sparse_position(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             can_trim = n_exact > 0 and prefix.is_trimmable
@@ -91,7 +91,7 @@ class PrefixCache:
     def _insert_if_fits(self, ids: np.ndarray, caches: list) -> bool:
         """Store caches, drop prefixes that they replace, and evict others until the limit is met.
 
-        Returns: False if the caches exceed the limit on their own. In that case, nothing changes.
+        Returns: False, without changing anything, if the caches exceed the limit on their own.
         """
         if _size_in_bytes(caches) > self.max_bytes:
             return False
@@ -112,7 +112,7 @@ class PrefixCache:
             self._set_prefixes(_evict(self._prefixes, max_bytes, memory_bytes))
 
     def drop(self, path: Path) -> None:
-        """Drop caches whose entries are in the damaged file `path`, both in memory and in `files`."""
+        """Drop the prefixes that read from the damaged file `path`, both in memory and in `files`."""
 
         def reads_path(prefix: Prefix) -> bool:
             return any(cache.store.reads(path) for cache in caches_in_files(prefix.caches))

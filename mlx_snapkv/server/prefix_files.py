@@ -22,7 +22,7 @@ from .prefix import Prefix, as_ids, longest_prefix
 
 NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED_SECONDS = 3600  # unfinished files are removed this many seconds after the last write
+ABANDONED_SECONDS = 3600  # unfinished files not written to for this long are removed at startup
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -38,7 +38,7 @@ def _digest(text: str) -> str:
 class PrefixFiles:
     """Prefixes in a folder that only its owner can read.
 
-    The oldest files are removed when the total size exceeds the limit.
+    The least recently used prefixes are removed when the total size exceeds the limit.
 
     Args:
         folder: the folder, created if missing.
@@ -105,7 +105,7 @@ class PrefixFiles:
         return prompt.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Drop the prefix whose entries are in the damaged file `path`. It may be one of a book's files."""
+        """Drop the prefix whose folder of entries contains the damaged file `path`."""
         self.prefixes = [
             prefix
             for prefix in self.prefixes
@@ -146,7 +146,7 @@ class PrefixFiles:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the oldest prefixes in the folder until the rest fit the limit. The newest is always kept."""
+        """Remove the least recently used prefixes until the rest fit the limit. The newest is always kept."""
         newest_first = []  # (time of the last use, path, bytes) of each prefix
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server may have removed it

@@ -28,7 +28,7 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether a complete request is still waiting for its response. If so, the connection stays open."""
+        """Return whether the response to a complete request is unfinished. If so, the connection stays open."""
         exchange = self.cycle  # uvicorn's state for the current request and response
         if exchange is None or exchange.more_body or exchange.response_complete:
             return False
@@ -56,7 +56,7 @@ class ProbingTransport:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write the response without the bytes already sent. The first call must include all of RESPONSE_START."""
+        """Write `data` without the bytes already sent. In the first call, `data` must start with RESPONSE_START."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])

@@ -126,7 +126,7 @@ class EngineRequest:
         http_id: id of the HTTP request, for error messages.
         number: identifies the request on all ranks.
         since: time of arrival, from `time.perf_counter`.
-        is_cancelled: whether the client has left or already has its answer.
+        is_cancelled: whether the HTTP handler has stopped waiting for the answer.
         prompt: the prompt. None until it is tokenised.
         completion_request: sampler, processors and limits, set in the engine's thread.
         need: memory that the request's caches will need.

@@ -97,7 +97,7 @@ class ServedBatch:
         request.put(Started(len(prompt), n_cached, completion_request.warnings))
 
     def _fetch_prefix(self, request: EngineRequest) -> tuple[list, int]:
-        """Return caches for a prefix of a prompt, as `Checkpoints.fetch` does. If that fails, use no prefix."""
+        """Call `Checkpoints.fetch`. If it fails, log a warning and return `([], 0)`."""
         try:
             return self._checkpoints.fetch(request)
         except Exception as error:
@@ -118,7 +118,7 @@ class ServedBatch:
             self.generator.remove(uids)
 
     def step(self) -> list[EngineRequest]:
-        """Read a prompt chunk or decode a token, and send the resulting events to the clients.
+        """Decode a token of each answer, read a prompt chunk, and send the resulting events to the clients.
 
         Returns: requests to restart, because the prefix that they continued is damaged.
         """

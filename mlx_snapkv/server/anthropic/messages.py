@@ -82,7 +82,7 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Convert a tool choice from Anthropic's format or one of OpenAI's formats to Anthropic's."""
+    """Convert a tool choice to Anthropic's format, if it is in one of OpenAI's."""
     choice = {"type": value} if isinstance(value, str) else value
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "required":
@@ -93,7 +93,7 @@ def _anthropic_choice(value: Any) -> Any:
 
 
 class ToolChoice(BodyModel):
-    """Whether an answer may call tools, must call one, or must call the tool `name`."""
+    """Specifies whether an answer may call tools, must call one, or must call the tool `name`."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: Annotated[Name | None, required_for("tool")] = Field(None, validate_default=True)
@@ -286,7 +286,7 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def _empty_content_block(block: Block) -> dict[str, Any]:
-    """Return Anthropic's content block for a block whose content has not been streamed yet."""
+    """Return a block in Anthropic's format, with empty content."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

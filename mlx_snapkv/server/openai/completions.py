@@ -73,7 +73,7 @@ class CompletionFormatter(ResponseFormatter):
         n_answers: int,
         uses_functions: bool,
     ):
-        """Create the id that all chunks share."""
+        """Set the fields that all chunks share, including the id, and start with nothing sent."""
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
@@ -88,7 +88,7 @@ class CompletionFormatter(ResponseFormatter):
         self._n_sent_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        """Yield a chunk for each new part of an answer, and comments while the prompt is being read."""
+        """Yield a chunk for each new part of an answer, and comments as progress reports and keep-alives."""
         match event:
             case None:
                 yield ": keep-alive\n\n"
@@ -174,7 +174,7 @@ class CompletionFormatter(ResponseFormatter):
         }
 
     def _usage_and_report(self) -> dict[str, Any]:
-        """Return the usage of all answers, counting each prompt once, and the first answer's compression report."""
+        """Return the usage (counting each prompt once), the first answer's compression report, and any warnings."""
         report = self.finished[0].report
         # Answers to the same prompt are consecutive, so each prompt's first answer has an index that is a multiple of
         # `n_answers`.

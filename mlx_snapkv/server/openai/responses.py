@@ -33,7 +33,10 @@ router = APIRouter(tags=["OpenAI"])
 
 
 def _input_items(value: Any) -> Any:
-    """Return the input as a list of items. Text becomes a user message."""
+    """Return the input as a list of items. Text becomes a user message.
+
+    Raises: ValueError: the input is neither text nor a list.
+    """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require(isinstance(value, list), "must be text or a list", value)
@@ -41,7 +44,10 @@ def _input_items(value: Any) -> Any:
 
 
 def _system_messages(instructions: Any) -> list[Message]:
-    """Convert instructions (text, content parts or messages) to system messages."""
+    """Convert instructions to messages. Text and content parts become system messages, and messages keep their role.
+
+    Raises: ValueError: the format of the instructions is invalid.
+    """
     messages = []
     for item in as_list(instructions):
         is_message = isinstance(item, dict) and "role" in item
@@ -185,7 +191,7 @@ class ResponsesFormatter(BlockFormatter):
         yield self._block_event(delta_kind, block, delta=text, **_empty_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
-        """Yield an item's whole text, then the end of its part and of the item."""
+        """Yield an item's whole text, then the end of its part (calls have none) and of the item."""
         done_kind = f"{PART_TYPES[block.kind]}.done"
         if self._calls_custom_tool(block):
             yield self._block_event(
@@ -218,7 +224,8 @@ class ResponsesFormatter(BlockFormatter):
     def _client_names(self, block: Block) -> dict[str, str]:
         """Return an item's `name` and, for a tool in a namespace, `namespace`, as the client sent them.
 
-        The model calls a tool by its full name `namespace__name`, which the client does not know.
+        The model calls a tool by its full name `namespace__name`, which the client does not know. If there is no such
+        tool, return the name that the model used.
         """
         assert block.call is not None
         offered = self._called_tool(block)
@@ -284,7 +291,7 @@ def _item_id(block: Block) -> str:
 
 
 def _custom_input(block: Block) -> str:
-    """Return the text argument of a call to a custom tool."""
+    """Return the text argument of a call to a custom tool, or all arguments as JSON if the text is missing."""
     arguments_json = block.text
     custom_input = json.loads(arguments_json).get("input")
     return custom_input if isinstance(custom_input, str) else arguments_json

@@ -19,6 +19,6 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def add(self, data: bytes) -> None:
-        """Append the next token's bytes."""
+        """Append the start of the next token. `data` is the token's bytes."""
         self.starts.append(self._n_characters)
         self._n_characters += len(self._decoder.decode(data))
