@@ -33,10 +33,10 @@ class BlockKVCache(EvictingCache):
         [0 : n_kept)        entries kept by the last eviction, in order of position; they differ between heads
         [n_kept : size())   entries added since the last eviction
 
-    If the next tokens don't fit, the cache first evicts all but the `quota.entries` highest-scoring entries and moves
-    those to the front. They all precede the new tokens, so the usual causal mask applies, aligned with the last entry.
-    Keys keep their original RoPE rotation, and `offset` is the next token's position in the text. An update of more
-    than `block` tokens is kept in full until the next update.
+    If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves the kept ones to the
+    front. All entries precede the new tokens, so the usual causal mask applies, aligned with the last entry. Keys keep
+    their original RoPE rotation, and `offset` is the next token's position in the text. An update of more than `block`
+    tokens is kept in full until the next update.
 
     Args:
         policy: policy that scores the entries.
@@ -51,8 +51,8 @@ class BlockKVCache(EvictingCache):
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
-        expected_size: number of entries expected if nothing is evicted. To save memory, the first buffers are no larger
-            than this.
+        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save memory, the first
+            buffers are not larger than these entries need.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -84,9 +84,10 @@ class BlockKVCache(EvictingCache):
         self.counts_attention = counts_attention or policy.accumulates_attention
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
-        # Counting reads all keys, so single-token queries wait here, `(B, n_heads, L, head_dim)` each.
+        # Counting reads all keys, so single-token queries wait here until there are `block` of them,
+        # `(B, n_heads, 1, head_dim)` each.
         self._waiting_queries: list[mx.array] = []
-        # uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
+        # Positions of the entries in the first rows, uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
 
     def _saved_numbers(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether the policy needs the queries of later tokens."""
+        """Return whether the policy needs the answer's queries."""
         return self.policy.observes_answer
 
     @property
@@ -161,7 +162,7 @@ class BlockKVCache(EvictingCache):
         return n_before + 1
 
     def evict(self) -> None:
-        """Evict all but the `quota.entries` highest-scoring entries."""
+        """Evict all but `quota.entries` entries: the sink, the window, and the highest-scoring ones in between."""
         if self._n_entries <= self.quota.entries:
             return
         entries = self.held()
@@ -191,7 +192,7 @@ class BlockKVCache(EvictingCache):
         return voters.latest(min(self.policy.obs_window, max(1, self.quota.n_window)))
 
     def replace_entries(self, entries: Entries) -> None:
-        """Replace all entries with `entries`, sorted by position and all before `offset`."""
+        """Replace all entries with `entries`, which must be sorted by position and precede `offset`."""
         entries = entries.with_quantization(self.quantization)
         self._n_entries = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
@@ -200,7 +201,7 @@ class BlockKVCache(EvictingCache):
         self._waiting_queries = []
 
     def held(self) -> Entries:
-        """Return the entries in row order, which is position order, with the recorded queries as voters."""
+        """Return the entries, in order of position, with the recorded queries as voters."""
         return self._entries_in_row_order(
             voting_queries=self.recorded_voters((*self._batch_and_heads, self._n_entries)),
             received_attention=self._received_attention(),
@@ -291,7 +292,10 @@ class BlockKVCache(EvictingCache):
         return max(self._n_entries, n_rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """Return the mask for the next `N` tokens: None, "causal", or bool `(N, size() + N)`."""
+        """Return the mask for the next `N` tokens: None, "causal", or bool `(N, n + N)`.
+
+        `n` is the number of entries before these tokens, after any eviction.
+        """
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")
         if N == 1:

@@ -70,7 +70,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         return False
 
     def evict(self) -> None:
-        """Evict all but the highest-scoring entries."""
+        """Evict entries to make room for the next tokens."""
 
     def restorer(self) -> Callable[[], None]:
         """Return a function that restores the cache's current state. It can be called more than once."""

@@ -14,10 +14,11 @@ THEN = " then "  # separates two policies in a string
 
 @dataclass(frozen=True)
 class Compress:
-    """Evict entries with `policy` while the prompt is read, and with `decode_policy` at its end and during the answer.
+    """Evicts entries with `policy` while the prompt is read, and with `decode_policy` at its end and during the answer.
 
-    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block", and keeps at
-    least that policy's sink and window. The queries that vote at the end of the prompt also depend on `decode_policy`.
+    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block". While the
+    prompt is read, the sink and the window of both policies are kept. The queries that vote at the end of the prompt
+    also depend on `decode_policy`.
 
     Raises: SnapKVError: `decode_policy` is set, but `policy` has schedule="once".
     """

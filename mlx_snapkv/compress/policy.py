@@ -35,7 +35,8 @@ class Policy(Hyperparameters, ABC):
     paper: ClassVar[str]  # authors, year and arXiv number, or an empty string
 
     # Override these if the policy needs more than keys and values.
-    obs_window: ClassVar[int] = 0  # number of recent queries that vote
+    # Number of recent queries that vote. With schedule="block", only queries in the recent window do.
+    obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
     # Position where `Entries.statistics` start, or None if the policy needs no statistics.
     query_statistics: ClassVar[int | None] = None
@@ -81,7 +82,7 @@ class Policy(Hyperparameters, ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether the answer's queries vote too, which requires schedule="block"."""
+        """Return whether the policy also needs the answer's queries, because it evicts by them during the answer."""
         return self.schedule == "block" and self.observes
 
     @property
@@ -97,7 +98,7 @@ class Policy(Hyperparameters, ABC):
     def quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota for a prompt of `n_prompt` tokens.
 
-        Raises: SnapKVError: the budget is a share that comes to less than one entry.
+        Raises: SnapKVError: the budget is a share that comes to less than one entry, or is too small for a window.
         """
         n_entries = amount(self.budget, n_prompt)
         self._require_usable_budget(n_entries)

@@ -31,7 +31,7 @@ def select(scores: mx.array, quota: Quota) -> mx.array:
 
 
 def top_positions(scores: mx.array, k: int) -> mx.array:
-    """Return the positions of the `k` highest scores in ascending order, uint32 `(..., k)`.
+    """Return the positions of the `k` highest scores, sorted by position, uint32 `(..., k)`.
 
     Ties go to lower positions. NaN ranks lowest, so the result is valid for any scores.
 

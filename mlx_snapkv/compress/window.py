@@ -28,7 +28,7 @@ SLACK = 16  # minimum number of rows to allocate after the window for pending to
 class SnapKVCache(EvictingCache):
     """A KV cache with pinned entries and a recent window that either grows with the answer or slides over it.
 
-        [0 : n_pin)            pinned entries: the sink and the entries with the most votes
+        [0 : n_pin)            pinned entries, kept from the prompt and never overwritten
         [n_pin : capacity)     recent window, a ring buffer: once full, each decoded token overwrites the oldest entry
         [capacity : )          pending entries, from updates of several tokens
 
@@ -51,7 +51,8 @@ class SnapKVCache(EvictingCache):
     Attributes:
         is_drafted: whether the cache is used in mlx-lm's speculative decoding, which trims rejected drafts.
 
-    Raises: SnapKVError: the shapes disagree, or `n_window < 1`.
+    Raises: SnapKVError: the shapes disagree, there are more entries than `offset` or the window allows, or
+        `n_window < 1`.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "n_pin", "n_window", "_oldest")
@@ -154,7 +155,7 @@ class SnapKVCache(EvictingCache):
         return min(self._n_entries + 1, self.capacity)
 
     def _free_unneeded_rows(self, L: int) -> None:
-        """Free the rows after the window that an update of `L` tokens won't need."""
+        """Free the rows after the window if there are more than an update of `L` tokens needs."""
         n_needed = self.capacity + max(SLACK, L)
         if count_rows(self.keys) > n_needed:
             rows_to_keep = slice_rows((self.keys, self.values), 0, self.capacity)

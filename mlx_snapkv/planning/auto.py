@@ -1,4 +1,4 @@
-"""Chooses a setting for `policy="auto"`, `plan`, `compare` and `policies --choose`."""
+"""Chooses a setting for `policy="auto"` and `plan`, and suggests policies to compare."""
 
 import math
 import re
@@ -24,7 +24,7 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 def _evicting_within(budget: int) -> CompressionConfig:
-    """Return a config that keeps at most `budget` entries during prefill, and a quarter of that for the answer."""
+    """Return a config that evicts down to `budget` entries during prefill, and to about a third of that afterwards."""
     return CompressionConfig(Compress(KeyDiff(budget=budget), SnapKV(top_k=budget // 4)))
 
 
@@ -34,23 +34,23 @@ SPARSE = CompressionConfig(Sparse())
 SPARSE_4BIT = CompressionConfig(Sparse(store="4bit"))
 SPARSE_IN_FILES = CompressionConfig(Sparse(store="file"))
 SMALL_BUDGET = _evicting_within(8192)
-# Shorter prompts would lose less than half of their entries.
+# `SNAPKV` would evict less than half of the entries of a shorter prompt.
 MIN_TOKENS_TO_EVICT: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]
 TYPICAL_PROMPT = 32_768  # prompt length in tokens to assume if the prompts are not known yet
 
-# Candidates for each task, ordered from best answers to least memory. In a conversation, later questions may need any
-# entry, so settings that keep all entries come first.
 SMALLER_BUDGETS = tuple(map(_evicting_within, (4096, 2048, 1024, 512)))
 EVICTING = (SNAPKV, SMALL_BUDGET, *SMALLER_BUDGETS)
+# Candidates for each task, best first. In a conversation, later questions may need any entry, so settings that keep all
+# entries come first.
 CANDIDATES = {
     QUESTION: (KEEP_ALL, *EVICTING, SPARSE_IN_FILES),
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# Fraction of the usable memory that a request with a full cache may take. Other programs need the rest.
+# Fraction of the usable memory that a long prompt may take with the full cache. Other programs need the rest.
 FULL_CACHE_SHARE = 0.75
-# For a prompt and `MAX_TOKENS` answer tokens, sparse attention must take less than this fraction of the full cache's
-# time.
+# Sparse attention is preferred to the full cache only if it takes less than this fraction of the full cache's time for
+# the prompt and `MAX_TOKENS` answer tokens.
 MAX_TIME_RATIO = 0.95
 
 
@@ -64,7 +64,7 @@ class AutoRequest:
         may_be_sparse: whether "auto" may choose sparse attention.
         required_sparse: the sparse attention that the user requires, or None. If set, `may_be_sparse` has no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
-        kv_memory: KV memory limit in bytes.
+        kv_memory: KV memory limit in bytes. None for no limit.
         speed: this machine's speed record for sparse attention in memory.
     """
 
@@ -91,7 +91,7 @@ class AutoRequest:
     def sparse_time_ratio(self, n_prompt: int) -> float:
         """Return the predicted time with sparse attention, as a fraction of the full cache's time on this machine.
 
-        Return infinity if there are no measurements.
+        Return infinity if measurements are missing.
         """
         predicted = self.speed.predict_seconds(n_prompt, MAX_TOKENS)
         return math.inf if predicted is None else predicted.sparse / predicted.full
@@ -157,10 +157,10 @@ class _Candidate:
 
 
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
-    """Recommend the best setting for the task that fits in `usable` bytes.
+    """Recommend the best setting for the task that fits in `usable` bytes and the request's KV memory limit.
 
-    Short prompts get the full cache. Longer prompts get it only if it leaves enough memory for other programs, and if
-    sparse attention is not known to be clearly faster on this machine.
+    Short prompts get the full cache if it fits. Longer prompts get it only if it also leaves enough memory for other
+    programs, and if sparse attention is not allowed or not known to be clearly faster on this machine.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -174,7 +174,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
     full_cache_limit = usable if is_short else int(FULL_CACHE_SHARE * usable)
 
     def fits(candidate: _Candidate) -> bool:
-        """Return whether a candidate fits. The full cache also has to leave memory for other programs."""
+        """Return whether a candidate fits. With long prompts, the full cache must leave memory for other programs."""
         config = candidate.config
         is_optional = request.required_sparse is None
         keeps_full_cache = config.setting is None or (config.store == "memory" and is_optional)
@@ -202,9 +202,9 @@ def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int
 
 
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
-    """Return the supported candidates that would have an effect, best first.
+    """Return the supported candidates, best first, without settings that would have no effect.
 
-    For short prompts, the full cache comes first.
+    For short prompts, the full cache comes first. If the model can't be compressed, it is the only candidate.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -285,10 +285,11 @@ def resolve(
         policy: see `generate_step`; "auto" is allowed.
         sparse: see `generate_step`.
         max_tokens: maximum answer length in tokens.
-        kv_memory: KV memory limit in bytes, for "auto".
+        kv_memory: KV memory limit in bytes, for "auto". None for no limit.
         store: restricts "auto" to sparse attention with this store.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another one.
+    Raises: SnapKVError: an option is invalid or conflicts with another one, or the model supports none of the
+        candidates for "auto".
     """
     if not asks_for_auto(snapkv, policy):
         methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
@@ -323,10 +324,10 @@ def resolve(
 def worth_comparing(n_prompt: int) -> list[str]:
     """Return two policies to compare with sparse attention: one that evicts once, and one with a fixed budget.
 
-    For prompts below about 20,000 tokens, the budgets are reduced so that some entries are evicted.
+    For prompts below about 22,000 tokens, the budgets are reduced so that most entries are evicted.
     """
     top_k = 4096
-    # SnapKV keeps 4/3 of top_k, and that should be at most a quarter of the prompt.
+    # SnapKV keeps about 4/3 * top_k entries, which should be at most a quarter of the prompt.
     while top_k > 16 and 4 / 3 * top_k > n_prompt / 4:
         top_k //= 2
     evicting_once = f"snapkv:top_k={top_k}"

@@ -15,7 +15,7 @@ class BreakEven(NamedTuple):
 
     Attributes:
         basis: where the length comes from: MEASURED in requests, ESTIMATED by timing a layer, or UNKNOWN.
-        tokens: the length in tokens. None if it is unknown, or if sparse attention is never faster.
+        tokens: the length in tokens. None if it is unknown, or if sparse attention is faster at none of `LENGTHS`.
     """
 
     basis: str = UNKNOWN

@@ -113,7 +113,7 @@ class CompressionConfig:
         return {"setting": str(self.setting), "quantization": str(self.quantization)}
 
     def __str__(self) -> str:
-        """Return the setting as it is written on the command line."""
+        """Return the setting's string form, or "the full cache"."""
         return str(self.setting or "the full cache")
 
     @property
@@ -154,9 +154,9 @@ class CompressionConfig:
         self._require_unsplit_heads(model)
 
     def require_compressible(self) -> None:
-        """Check that no mlx-lm option rules out compression. Raises: SnapKVError.
+        """Check that no mlx-lm option rules out compression or sparse attention. Raises: SnapKVError.
 
-        Without compression, these options can be combined freely.
+        Requests that are left to mlx-lm don't need this check, because mlx-lm's options can be combined freely there.
         """
         if self.max_kv_size is not None:
             raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")
@@ -187,7 +187,12 @@ class CompressionConfig:
 
 
 def _require_sparse_support(model) -> None:
-    """Check that every layer of the model supports sparse attention. Raises: UnsupportedModelError."""
+    """Check that the model supports sparse attention.
+
+    No attention class may rule it out, and at least one layer must not lend its entries to other layers.
+
+    Raises: UnsupportedModelError.
+    """
     owners = cache_owners(model)
     reasons = [owner.family.no_sparse for owner in owners if owner.family.no_sparse]
     if all(owner.borrowers for owner in owners):

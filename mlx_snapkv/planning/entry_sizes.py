@@ -92,7 +92,7 @@ class EntrySizes:
         return sum(self.bytes_by_layer(store_quantization(self.model, self.layers, store)))
 
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
-        """Return the bytes of `n_tokens` tokens in files: their entries and, for long texts, the index and means."""
+        """Return the bytes of `n_tokens` tokens in files: entries and, for long texts, the index and the page means."""
         if not in_files(store):
             return 0
         entry_bytes = n_tokens * self.store_bytes(store)

@@ -66,7 +66,7 @@ def file_cost(
 ) -> FileCost | None:
     """Predict the disk space that reading `n_new` tokens takes.
 
-    Return None if no entries go to files, or if the free space can't be determined.
+    Disks whose free space can't be determined are omitted. Return None if none is left, or if no entries go to files.
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.

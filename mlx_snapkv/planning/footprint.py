@@ -27,12 +27,10 @@ class Need(NamedTuple):
     """The memory of one request in bytes, not counting the model's weights."""
 
     extra_in_prefill: int  # needed on top of `cache_bytes_at_end` until compression
-    kept_bytes: int  # size of the entries after compression
+    kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = (
-        0  # sparse attention only: all entries, if not included in `cache_bytes_at_end`
-    )
+    extra_in_answer: int = 0  # with sparse attention: the prompt's entries, index and means
     chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
     step_bytes: int = 0  # copies for one answer token
 
@@ -78,7 +76,7 @@ class Footprint:
 
         Cached prefixes are not considered, because they may be evicted before the request starts.
 
-        Raises: SnapKVError: the setting does not support the request.
+        Raises: SnapKVError: see `plan_request`.
         """
         sizes = self.sizes
         return plan_request(
@@ -195,7 +193,7 @@ class Footprint:
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
 
     def _cluster_bytes(self, plan: Plan) -> int:
-        """Return the size of the cluster means, which replace unread entries."""
+        """Return the size of the cluster ids and means, which represent unread entries. 0 without a residual."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.cluster_bytes())
@@ -229,7 +227,7 @@ class Footprint:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
-            # Starting with the first chunk that chooses, entries move to the store chunk by chunk.
+            # Starting with the first chunk that chooses its entries, entries move to the store chunk by chunk.
             return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks

@@ -17,7 +17,7 @@ N_FRACTIONS = 16  # lengths are tried in multiples of 1/N_FRACTIONS of the reque
 def machine_kv_limit(footprint: Footprint) -> int:
     """Return how many bytes this machine has left for KV memory.
 
-    That is the memory for models, minus the weights and one chunk of the longest prompt.
+    That is the memory for models, minus MLX's buffer cache, the weights, and what a chunk of the longest prompt needs.
 
     Args:
         footprint: estimates the memory of requests.

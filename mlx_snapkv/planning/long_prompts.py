@@ -38,7 +38,7 @@ class LongPrompts:
         is_text: bool = False,
         **options: Any,
     ):
-        """Sort the options. Everything else depends on the prompt's length and is computed later."""
+        """Resolve the options. Everything else depends on the prompt's length and is computed later."""
         self._model = model
         self._usable = this_machine().usable
         set_options = {name: value for name, value in options.items() if value is not None}
@@ -59,11 +59,11 @@ class LongPrompts:
         return beyond_trained_length(self._model, n_before + n_prompt)
 
     def kept_text(self, n_prompt: int, n_before: int = 0) -> str | None:
-        """Describe how many entries will be kept and how much memory that saves, or why nothing will be evicted.
+        """Describe how many entries will be kept or read and how much memory they take, or why nothing will be evicted.
 
         Return None for a rotating cache, or for a short prompt without a setting.
 
-        Raises: SnapKVError: the model does not support the setting.
+        Raises: SnapKVError: see `plan_request`.
         """
         n_tokens = n_before + n_prompt
         setting = self._config.setting

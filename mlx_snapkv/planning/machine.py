@@ -39,7 +39,7 @@ def this_machine() -> Machine:
     """Return the memory of this machine.
 
     With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the available memory plus what
-    MLX already uses.
+    MLX already uses, within a container's limit. If the available memory is unknown, all memory is usable.
     """
     if mx.metal.is_available():
         info = mx.device_info()

@@ -111,7 +111,7 @@ class Planner:
 
 
 def planner_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a `Planner` among the options of `generate_step`."""
+    """Return the options of `generate_step` that `Planner` takes."""
     names = ("max_tokens", "prefill_step_size", "kv_group_size")
     return {name: options[name] for name in names if name in options}
 
@@ -139,7 +139,7 @@ def plan_memory(
         kv_bits: bits per value of the kept entries. By default, they are not quantised.
         **options: `kv_group_size`, `max_tokens` and `prefill_step_size`, as in `generate_step`.
 
-    Raises: SnapKVError: the setting does not support the model or the prompt length.
+    Raises: SnapKVError: an argument is invalid, or the model does not support the setting or the quantisation.
     """
     setting = resolve_setting(snapkv, policy, sparse)
     # Pass a string on unchanged, so that the plan shows the policy as the user wrote it.

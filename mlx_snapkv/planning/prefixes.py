@@ -17,7 +17,7 @@ from .units import format_bytes
 # Default limits in bytes. They are raised if a single prompt needs more.
 IN_MEMORY, IN_FILES = 4 * 10**9, 20 * 10**9
 MIN_PREFIX_BYTES = 256 << 20  # the default size is never smaller than this
-DEFAULT_CONTEXT = 1 << 17  # prompt length in tokens to assume if the trained length is unknown
+DEFAULT_CONTEXT = 1 << 17  # prompt length in tokens to assume if no limit is known
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,17 @@ def prefix_cache_size(
 ) -> PrefixCacheSize:
     """Return the size of the prefix cache.
 
-    By default, the cache has room for at least one prompt as long as the model's context. It is capped at half of the
-    memory that the weights leave free, or half of the free disk space, because requests need the other half.
+    By default, the cache has room for at least one prompt of the maximum length. However, the default is capped at half
+    of the memory that the weights leave free or, with entries in files, at half of the free disk space, because
+    requests need the other half.
 
     Args:
         model: the served model.
         options: keyword arguments of `CompressedBatchGenerator`.
         machine: the machine to serve on.
         user_limit: size in bytes set by the user. None for the default.
-        max_kv_bytes: KV memory limit in bytes set by the user. None or 0 for no limit.
+        max_kv_bytes: KV memory limit in bytes set by the user, which a prefix cache in memory must not exceed. None or
+            0 for no limit.
         max_context: maximum prompt length in tokens set by the user. None for no limit.
     """
     config, _ = CompressionConfig.from_keywords(options)

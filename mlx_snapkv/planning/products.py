@@ -12,8 +12,9 @@ def entries_costing(share: float, model: Any, layers: list[AttentionLayer]) -> i
     """Return the number of entries per layer at which attention costs `share` of a token's products with the weights.
 
     The number is large if attention is a small part of the work, as in large models, mixtures of experts and hybrids.
-    The cost per entry is estimated from the attention module's weights. That is slightly too high, because keys and
-    values are computed only once. The output layer is not counted, because prompt tokens skip it.
+    The cost per entry is estimated from the attention module's weights. The estimate is slightly too high, because it
+    includes the weights for keys and values, which are computed only once. The output layer is not counted, because
+    prompt tokens skip it.
     """
     n_products = sum(_n_products(layer) for layer in model.layers)
     n_attention_products = sum(_n_products(reader) for layer in layers for reader in layer.readers)

@@ -1,4 +1,4 @@
-"""Planning that depends only on the setting and the prompt length: what to compress, voters, chunk sizes."""
+"""The part of planning that needs no model: which prompts to compress, which queries vote, and chunk sizes."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MULTIPLE = 32
 
 
 def require_step_size(size: Any) -> None:
-    """Check that a chunk size is a positive integer. Otherwise, mlx-lm would loop forever. Raises: SnapKVError."""
+    """Check that a chunk size is None or a positive integer. With 0, mlx-lm would loop forever. Raises: SnapKVError."""
     if size is not None and not (is_whole(size) and size >= 1):
         raise OptionError("prefill_step_size", "a whole number of at least 1", size)
 
@@ -60,7 +60,7 @@ def reason_to_leave(
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
-    # Check all layers, because in a hybrid model, the first layer's cache may not have an offset.
+    # Check all caches, because some layers don't use theirs.
     if not all(cache.empty() for cache in all_caches(prompt_cache or [])):
         return "the prompt cache already holds tokens; only an empty one is compressed"
     if isinstance(setting, Sparse):
@@ -129,9 +129,8 @@ def policy_chunk_size(
     With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` capped at `largest_chunk()`. If
     queries vote, the size is adjusted so that they end up in a short last chunk. Without this, all queries of a long
     chunk would stay in memory until the voting ones were copied, and prefill would need more memory than in mlx-lm. A
-    prompt that fits in one chunk is not split.
-
-    Chunks whose scores would take too much memory are later split into pieces; see `scores`.
+    prompt that fits in one chunk is not split. Chunks whose scores would take too much memory are later split into
+    pieces; see `engine/pieces.py`.
 
     Args:
         compress: the policies for prompt and answer.
@@ -155,7 +154,7 @@ def max_chunk_size(step_size: int | None) -> int:
 
 
 def align_chunks_to_voters(max_size: int, n_new: int, n_before_voters: int) -> int:
-    """Return a chunk size near `max_size` such that the last chunk has few tokens besides the voting queries.
+    """Return a chunk size of at most `max_size` such that the last chunk has few tokens besides the voting queries.
 
     If `max_size` is a large multiple of `MULTIPLE`, the result is also a multiple of it. Otherwise, the tokens before
     the voting queries are divided into equal chunks.

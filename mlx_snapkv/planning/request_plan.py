@@ -57,10 +57,11 @@ class SparseReading:
     """How many earlier entries a prompt's chunks choose to read.
 
     Attributes:
-        reach: maximum numbers of entries that a chunk reads. If there are no more than that, it reads all of them.
-        last_reach: the same for the prompt's last tokens, which start at position `last_from`.
-        last_from: position of the first of those tokens.
-        n_before_choice: number of tokens before the first chunk that chooses. The prompt length if no chunk does.
+        reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
+        last_reach: how many earlier entries the prompt's last `LAST_TOKENS` tokens read.
+        last_from: position where these last tokens begin. Negative if the prompt is shorter.
+        n_before_choice: number of tokens before the first chunk that chooses its entries. The prompt length if only the
+            last tokens could choose.
     """
 
     reach: Reach
@@ -76,8 +77,9 @@ class Plan:
     Attributes:
         n_prompt: number of tokens in the prompt, including earlier turns.
         config: the request's config.
-        voters: positions of the queries that vote or, with sparse attention, that the index is built for.
-        reason: why the prompt is left to mlx-lm, or None if it is compressed. With a reason, the quotas are None.
+        voters: positions of the queries that vote or, with sparse attention, that the index is built from.
+        reason: why the prompt is left to mlx-lm, or None if it is compressed or uses sparse attention. With a reason,
+            `plan_request` leaves the quotas at None.
         n_new: number of tokens to read after the earlier turns.
         prefill_quota: number of entries that each full-attention layer keeps during prefill.
         decode_quota: number of prompt entries that each full-attention layer keeps for the answer or, with sparse
@@ -91,7 +93,7 @@ class Plan:
     voters: range = range(0)
     reason: str | None = None
     n_new: int = 0
-    prefill_quota: Quota = None  # type: ignore[assignment]  # set unless there is a reason
+    prefill_quota: Quota = None  # type: ignore[assignment]  # set by `plan_request` unless there is a reason
     decode_quota: Quota = None  # type: ignore[assignment]
     sparse_reading: SparseReading | None = None
     adapts: bool = False
@@ -113,7 +115,7 @@ class Plan:
 
     @property
     def prefill_policy(self) -> Policy:
-        """Return the policy that evicts during prefill. Only valid for requests with a policy."""
+        """Return the prefill policy; see `Compress`. Only valid for requests with a policy."""
         assert self.compress is not None
         return self.compress.policy
 
@@ -170,7 +172,8 @@ class Plan:
     def capacity(self) -> int:
         """Return the number of entries to preallocate in each sparse-attention cache, including earlier turns.
 
-        Unless the store is in memory, entries move to it chunk by chunk, starting with the first chunk that chooses.
+        Unless the store is "memory", entries move to it chunk by chunk, starting with the first chunk that chooses its
+        entries.
         """
         reading = self.sparse_reading
         moves_to_store = self.config.store != "memory"
@@ -215,8 +218,8 @@ def plan_request(
         is_embedded: whether the prompt is given as embeddings.
         layers: the model's full-attention layers. If None or empty, they are looked up.
 
-    Raises: SnapKVError: options conflict, the prompt is empty, the model is not supported, its entries can't be
-        quantised this way, or a budget has no room for the sink and the recent window.
+    Raises: SnapKVError: options conflict, the prompt is empty, the budget is too small, the prompt cache belongs to
+        another model, or the model does not support the setting or the quantisation.
     """
     config.require_supported(model)
     reason = _reason_for_mlx_lm(model, config, n_new, prompt_cache, max_tokens, is_embedded)

@@ -2,7 +2,7 @@
 
 MLX's fused attention, which never stores the scores, is only available on a GPU and for some head sizes (`is_fused`).
 Otherwise, MLX stores one score per query-entry pair and head. For 2,048 tokens after 131,072 others and 16 heads, the
-scores take 8.6 GB in half precision.
+scores take 8.7 GB in half precision.
 """
 
 import math
@@ -15,7 +15,7 @@ FUSED = (64, 80, 128)  # head sizes that MLX's fused GPU kernels support (MLX 0.
 
 MAX_SCORE_BYTES = 512 << 20  # size limit for attention scores that are computed together
 SCORES_MEMORY_SHARE = 32  # scores take at most 1/32 of the machine's memory
-MIN_TOKENS_AT_ONCE = 32  # pieces are never shorter than this, however large their scores are
+MIN_TOKENS_AT_ONCE = 32  # chunks are not split into shorter pieces, however large the scores are
 
 
 def on_gpu() -> bool:

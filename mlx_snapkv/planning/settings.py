@@ -14,7 +14,7 @@ Setting = Compress | Sparse
 
 
 def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
-    """Return whether `snapkv` or `policy` asks for "auto". Raises: SnapKVError: both are set."""
+    """Return whether `policy="auto"` or `snapkv=True` is given. Raises: SnapKVError: both arguments are set."""
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:
@@ -31,7 +31,7 @@ def resolve_setting(
 ) -> Setting | None:
     """Resolve the `snapkv`, `policy` and `sparse` arguments of `generate_step` to a setting, or None.
 
-    Raises: SnapKVError: more than one is set, or a value is invalid.
+    Raises: SnapKVError: more than one is set, a value is invalid, or it is "auto"; see `resolve_compress`.
     """
     if isinstance(policy, Sparse):  # a setting that is already resolved
         return policy

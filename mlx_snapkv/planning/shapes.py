@@ -43,7 +43,7 @@ class LayerShape:
         Args:
             chunk_size: chunk length in tokens.
             n_visible: number of entries that the chunk's last token can see, including the chunk's own.
-            max_score_bytes: size limit for the scores. Larger chunks are read in pieces.
+            max_score_bytes: size limit for the scores. Chunks with larger scores are read in pieces. None for no limit.
             margin: safety factor for everything except the scores, which are computed exactly.
         """
         if self.window != UNLIMITED:
@@ -146,7 +146,7 @@ def _with_attention(
         family: the module's family, or None if it is unknown.
         window: maximum number of entries that a query can see.
         key_size: size of the keys in the layer's cache.
-        bytes_per_number: bytes per number.
+        bytes_per_number: size of a number in bytes, such as 2 for float16.
     """
     head_size = key_size
     entry_bytes = 0
@@ -164,7 +164,7 @@ def score_bytes(
     """Return the score bytes per (query, entry) pair for all heads, with `bytes_per_number` bytes per score.
 
     A fused kernel stores no scores. MLA computes the scores of the positional parts separately, and stores them even
-    with a fused kernel, unless its family joins both parts.
+    with a fused kernel, unless the family joins the positional parts with the others.
     """
     is_mla = hasattr(attention, "embed_q")
     joins_positional_part = family is not None and family.query_factor is not None
@@ -175,7 +175,7 @@ def score_bytes(
     if is_fused(head_size):
         n_others = 0
     elif has_sinks:
-        n_others = 3  # the scores, and copies with a column for the sinks and without
+        n_others = 3  # the scores, a copy with a column for the sinks, and a copy without it
     else:
         n_others = 1
     return bytes_per_number * n_query_heads(attention) * (n_positional + n_others)
@@ -206,7 +206,7 @@ def without_weights(folder: str | Path) -> nn.Module:
 
 
 def _placeholder(weight: mx.array) -> mx.array:
-    """Return zeros of the same shape that take no memory."""
+    """Return zeros with the shape and dtype of `weight`. They take almost no memory."""
     return mx.broadcast_to(mx.zeros((), weight.dtype), weight.shape)
 
 

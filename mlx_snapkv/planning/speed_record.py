@@ -40,9 +40,9 @@ MIN_SPREAD = 1 / 8
 
 # Kinds of measurements. The names are part of the file format.
 DECODE_FULL = "decode_all"  # an answer token that reads all entries
-DECODE_SPARSE = "decode_few"  # an answer token that chooses
+DECODE_SPARSE = "decode_few"  # an answer token that reads only the entries it chooses
 READ_FULL = "read_all"  # a prompt token that reads all entries
-READ_SPARSE = "read_few"  # a prompt token in a chunk that chooses
+READ_SPARSE = "read_few"  # a prompt token in a chunk that reads only the entries it chooses
 SETUP = "setup"  # building the index and the means of a prompt
 
 
@@ -62,7 +62,7 @@ class Line(NamedTuple):
 
     It is stored as weighted sums, where x is the length and y is the time in seconds. Predicted times are never
     negative and never decrease with length. If all measured lengths are about equal, the slope is unknown. It is then
-    assumed to be between 0 and the slope of a line through the origin.
+    assumed to be between 0 and the slope of the line through the origin and the mean of the measurements.
     """
 
     weight: float = 0.0
@@ -144,10 +144,10 @@ class Speed:
         return self._predict(n_prompt, n_answer, Line.upper_bound, Line.lower_bound)
 
     def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
-        """Return whether sparse attention is known to be slower than the full cache.
+        """Return whether sparse attention is known to be no faster than the full cache.
 
-        If prefill was not measured, only the answer is compared. If a slope is unknown, assume the best case for sparse
-        attention.
+        If prefill or the setup was not measured, only the answer is compared. If a slope is unknown, assume the best
+        case for sparse attention.
         """
         predicted = self._predict(n_prompt, n_answer, Line.lower_bound, Line.upper_bound)
         if predicted is None and {DECODE_SPARSE, DECODE_FULL} <= self.lines.keys():
@@ -176,7 +176,10 @@ class Speed:
     def _predict(
         self, n_prompt: int, n_answer: int, sparse_bound: _Bound, full_bound: _Bound
     ) -> PredictedSeconds | None:
-        """Predict the time of a prompt and its answer, with the given bounds for sparse and full attention."""
+        """Predict the time of a prompt and its answer, with the given bounds for sparse and full attention.
+
+        Return None if measurements are missing.
+        """
         lines = self.lines
         if not {DECODE_SPARSE, DECODE_FULL, SETUP, READ_FULL} <= lines.keys():
             return None
@@ -212,7 +215,10 @@ def speed_of(model: Any, sparse: Sparse) -> Speed:
 
 
 def record_measurements(model: Any, sparse: Sparse, measurements: list[Measurement]) -> None:
-    """Add a request's measurements to the record. Do nothing if the file can't be written."""
+    """Add a request's measurements to the record.
+
+    Do nothing if no record is kept, the model's shape can't be determined, or the file can't be written.
+    """
     path = record_path()
     if path is None or not measurements:
         return
@@ -280,7 +286,7 @@ def _record_key(model: Any, sparse: Sparse) -> str | None:
 
 
 def _describe_shape(model: Any) -> list[str]:
-    """Describe the shape of a model. Raises: SnapKVError: the model does not support sparse attention."""
+    """Describe the shape of a model. Raises: SnapKVError: the model can't be compressed."""
     caches = token_caches(model)
     layers = attention_layers(model, caches)
     keys, *_ = flat_arrays(layers[0].layer_cache_in(caches).sample_entries)

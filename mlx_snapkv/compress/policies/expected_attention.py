@@ -15,7 +15,7 @@ FUTURE = 512  # number of future positions to average the rotation over
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Score each entry by the attention that future queries are expected to give it, times the norm of its value.
+    """Scores each entry by the attention that future queries are expected to give it, times the norm of its value.
 
     Future queries are modelled as normally distributed. Their mean and covariance are those of all pre-RoPE queries
     after the first `n_sink` (or of the last query, in a shorter prompt), rotated by the mean rotation of the next 512

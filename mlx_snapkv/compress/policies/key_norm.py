@@ -10,7 +10,7 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Policy):
-    """Keep the entries whose keys have the smallest L2 norm, per KV head (section 3)."""
+    """Keeps the entries whose keys have the smallest L2 norm, per KV head (section 3)."""
 
     name = "key_norm"
     summary = "keys of the smallest L2 norm"

@@ -13,11 +13,12 @@ TINY = 1e-12  # added to squared norms so that a zero key can be normalised
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Policy):
-    """Keep the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
+    """Keeps the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
-        anchor: what each key is compared with: the "mean" of the normalised keys (equation 8), or the "median" of each
-            coordinate. "pairwise" averages the similarity to all keys instead (equation 7), block by block.
+        anchor: what each key is compared with: the "mean" of the keys (equation 8), or the "median" of each coordinate.
+            With similarity="cosine", the keys are normalised first. "pairwise" averages the similarity to all keys
+            instead (equation 7), block by block.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
     Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window. Without

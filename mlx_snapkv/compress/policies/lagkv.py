@@ -14,7 +14,7 @@ LAG = 128  # entries per block
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Score the entries after the sink by comparing each block of 128 entries with the next block.
+    """Scores the entries after the sink by comparing each block of 128 entries with the next block.
 
     Each coordinate of the keys and values is scaled by its minimum and maximum in the next block. Entries are then
     ranked within their block by the standard deviation of their scaled coordinates, after a softmax over the block. The

@@ -11,10 +11,10 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEviction(Policy):
-    """Keep a uniformly random set of entries for each KV head.
+    """Keeps a uniformly random set of entries for each KV head, besides the recent window.
 
     An entry's score is a hash of its position, its KV head and `seed`. Scores don't change from block to block, so with
-    either schedule, the kept entries are a uniform sample of the whole prompt.
+    either schedule, the kept entries before the window are a uniform sample of all entries before it.
 
     Attributes:
         seed: seed of the hash.

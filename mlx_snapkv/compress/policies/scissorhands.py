@@ -11,13 +11,14 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class ScissorHands(Policy):
-    """Score each entry by how many of the last queries give it at least the average weight.
+    """Scores each entry by how many of the last queries give it at least the average weight.
 
     The average weight is 1/t for a query that sees t entries. How far a weight exceeds the average does not matter. By
     contrast, H2O sums the weights of all queries, SnapKV those of the last queries, and TOVA uses only the last query.
 
     Attributes:
-        obs_window: number of recent queries to count (the paper's history window).
+        obs_window: number of recent queries to count (the paper's history window). With schedule="block", only queries
+            in the recent window count, because entries that earlier queries saw may have been evicted.
         n_window: number of recent entries that are always kept (the paper's recent window), or a share of the budget.
 
     Differences from the paper: by default, all layers have the same budget, and counts are averaged over the query

@@ -16,7 +16,7 @@ LATEST_COUNTS = (32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Keep a sink, a recent window and the `top_k` entries with the most votes. By default, evict once, after prefill.
+    """Keeps a sink, a recent window and the `top_k` entries with the most votes. By default, evicts once after prefill.
 
     Attributes:
         top_k: number of entries per KV head to keep by vote.
@@ -133,9 +133,9 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, mx.array]:
     """Return mean votes, `(B, n_kv_heads, T)` float32, and contrasts, `(n, B, n_kv_heads, T)`.
 
     Mean votes are the average of two means: over all queries, and over the last 32. A contrast is `max(0, mean of the
-    last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one for its last 64.
-    Lookahead queries, if any, are added to these 32 or 64. With too few queries for any contrast, the mean is used
-    instead.
+    last queries - mean of the earlier ones)`. There is one for the prompt's last 32 queries and one for its last 64, if
+    there are earlier ones. Lookahead queries, if any, are added to these 32 or 64. With too few queries for any
+    contrast, both results are the mean over all queries.
     """
     indices = entries.voters.indices
     n_queries = len(indices)

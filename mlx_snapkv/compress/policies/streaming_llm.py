@@ -11,7 +11,7 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """Keep the first `n_sink` entries and as many recent ones as the budget allows (section 3.2).
+    """Keeps the first `n_sink` entries and as many recent ones as the budget allows (section 3.2).
 
     Difference from the paper: keys keep their original RoPE rotation. The paper rotates keys by their position in the
     cache, so distances never exceed the trained length.
@@ -33,11 +33,11 @@ class StreamingLLM(Policy):
         super().__post_init__()
 
     def _quota_of(self, n_entries: int) -> Quota:
-        """Return the quota for a budget of `n_entries`: the sink, or half if it would leave no room, and the window."""
+        """Return the quota for a budget of `n_entries`. If the sink leaves no room, it is cut to half the budget."""
         n_sink = self.n_sink if self.n_sink < n_entries else n_entries // 2
         return Quota(n_entries, n_sink, n_window=n_entries - n_sink)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return the positions as scores, `(B, n_kv_heads, T)` float32."""
+        """Return the entries' indices as scores, `(B, n_kv_heads, T)` float32."""
         B, H, T, _ = entries.keys.shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))

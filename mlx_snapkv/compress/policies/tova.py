@@ -10,7 +10,7 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep the entries that the last query attends to most, averaged over all heads (section 3.2).
+    """Keeps the entries that the last query attends to most, averaged over all heads (section 3.2).
 
     As a result, all heads of a layer keep the same positions.
     """
