@@ -18,7 +18,7 @@ def layer_cache(cache: Any) -> LayerCache:
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Return whether a cache keeps all entries for a policy to choose among. A rotating cache does not."""
+    """Return whether a policy can choose among a cache's entries, as in `KVCache` but not in a rotating cache."""
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
@@ -52,7 +52,7 @@ class FullCache(LayerCache):
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
-        """Return the position that `full_cache` stored, or None if that position has since been trimmed."""
+        """Return the first sparsely computed position, or None if there isn't one or it has since been trimmed."""
         position = getattr(self.cache, "sparse_from", None)
         was_trimmed = position is not None and position >= self.cache.offset
         return None if was_trimmed else position

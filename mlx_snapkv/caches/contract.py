@@ -23,7 +23,8 @@ class LayerCache(ABC):
     is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
-    observes: bool = False  # whether it records queries (requires a patched attention class)
+    # Whether the cache needs the queries of later tokens, which requires a patched attention class.
+    observes: bool = False
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
     stacks: bool = False
@@ -35,7 +36,7 @@ class LayerCache(ABC):
     size: Callable[[], int]
     # Drops the `n` newest tokens and returns the number dropped. Only for caches whose `grows` is true.
     trim: Callable[[int], int]
-    file_nbytes: int = 0  # size in bytes of keys and values in files
+    file_nbytes: int = 0  # size in bytes of keys, values and indexes in files
 
     @property
     def recorded(self) -> Sequence[mx.array]:
@@ -44,7 +45,7 @@ class LayerCache(ABC):
 
     @property
     def n_entries(self) -> int:
-        """Return the number of entries per KV head."""
+        """Return the number of entries per KV head or, in a sparse cache, the number that the next call reads."""
         return self.size()
 
     @property
@@ -54,15 +55,15 @@ class LayerCache(ABC):
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the size in bytes of keys and values in memory, including unused rows."""
+        """Return the size in bytes of keys, values and indexes in memory."""
         return self.nbytes
 
     @abstractmethod
     def held(self) -> Entries:
-        """Return the entries as stored, in order of position, with the recorded queries as voters."""
+        """Return the entries in order of position, with the recorded queries, if any, as voters."""
 
     def stored_entries(self) -> Entries:
-        """Return the entries as stored."""
+        """Return the entries as stored: quantised, if the cache or its store quantises them."""
         return self.held()
 
     def cache_to_save(self) -> Any:

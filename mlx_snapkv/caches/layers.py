@@ -29,7 +29,8 @@ class AttentionLayer:
     member: int | None  # index of the cache inside a `CacheList`, or None
     attention: Any  # the attention module
     family: AttentionFamily  # describes the module's class
-    borrowers: tuple[Any, ...] = ()  # attention modules of later layers that read its entries
+    # Attention modules of later layers, or of later passes of a looped model, that read the layer's entries.
+    borrowers: tuple[Any, ...] = ()
     number: int = 0  # index among this process's full-attention layers
 
     def cache_in(self, prompt_cache: list) -> Any:
@@ -67,7 +68,7 @@ class AttentionLayer:
 
     @property
     def rope(self) -> Any | None:
-        """Return the layer's RoPE module, or None."""
+        """Return the layer's RoPE, a callable `rope(x, offset)`, or None."""
         return self.family.rope_of(self.attention)
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
@@ -108,7 +109,8 @@ class AttentionLayer:
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """Return the model's full-attention layers, but not its linear or sliding-window layers.
 
-    Raises: UnsupportedModelError: the model has no full-attention layer, or its type can't be compressed.
+    Raises: UnsupportedModelError: the model can't be compressed, it has no full-attention layer, or the prompt cache
+        was not made for it.
     """
     owners = cache_owners(model)
     # Linear layers use an `ArraysCache`, which has no entries.
@@ -148,7 +150,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Return the layers that use sparse attention.
 
-    Layers that lend their entries are left out. They pass them on as arrays, so every reader reads all of them.
+    Layers that lend their entries are left out: borrowers receive the entries as arrays, so every reader reads all.
     """
     return [layer for layer in layers if not layer.borrowers]
 
@@ -272,7 +274,7 @@ def kv_dtype(cache: LayerCache) -> str:
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Return the size in bytes of keys and values in memory."""
+    """Return the size in bytes of keys, values and indexes in memory."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
@@ -285,7 +287,7 @@ def memory_bytes(prompt_cache: list) -> int:
 
 
 def file_bytes(prompt_cache: list) -> int:
-    """Return the size in bytes of keys and values in files."""
+    """Return the size in bytes of keys, values and indexes in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 

@@ -56,7 +56,7 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def set_missing_layers(prompt_cache: list, model) -> None:
-    """Set `layer` on compressed caches that were loaded from a file."""
+    """Set `layer` on all compressed caches, because caches loaded from a file lack it."""
     if not is_compressed(prompt_cache):
         return
     for layer in attention_layers(model, prompt_cache):
@@ -93,7 +93,10 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
 def _array_mismatch(
     loaded_arrays: Any, model_arrays: Any, compares_rows: bool = False
 ) -> str | None:
-    """Describe the first array whose dtype or shape differs. The number of rows only matters if `compares_rows`."""
+    """Describe the first array whose dtype or shape differs, or return None if all match.
+
+    The number of rows only matters if `compares_rows`.
+    """
     loaded_formats = _formats_by_path(loaded_arrays, compares_rows)
     model_formats = _formats_by_path(model_arrays, compares_rows)
     for path in sorted(loaded_formats.keys() | model_formats.keys()):

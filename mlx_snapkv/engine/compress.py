@@ -60,7 +60,9 @@ def compress_prompt_cache(
     Returns: The report. If nothing was evicted, `reason` says why.
 
     Raises:
-        SnapKVError: the cache is already compressed, queries are missing, or scores are NaN. The cache is unchanged.
+        SnapKVError: the policy is invalid, the model is not supported, the cache is already compressed, its layers hold
+            different numbers of tokens, queries are missing or have the wrong shape, or scores are NaN. In all of these
+            cases, the cache stays unchanged.
     """
     compress = resolve_compress(policy=policy)
     if compress is None:
@@ -127,7 +129,7 @@ def _note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """Record how many KV bytes an answer token reads, and how many stay unread."""
+    """Record the entries' dtype, and their size after compression: in total, in files, and unread by answer tokens."""
     if plan.sparse is not None:
         stored_caches = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in stored_caches)
@@ -201,7 +203,12 @@ def _split_entries(
 def _as_voters(
     layer: AttentionLayer, queries: mx.array, entries: Entries, end_position: int, obs_window: int
 ) -> Queries:
-    """Wrap the last `obs_window` queries as voters. `end_position` is the position after the last query."""
+    """Wrap the last `obs_window` queries as voters, or all queries if `obs_window` is 0.
+
+    `end_position` is the position after the last query.
+
+    Raises: SnapKVError: the queries have the wrong shape.
+    """
     B, n_kv_heads, T, head_dim = entries.keys.shape
     n_heads = n_kv_heads * len(layer.readers)
     if not _is_query_shape(queries.shape, B, n_heads, T, head_dim):
@@ -240,7 +247,9 @@ def put_compressed_cache(
     choice: Choice,
     on_kept: KeptCallback | None = None,
 ) -> None:
-    """Replace a layer's cache with a cache of the chosen prompt entries and all answer entries.
+    """Replace a layer's cache with a cache of the chosen prompt entries.
+
+    The answer's entries are then appended, unless the prompt is a text without an answer.
 
     The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
     """

@@ -38,7 +38,8 @@ class DraftedAnswer:
     Attributes:
         options: mlx-lm's keyword arguments. `prompt_cache` has the main model's caches first, then the draft model's.
 
-    Raises: SnapKVError: a layer's cache can't be trimmed.
+    Raises: SnapKVError: `max_tokens` is less than 1, `prompt_cache` has the wrong number of caches, or a cache can't be
+        trimmed.
     """
 
     model: Any
@@ -50,7 +51,7 @@ class DraftedAnswer:
     options: dict[str, Any]
 
     def __post_init__(self):
-        """Split the caller's prompt cache between the two models, and check that every cache can be trimmed."""
+        """Split the caller's prompt cache between the two models, or create new caches, and check them."""
         if self.max_tokens < 1:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
@@ -94,7 +95,7 @@ class DraftedAnswer:
     def _main_then_drafted(
         self, main_responses: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield the main model's responses until its cache is compressed, then the speculative loop's."""
+        """Yield the main model's responses for the tokens decoded before compression, then the speculative loop's."""
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
@@ -112,8 +113,8 @@ class DraftedAnswer:
     def _drafted_responses(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
-        Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`. Both models
-        must have read every token before it.
+        Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`, and requires
+        that both models have read exactly the tokens before that one.
 
         Args:
             earlier: the responses so far, decoded by the main model alone.
@@ -157,7 +158,7 @@ class DraftedAnswer:
         read(self.draft_model, tokens, self._draft_caches, {"prefill_step_size": step_size})
 
     def _processors_after(self, answer_tokens: list[int]) -> list[Callable] | None:
-        """Wrap the logits processors so that they also see the prompt and the first tokens of the answer."""
+        """Wrap the logits processors to also see the prompt and `answer_tokens`. Return None without processors."""
         earlier = mx.concatenate([self.prompt, mx.array(answer_tokens, self.prompt.dtype)])
 
         def with_earlier_tokens(processor: Callable) -> Callable:
@@ -187,7 +188,7 @@ def require_trimmable(model, prompt_cache: list | None) -> None:
 
 
 def _untrimmable(caches: list) -> list:
-    """Return the caches from which mlx-lm's speculative loop can't trim rejected tokens."""
+    """Return the caches that are not `KVCache`s. It may be impossible to trim rejected tokens from them."""
     return [cache for cache in all_caches(caches) if type(cache) is not KVCache]
 
 

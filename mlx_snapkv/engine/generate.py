@@ -43,19 +43,23 @@ def generate_step(
     Args:
         prompt: token ids, `(T,)`.
         model: an mlx-lm model.
+        stream: mlx-lm's `stream` argument.
         snapkv: a `SnapKV`, or its options as a dict or a `"key=value,..."` string. True means policy="auto".
         policy: a policy object, or a string such as `"keydiff:budget=8192"`. "auto" picks the setting that
             docs/choose.md recommends for this prompt and machine.
         sparse: sparse attention instead of a policy: True, a `Sparse`, or its options as a dict or a `"key=value,..."`
-            string. Nothing is evicted. Prompt chunks and answer tokens read only the entries that they choose.
+            string. Nothing is evicted. Instead, prompt chunks and answer tokens read only some of the entries, by
+            default only while that is faster.
         on_report: called with the `CompressionReport` before the first token from the compressed cache is yielded.
         **kwargs: keyword arguments for mlx-lm.
-        stream: mlx-lm's `stream` argument.
 
     Yields: Tokens and their log-probabilities `(vocab_size,)`, like mlx-lm.
 
-    Raises: SnapKVError: options conflict or the model is not supported. It is raised by the call itself, not by the
-    first iteration. Warns: TrainedLengthWarning: the prompt is longer than the model's trained length.
+    Raises:
+        SnapKVError: the prompt or an option is invalid, options conflict, or the model is not supported. The call
+            itself raises these errors. Later problems, such as NaN scores, raise an error during iteration.
+
+    Warns: TrainedLengthWarning: the prompt is longer than the model's trained length.
     """
     if isinstance(stream, int):
         raise SnapKVError(
@@ -99,7 +103,7 @@ def stream_generate(
 
     See `generate_step` for the keyword arguments.
 
-    With a draft model, only the main model's cache is compressed. Speculative decoding starts after the first token
+    With a draft model, only the main model's cache is compressed. Speculative decoding starts with the first token
     from the compressed cache. With greedy sampling, the answer is the same as without a draft model.
 
     Yields:
@@ -144,9 +148,10 @@ def _plan_main_model(
 ) -> Plan:
     """Plan a prompt of `n_prompt` tokens for the main model.
 
-    If `options` has a `prompt_cache`, it contains the draft model's caches as well.
+    A `prompt_cache` in `options` also contains the draft model's caches.
 
-    Raises: SnapKVError: rejected drafts can't be trimmed from one of the main model's caches.
+    Raises: SnapKVError: the request can't be planned, or rejected drafts can't be trimmed from one of the main model's
+        caches.
     """
     prompt_cache = options.get("prompt_cache")
     require_trimmable(model, prompt_cache)
@@ -171,7 +176,7 @@ def generate(
         model: an mlx-lm model.
         tokenizer: the model's tokenizer.
         prompt: text or token ids. No chat template is applied.
-        verbose: print the text as it is generated, followed by speeds and peak memory.
+        verbose: print the text as it is generated, followed by speeds, peak memory and the compression report.
         **kwargs: keyword arguments for `stream_generate`.
     """
     callers_callback = kwargs.pop("on_report", None) or (lambda report: None)
@@ -207,7 +212,7 @@ def encode_prompt(
 ) -> mx.array:
     """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`.
 
-    Raises: SnapKVError: the prompt is empty, or not a sequence of token ids.
+    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty without `may_be_empty`.
     """
     tokens = text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
     return token_ids(tokens, may_be_empty)

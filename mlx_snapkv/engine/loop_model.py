@@ -16,7 +16,7 @@ from ..caches.matching import set_missing_layers
 from ..models import attention_classes
 from ..models.patch import recording
 
-LONG_CALL = 32  # calls with at least this many tokens may take a while
+LONG_CALL = 32  # minimum number of tokens in a call that may take long enough to need pacing
 # Target duration of one evaluation in seconds. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
 MIN_SECONDS = 0.1
 MAX_SECONDS = 0.5

@@ -26,8 +26,9 @@ class Pace:
     Args:
         n_prompt: prompt length in tokens.
         tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
-            attention is first tried after this many tokens. That way, an answer of any length takes at most twice as
-            long as it would in the better mode.
+            attention is first tried after this many tokens, but never among the first `FIRST_TOKENS`, and at the latest
+            once the text has grown by a factor of `RETRY_GROWTH`. That way, an answer of any length takes at most twice
+            as long as it would in the better mode.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
@@ -49,7 +50,7 @@ class Pace:
 
     @property
     def prefers_all(self) -> bool:
-        """Return whether reading all entries was faster in the latest comparison."""
+        """Return whether sparse attention was not clearly faster in the latest comparison, or False without one."""
         sparse_seconds, full_seconds = self.seconds.get(False), self.seconds.get(True)
         if sparse_seconds is None or full_seconds is None:
             return False

@@ -30,7 +30,7 @@ class Pieces:
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], plan: Plan):
-        """Compute the exact size of the scores, unless an upper bound is below the limit."""
+        """Look up the exact size of the scores if chunks may be split and an upper bound exceeds the limit."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0  # bytes of scores per (query, entry) pair; if 0, chunks are not split
@@ -39,7 +39,7 @@ class Pieces:
         score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs
         self._score_limit = scores_limit()
         # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
-        # Chunks between two evictions are not split either.
+        # Policies that evict in blocks already limit both the chunk and the entries before it.
         may_split = n_ranks() == 1 and not plan.config.evicts_in_blocks
         if may_split and score_bytes_bound > self._score_limit:
             # Looking up the shapes takes time, so do it only when needed.
@@ -59,7 +59,10 @@ class Pieces:
         return self._model(inputs, cache=cache)
 
     def max_piece_size(self, cache: list) -> int:
-        """Return the maximum number of tokens in the next piece, given the tokens already in `cache`."""
+        """Return the maximum number of tokens in the next piece, or `UNLIMITED` if chunks are not split.
+
+        The limit depends on how many tokens are already in `cache`.
+        """
         if not self._pair_bytes:
             return UNLIMITED
         n_before = max(layer.layer_cache_in(cache).n_entries for layer in self._layers)

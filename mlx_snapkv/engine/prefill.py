@@ -51,15 +51,18 @@ def prefill(
         tokens: token ids, `(T,)`.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         sparse: sparse attention instead of a policy; see `generate_step`.
-        prompt_cache: an empty cache to fill. By default, a new one is created.
-        prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` or `block` takes precedence.
+        prompt_cache: the prompt cache to fill. A policy compresses it only if it is empty at first. With `sparse`, it
+            may contain earlier turns. By default, a new one is created.
+        prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` takes precedence, and its `block` is an
+            upper limit. With sparse prefill, chunks have at least 512 tokens.
         prompt_progress_callback: called with the number of tokens processed and the total.
         **options: `kv_bits` and `kv_group_size`, for the kept entries.
 
     Returns: The prompt cache and the report. If nothing was compressed, the report's `reason` says why.
 
     Raises:
-        SnapKVError: `tokens` is empty, the policy is invalid, the model is not supported, or attention produced NaN.
+        SnapKVError: `tokens` or an option is invalid, neither `policy` nor `sparse` is set, the model is not supported,
+            attention produced NaN, or the disk is full.
     """
     config, kv_options = _prefill_config(options | {"policy": policy, "sparse": sparse})
     tokens = token_ids(tokens)
@@ -92,7 +95,8 @@ def prefill(
 def _prefill_config(options: dict[str, Any]) -> tuple[CompressionConfig, dict[str, Any]]:
     """Split the keyword arguments of `prefill` into a config and mlx-lm's quantisation options.
 
-    Raises: SnapKVError: an option is unknown, or neither a policy nor sparse attention is set.
+    Raises: SnapKVError: an option is unknown or invalid, options conflict, or neither a policy nor sparse attention is
+        set.
     """
     config, kv_options = CompressionConfig.from_keywords(options, is_text=True)
     known_names = {"kv_bits", "kv_group_size"}

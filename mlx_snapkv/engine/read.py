@@ -40,7 +40,10 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """Create a cache that evicts, accumulates attention or continues a compressed turn, for `n_new` tokens."""
+    """Create a cache for `n_new` tokens.
+
+    The cache evicts, accumulates attention, or continues from compressed or quantised entries.
+    """
     policy = plan.prefill_policy
     quota = plan.prefill_quota
     evicts_once = not plan.config.evicts_in_blocks

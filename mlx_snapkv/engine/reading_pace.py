@@ -30,14 +30,15 @@ class _Chunk(NamedTuple):
 class ReadingPace:
     """Decides from the speed of earlier chunks whether a prompt chunk chooses entries or reads all of them.
 
-    The first chunks read all entries and are timed. Then a single chunk chooses. If it is clearly faster per token, all
-    following chunks choose. If not, they read all entries, and sparse reading is tried again once the text is twice as
-    long. Full attention slows down as the text grows, so its latest time per token is a lower bound for later chunks.
+    The first chunks read all entries and are timed. Then a single chunk chooses its entries. If it takes clearly less
+    time per token, all following chunks choose theirs, too. If not, they read all entries, and choosing is tried again
+    once the text is twice as long. Full attention slows down as the text grows, so its latest time per token is a lower
+    bound for later chunks.
 
     Args:
-        plan: a plan with `sparse_reading`. Unless it adapts, all chunks choose.
-        recorded_speed: the speed record, on which a later turn of a conversation relies until it has measured a chunk.
-            Empty for a first turn.
+        plan: a plan with `sparse_reading`. If the plan does not adapt, all chunks choose their entries.
+        recorded_speed: the speed record. If it says that choosing entries is faster, all chunks of a later turn choose
+            theirs from the start. Empty for a first turn.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -60,7 +61,7 @@ class ReadingPace:
         self._chunk: _Chunk | None = None
         # Seconds per token in the latest chunk that read all entries.
         self._full_seconds: float | None = None
-        # Whether choosing is known to be faster.
+        # Whether choosing entries is known to be faster.
         self._is_sparse_faster = bool(
             recorded_speed.is_sparse_faster(READ_SPARSE, READ_FULL, plan.n_earlier, MAX_TIME_RATIO)
         )
@@ -82,7 +83,7 @@ class ReadingPace:
         return self._is_sparse_faster or self._is_trial(start)
 
     def _is_trial(self, start: int) -> bool:
-        """Return whether the chunk that starts at position `start` is a trial, to see if choosing is faster."""
+        """Return whether the chunk that starts at position `start` is a trial, to see if choosing entries is faster."""
         is_whole_chunk = start + CHUNK_SIZE <= self._last_from
         return self._full_seconds is not None and is_whole_chunk and start >= self._next_trial_from
 
@@ -91,7 +92,10 @@ class ReadingPace:
         self._chunk = _Chunk(self._clock(), start, n_tokens, chooses)
 
     def end(self) -> None:
-        """Stop timing the current chunk, if there is one, and record its time."""
+        """Stop timing the current chunk, if there is one.
+
+        If the plan adapts, record the chunk's time, unless the chunk is short or the first one of its kind.
+        """
         chunk, self._chunk = self._chunk, None
         if chunk is None or not self._adapts or chunk.n_tokens < CHUNK_SIZE:
             return

@@ -29,29 +29,32 @@ class CompressionReport:
         policy: the setting, as on the command line, or NO_POLICY.
         prompt_tokens: length of the whole prompt in tokens.
         reason: why nothing was compressed, and what to change. None if entries were evicted or are read sparsely.
-        entries_kept: entries per KV head in each layer of the model. None for layers without a KV cache.
+        entries_kept: for each layer with a cache, number of entries kept per KV head or, with sparse attention, read by
+            an answer token. None for layers that are left alone, such as sliding-window layers.
         kv_bytes_before: size of all tokens' entries at compression, including any that were already evicted.
         kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
             it except `kv_bytes_staying`.
         kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
-        file_bytes: size of the entries in files.
+        file_bytes: size of all keys, values and indexes in files.
         kv_dtype: type of the entries after compression, such as "float16" or "8 bits".
         block: if the answer evicts in blocks, how many tokens fit in the cache besides the kept entries.
-        attention_share: share of the voters' attention that went to the kept entries, by layer. None without voters.
-        prefill_seconds: time from the first chunk to compression.
-        selection_seconds: time for scoring, ranking and copying, including evictions during prefill.
-        read_per_chunk: largest number of earlier entries per KV head that a prompt chunk chose to read. None if chunks
-            read all entries.
-        read_per_token: largest number of entries per KV head that an answer token chooses to read. None if tokens do
-            not choose.
-        read_all: runs of answer tokens that read all entries, if other tokens choose. Each run is a `[first, last]`
-            pair of tokens, counted from 1. `last` is None if the run lasts to the end of the answer.
+        attention_share: share of the voters' attention that went to the kept entries, by layer. None for layers without
+            voters.
+        prefill_seconds: time from the first chunk to the first answer token.
+        selection_seconds: time for scoring, ranking and copying at compression or, with sparse attention, for building
+            indexes.
+        read_per_chunk: largest number of earlier entries per KV head that a sparse prompt chunk read. None if every
+            chunk read all entries.
+        read_per_token: largest number of entries per KV head that a sparse answer token reads. None if all tokens read
+            all entries.
+        read_all: runs of answer tokens that read all entries, if the answer may switch to sparse attention. Each run is
+            a `[first, last]` pair of tokens, counted from 1. `last` is None if the run lasts to the end of the answer.
         means: largest number of cluster means that a token reads in place of unread entries. 0 without means.
-        plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no token
-            chooses.
+        plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no answer
+            token uses sparse attention.
         auto: the setting that `policy="auto"` selected, and why.
-        full_token_seconds: time per token with the full cache, before compression.
-        token_seconds: time per token after compression.
+        full_token_seconds: time per answer token with the full cache. None if too few tokens were timed.
+        token_seconds: time per answer token with compression or sparse attention. None if too few tokens were timed.
     """
 
     policy: str
@@ -114,7 +117,10 @@ class CompressionReport:
         return warnings
 
     def _speed_warning(self) -> str | None:
-        """Return a warning if tokens were slower after compression, otherwise None."""
+        """Return a warning if tokens were clearly slower than before, or if the answer went back to full attention.
+
+        Otherwise, return None.
+        """
         if not self.full_token_seconds or not self.token_seconds:
             return None
         speed_ratio = self.full_token_seconds / self.token_seconds
@@ -152,7 +158,7 @@ class CompressionReport:
 
     @property
     def _tokens_that_read_all(self) -> str:
-        """Describe which tokens read all entries while the others choose."""
+        """Describe which answer tokens read all entries. Return "" if none do."""
         if not self.read_all:
             return ""
         runs = [

@@ -41,7 +41,8 @@ class Request:
         plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
         prompt_cache: the prompt cache that the plan was made for. It is empty or contains earlier turns, compressed or
             not. By default, a new one is created.
-        uses_store: whether the prompt cache already uses the plan's store. If not, its entries are copied to the store.
+        uses_store: with sparse attention, whether the prompt cache already uses the plan's store. If not, its entries
+            are copied to the store.
         on_kept: called for each layer with the kept entries.
 
     Attributes:
@@ -50,7 +51,7 @@ class Request:
             caches for decoding.
         prompt_cache: the caller's prompt cache or, if its entries were copied to a store, the caches of the store.
         is_compressed: whether `compress` has replaced the caches.
-        report: the report. `compress` fills it in.
+        report: the report, filled in by `compress` or `finish`.
 
     Raises: SnapKVError: the store can't keep the prompt cache's entries.
     """
@@ -97,7 +98,12 @@ class Request:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes within the `with` block if queries have to be captured."""
+        """Patch the model's attention classes within the `with` block if queries have to be captured.
+
+        The first call also starts measuring the prefill time.
+
+        Raises: SnapKVError: the prompt cache has changed since planning.
+        """
         if self._started is None:
             self._require_unchanged()
             self._started = time.perf_counter()
@@ -121,7 +127,7 @@ class Request:
     def compress(self) -> CompressionReport:
         """Compress `caches` after prefill, or again after `use_full_attention`, and return the report.
 
-        Raises: SnapKVError: scores are NaN, or the store has no space for the entries.
+        Raises: SnapKVError: scores are NaN, another request has filled the prompt cache, or the disk is full.
         """
         self.record_prefill_time()
         self.report.prefill_seconds = self._prefill_seconds or 0.0
@@ -166,7 +172,8 @@ class Request:
     def tokens_to_repay_setup(self) -> float:
         """Estimate how many answer tokens it takes to make up for building the index, from the speed record.
 
-        Return 0 for later turns of a conversation, which only extend the index.
+        Return 0 if that is unknown, or in a later turn of a conversation, which only extends the index. Return infinity
+        if sparse attention is not faster.
         """
         assert self.plan.sparse is not None
         if self.plan.n_earlier:

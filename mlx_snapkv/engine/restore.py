@@ -6,8 +6,8 @@ from ..caches.layers import all_caches, kv_bytes, layer_caches
 class CacheCopy:
     """A snapshot of a prompt cache, for restoring it later.
 
-    For a cache that only grows, the snapshot is just its number of tokens. Any other cache is copied, and the copy
-    shares its arrays until the cache writes to them.
+    A cache that only grows is not copied, because it can be trimmed. Any other cache is copied, and the copy shares its
+    arrays until the cache writes to them.
     """
 
     def __init__(self, prompt_cache: list):

@@ -44,9 +44,9 @@ def serve(
 
     The cache is compressed between steps of mlx-lm's iterator.
 
-    If the request fails before the first item, the caller's prompt cache is unchanged. With a policy, the prompt is
-    read into separate caches. With sparse attention, `_all_or_nothing` restores the cache. Conversations restore their
-    own caches.
+    If a compressed or sparse request fails before the first item, the caller's prompt cache is unchanged. With a
+    policy, the prompt is read into separate caches. With sparse attention, `_all_or_nothing` restores the cache.
+    Conversations restore their own caches.
 
     Args:
         start: mlx-lm's function, such as `generate_step`, with the prompt already bound.
@@ -224,14 +224,15 @@ def _compressed_answer(
 ) -> Iterator[Any]:
     """Yield the items of an answer, and compress just before yielding the last token that votes.
 
-    By then, mlx-lm has already fed this token to the model.
+    If no answer token votes, compress just before yielding the first one. In either case, mlx-lm has already fed the
+    token to the model.
 
     Args:
         items: mlx-lm's iterator, running on the request's model and caches.
         request: the request. Its prompt has not been read yet.
         on_report: called with the report.
-        will_use_cache: whether the caller will use the cache again. If so, it is compressed even if the answer ends or
-            is abandoned before the last voting token.
+        will_use_cache: whether the caller will use the cache again. If so, the cache is compressed even if the answer
+            ends or is abandoned early.
     """
     full_items = _TimedItems(items)
     n_before_last_voter = request.plan.n_fed_before_compression - 1

@@ -33,7 +33,7 @@ from .report import CompressionReport
 
 @final
 class SparseMode:
-    """The mode for requests with sparse attention.
+    """Reads the prompt of a sparse request, and switches its answer between sparse and full attention.
 
     Args:
         model: the mlx-lm model.
@@ -54,7 +54,7 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        """Create the mode and its pace."""
+        """Create the pace, if prompt chunks may choose entries."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
@@ -115,14 +115,17 @@ class SparseMode:
     def _part_size(self, start: int, n_left: int) -> int:
         """Return how many of the next `n_left` tokens, starting at position `start`, choose entries together.
 
-        The prompt's last tokens all choose together.
+        The prompt's last tokens form a single part.
         """
         assert self.plan.sparse_reading is not None
         n_before_last = self.plan.sparse_reading.last_from - start
         return min(n_left, CHUNK_SIZE, n_before_last) if n_before_last > 0 else n_left
 
     def compress(self, caches: list, report: CompressionReport) -> None:
-        """Replace `caches` with caches that let tokens choose among all entries. Nothing is evicted."""
+        """Replace `caches` with caches that let tokens choose among all entries, and fill in the report.
+
+        Raises: SnapKVError: queries or keys contain NaN, or the disk is full.
+        """
         self._require_no_nan()
         is_first_compression = report.read_per_token is None
         if is_first_compression:
@@ -159,7 +162,7 @@ class SparseMode:
 
         From then on, tokens read all entries until `compress` is called again.
         """
-        # Evaluate pending reads first. Otherwise the next write would have to copy the array.
+        # Evaluate pending reads of the buffers first, or the next write would have to copy the buffers.
         mx.eval([cache.state for cache in caches])
         for layer in self.layers:
             answer_cache = layer.cache_in(caches)
@@ -196,7 +199,7 @@ class SparseMode:
         report.file_bytes = file_bytes(stored_caches)
 
     def _require_no_nan(self) -> None:
-        """Check queries and keys for NaN, which can't be ranked. Raises: SnapKVError."""
+        """Check the last layer's queries and newest keys for NaN, which can't be ranked. Raises: SnapKVError."""
         last_cache = self.layers[-1].cache_in(self._prompt_cache)
         if not last_cache.n_queries:
             return
@@ -209,8 +212,8 @@ class SparseMode:
     def full_view(self, layer: AttentionLayer) -> FullView:
         """Return a view of all of a layer's entries, after indexing the new ones.
 
-        If there is no index from earlier turns, a new one is built. It is fitted to the prompt's last queries if they
-        were recorded.
+        If there is no index from earlier turns, or the text has outgrown it, a new one is fitted to the prompt's last
+        queries. A short text has no index.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)

@@ -21,7 +21,7 @@ def hold_memory(model: Any) -> None:
 
     The memory stays wired until the process exits or another model is loaded.
 
-    Raises: SnapKVError: this is a Mac, but MLX finds no GPU.
+    Raises: SnapKVError: the package can't run on this machine, for example because MLX finds no GPU on a Mac.
     """
     complaint = complaint_here(has_metal=mx.metal.is_available())
     if complaint is not None:

@@ -119,7 +119,7 @@ def _sum_over_blocks(
     for kv_heads, row_blocks in _blocks(keys, queries):
         block_keys = keys.read(kv_heads, sums[-1:]).astype(mx.float32)
         block_queries = _float32_queries(queries, kv_heads, group_size)
-        # Keep no reference to the weights, or two blocks of them would be in memory.
+        # Don't keep a reference to the weights, or those of two blocks would be in memory at once.
         first_rows, *other_rows = row_blocks
         total = sum_queries(_softmax_weights(block_keys, block_queries, first_rows), first_rows)
         for rows in other_rows:

@@ -63,7 +63,7 @@ class Entries:
         received_attention: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
         quantization: quantisation of the stored entries, or None if they are plain.
         layer: the `AttentionLayer`, with mlx-lm's attention module as `.attention`, its RoPE (or None) as `.rope`, and
-            its index among the model's full-attention layers as `.number`. Without a layer, all of these raise
+            its index among this process's full-attention layers as `.number`. Without a layer, all of these raise
             SnapKVError.
         statistics: `Statistics` of the queries. Its attributes raise SnapKVError if the policy does not request
             statistics.
@@ -163,7 +163,7 @@ class Entries:
         """
 
         def map_block(start: int, stop: int, previous_result: list[mx.array]) -> mx.array:
-            # One name for both, or the keys as read would stay in memory beside their copy.
+            # Don't name the original keys, or they would stay in memory beside their float32 copy.
             keys = self.read_keys(start, stop, after=previous_result).astype(mx.float32)
             return function(keys)
 
@@ -196,7 +196,10 @@ class Entries:
 
     @cached_property
     def raw_queries(self) -> mx.array:
-        """Return the voting queries before RoPE, `(B, n_heads, n, head_dim)` float32."""
+        """Return the voting queries before RoPE, `(B, n_heads, n, head_dim)` float32.
+
+        Raises: SnapKVError: no queries were recorded, their positions are unknown, or the layer is missing.
+        """
         start = self.voters.start
         if start is None:
             # Indices are positions only as long as no entry has been evicted.

@@ -71,7 +71,7 @@ def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    """Dequantise stored entries to `(B, n_kv_heads, T, head_dim)`."""
+    """Dequantise entries to `(B, n_kv_heads, T, head_dim)`, or return them unchanged if `quantization` is None."""
     if quantization is None:
         return stored
     packed, scales, _ = stored

@@ -121,7 +121,7 @@ class Recorder:
             last: position after the last recorded query.
             newest: number of most recent queries to keep. None keeps all.
             statistics_from: first position whose pre-RoPE query is added to the statistics. They stop before `last`,
-                and always include the query just before it. Statistics require a `layer`. None turns them off.
+                but always include the query at `last - 1`. Statistics require a `layer`. None turns them off.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
@@ -160,7 +160,7 @@ class Recorder:
             self._record_chunk(captured._replace(queries=queries))
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
-        """Add a chunk's queries to the statistics, and store the ones to be recorded."""
+        """Pass a chunk's queries to the `on_queries` callback and the statistics, and store the ones to be recorded."""
         self.scale = captured.scale
         self.sinks = captured.sinks
         callback = _callback.get()
@@ -260,7 +260,7 @@ class Recorder:
 
     @property
     def queries(self) -> mx.array:
-        """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`."""
+        """Return the recorded queries in order of position, `(B, n_heads, n, head_dim)`. There must be at least one."""
         all_queries = mx.concatenate(self._queries, axis=2)
         return all_queries[:, :, -len(self.query_positions) :]
 
@@ -281,7 +281,7 @@ class Recorder:
         return [*self._queries, *self.moments.sums]
 
     def inherit_queries(self, other_cache: Any) -> None:
-        """Adopt another cache's queries for the newest tokens, until this cache records its own.
+        """Adopt another cache's queries and statistics, as if this cache had recorded them for its newest tokens.
 
         Do nothing if `other_cache` does not record queries.
         """

@@ -11,10 +11,10 @@ from .table import REFUSED, SUPPORTED
 
 @dataclass
 class CacheOwner:
-    """A layer with its own cache.
+    """An attention layer with its own cache.
 
     Attributes:
-        attention: the layer's attention module, or None if its cache is never compressed.
+        attention: the layer's attention module, or None if the layer's cache is never compressed.
         family: description of the attention class.
         borrowers: attention modules of later layers, or of later passes of a looped model, that read this layer's
             entries.
@@ -28,7 +28,7 @@ class CacheOwner:
 def attention_classes(model) -> list[type]:
     """Return the distinct classes of a model's attention modules.
 
-    Raises: UnsupportedModelError: models of this type can't be compressed.
+    Raises: UnsupportedModelError: the model can't be compressed.
     """
     modules = [
         module for owner in cache_owners(model) for module in (owner.attention, *owner.borrowers)
@@ -37,9 +37,9 @@ def attention_classes(model) -> list[type]:
 
 
 def cache_owners(model) -> list[CacheOwner]:
-    """Return the model's layers that have their own cache, in order.
+    """Return the model's attention layers that have their own cache, in order.
 
-    Raises: UnsupportedModelError: models of this type can't be compressed.
+    Raises: UnsupportedModelError: the model can't be compressed.
     """
     model_type = type_of(model)
     if model_type not in SUPPORTED:
@@ -53,7 +53,7 @@ def cache_owners(model) -> list[CacheOwner]:
 
 
 def _owners_in_families(model, families: Iterable[AttentionFamily]) -> list[CacheOwner]:
-    """Return the layers that have their own cache, or an empty list if no module belongs to one of the families."""
+    """Return the attention layers that have their own cache, or an empty list if none belongs to the families."""
     owners: list[CacheOwner] = []
     for layer in model.layers:
         for family in families:

@@ -41,7 +41,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 def hidden_size(model: Any) -> int:
-    """Return the dimension of the token embeddings."""
+    """Return the dimension of the token embeddings. Raises: ValueError: the model has no embedding module."""
     # The weights of a quantised embedding are packed, so they are narrower than its `dims`.
     return min(
         getattr(embedding, "dims", embedding.weight.shape[-1])

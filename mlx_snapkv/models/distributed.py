@@ -87,7 +87,8 @@ def _broadcast(value: Any) -> Any:
     # np.resize fills the other ranks' empty arrays with zeros.
     summand = mx.array(np.resize(pickled, n_bytes) * is_rank_0)
     byte_sum = mx.distributed.all_sum(summand, stream=mx.cpu)
-    mx.eval(byte_sum)  # rank 0 must evaluate it too: the other ranks wait for its summand
+    # Rank 0 must evaluate the sum, too, because the other ranks wait for its summand.
+    mx.eval(byte_sum)
     return value if is_rank_0 else pickle.loads(np.array(byte_sum).tobytes())
 
 

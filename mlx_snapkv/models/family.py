@@ -25,12 +25,12 @@ class AttentionFamily:
         note: remark for the list of models.
         why_refused: returns the reason why attention modules can't be compressed, or None if they can.
         why_unquantizable: returns the reason why attention modules can't read quantised entries, or None if they can.
-        is_idle: returns True for a decoder layer that does not use its plain KV cache.
+        is_idle: returns True for a decoder layer whose cache is never compressed.
         latent: whether the module caches latents and positional keys (MLA); see `capture`.
         query_factor: index of the call argument that multiplies the queries after RoPE.
         logit_cap: attribute with the soft cap for the logits.
         attention_function: name of mlx-lm's attention function if the module calls it, "mx.fast" if it calls MLX's, or
-            "" if it computes attention inline. In that case, its queries are its first RoPE result.
+            "" if it computes attention inline, with its first RoPE result as the queries.
         extra_capture: "rope" or "split" to also record the call's first RoPE or split result.
         method: name of the method that is called with a cache.
         is_borrower: returns True for an attention module that reads an earlier layer's entries.

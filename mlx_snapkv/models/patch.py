@@ -48,7 +48,7 @@ def _record_and_attend(attention):
 
 @functools.cache
 def family_of(cls: type) -> AttentionFamily:
-    """Return the family of an attention class or of its nearest known base class."""
+    """Return the family of an attention class or of its nearest known base class, or else a default family."""
     for base_class in cls.__mro__:
         module_name = base_class.__module__.removeprefix("mlx_lm.models.")
         if module_name in FAMILIES:
@@ -66,7 +66,7 @@ def _recorder_among(arguments: Iterable[Any]) -> Any:
 
 
 def _call_and_record(call):
-    """Wrap an attention class's `__call__` to record queries if the module reads a recording cache's entries."""
+    """Wrap an attention class's method to record queries if the module reads a recording cache's entries."""
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
@@ -112,7 +112,10 @@ class _Target(NamedTuple):
 
 
 def _targets(cls: type) -> list[_Target]:
-    """Return the attributes to wrap for an attention class."""
+    """Return the attributes to wrap for an attention class.
+
+    Raises: UnsupportedModelError: the class's module does not use mlx-lm's attention function.
+    """
     family = family_of(cls)
     method_owner = next(base for base in cls.__mro__ if family.method in vars(base))
     # Other code may have wrapped the method. The innermost function is mlx-lm's own.

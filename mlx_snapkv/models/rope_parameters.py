@@ -36,7 +36,7 @@ CONFIG_NAMES = {
 READ_THETA_ELSEWHERE = ("dbrx",)
 # Family -> the partial_rotary_factor hard-coded in mlx-lm.
 HARD_CODED_FACTORS = {"recurrent_gemma": 0.5}
-# Families whose sliding-window layers use the same base, but no scaling.
+# Families whose sliding-window layers use the full-attention layers' base, but no scaling.
 UNSCALED_SLIDING = ("olmo3",)
 
 
@@ -66,7 +66,8 @@ class UnreadParameters:
 def unread_parameters(config: Any) -> UnreadParameters:
     """Return the RoPE parameters that mlx-lm needs under other names. Most configurations have none.
 
-    Raises: SnapKVError: mlx-lm's family has no name for a required value, so the model would generate nonsense.
+    Raises: SnapKVError: `rope_parameters` is not an object, or mlx-lm's family can't express its values, so the model
+        would generate nonsense.
     """
     # A model_file brings its own code, which may read rope_parameters.
     if not isinstance(config, Mapping) or "model_file" in config:
@@ -117,7 +118,7 @@ def _text_args_class(family: str, model_class: type, text_config: Any) -> Any:
 
 
 def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
-    """Return whether a family has RoPE but reads neither `rope_parameters` nor a `rope_theta` stored elsewhere."""
+    """Return whether a family may have RoPE, but reads neither `rope_parameters` nor a `rope_theta` kept elsewhere."""
     attention_families = SUPPORTED.get(family, ())
     may_have_rope = not attention_families or any(
         attention_family.rope is not None for attention_family in attention_families
@@ -129,9 +130,11 @@ def _needs_other_names(family: str, field_names: Collection[str]) -> bool:
 def _renamed_rope_parameters(
     family: str, config: Mapping[str, Any], field_names: Collection[str]
 ) -> dict[str, Any]:
-    """Return the RoPE parameters that `config` lacks, under the names of mlx-lm's `field_names`.
+    """Return the entries to add to `config` so that mlx-lm finds the values of its `rope_parameters`.
 
-    Raises: SnapKVError: the family has no field for a value that its RoPE needs.
+    The names of the entries are among `field_names`, the keys that mlx-lm reads.
+
+    Raises: SnapKVError: `rope_parameters` is not an object, or mlx-lm's family can't express its values.
     """
     parameters = _without_layer_types(family, config[ROPE_PARAMETERS], field_names)
     changes: dict[str, Any] = {}
