@@ -68,7 +68,7 @@ class CompressedBatchCache(_BaseCache, ABC):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """Return the mask for the next step, or None if there is no padding."""
+        """Return None, because there is no padding to mask. Subclasses with padding override this method."""
         self._require_single_token(N, window_size)
         return None
 
@@ -119,7 +119,7 @@ class SparseBatchCache(CompressedBatchCache):
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, request_cache in enumerate(self.request_caches):
-            # Depend on the previous request's output, so that only one request uses memory at a time.
+            # Depend on the previous request's output, so that only one request's temporary arrays are in memory.
             request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
@@ -146,9 +146,9 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
     """Evicting caches of several requests, with all entries in shared arrays.
 
     The arrays have shape `(B, n_kv_heads, R, head_dim)`, or the equivalent for quantised entries. Each request has a
-    slot on the batch axis, and `R` is the number of rows that the longest request needs. The requests' own caches are
-    empty, but still decide where the next entry goes and when to evict. To evict, a cache temporarily gets its entries
-    back. Each request therefore keeps exactly the entries that it would keep outside the batch.
+    slot on the batch axis, and `R` is at least the number of rows that the longest request needs. The requests' own
+    caches are empty, but still decide where the next entry goes and when to evict. To evict, a cache temporarily gets
+    its entries back. Each request therefore keeps exactly the entries that it would keep outside the batch.
     """
 
     values: Any
@@ -232,7 +232,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def kind(self) -> tuple:
-        """Return a kind. Requests of the same kind can share arrays and mlx-lm's single mask."""
+        """Return a tuple that is equal for requests that can share arrays and mlx-lm's single mask."""
         request_cache = self.request_caches[0]
         next_length = request_cache.n_after_next
         keeps_length = next_length == request_cache.n_entries
@@ -326,10 +326,10 @@ def compressed_caches(prompt_cache: list) -> list[CompressedBatchCache]:
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches. Requests with the same kinds can decode together."""
     caches = all_caches(prompt_cache)
-    # mlx-lm computes one mask for all layers. If some layers of a sparse request read all entries, they would need a
-    # different mask, so the request has to decode alone. The id of its first cache makes its kind unique.
+    # mlx-lm computes one mask for all full-attention layers. In a batch, layers that read all entries (`BatchKVCache`)
+    # need a padding mask, but sparse layers take none, so a request with both decodes alone. The id of its first cache
+    # makes its kind unique.
     chooses = any(isinstance(cache, SparseBatchCache) for cache in caches)
-    # No other batched cache of mlx-lm pads shorter requests.
     pads = any(isinstance(cache, BatchKVCache) for cache in caches)
     unique_id = id(prompt_cache[0]) if chooses and pads else None
     return unique_id, *map(_kind, caches)

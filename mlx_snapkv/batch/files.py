@@ -21,7 +21,7 @@ from ..json_lines import JsonLines
 # Error codes.
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
-START = b'{"id": "batch_req_'  # the first bytes of every answer
+START = b'{"id": "batch_req_'  # the first bytes of every line in an answer file
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RequestsFile:
     Attributes:
         n_lines: number of non-blank lines.
 
-    Raises: SnapKVError: the file is not empty, but no line is a JSON object.
+    Raises: SnapKVError: there are non-blank lines, but none of them is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -135,7 +135,7 @@ class AnswersFile:
     Args:
         path: the file. It need not exist yet.
         model: model name in all of this run's answers.
-        about: fields that the `mlx_snapkv` field of all of this run's answers includes.
+        about: fields in the `mlx_snapkv` field of each of this run's answers.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
@@ -225,7 +225,7 @@ class AnswersFile:
         self.n_errors += 1
 
     def _append(self, line: Line, **outcome: Any) -> None:
-        """Append a line atomically. Raises: OSError."""
+        """Append the outcome of the request `line` to the answer file, atomically. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)

@@ -183,9 +183,9 @@ def _answer_all(
         tokenizer: the model's tokenizer. Its end-of-sequence tokens stop an answer.
         prompts: token ids of each prompt.
         answer_limits: maximum length of each answer in tokens.
-        prompt_caches: the caches that each prompt continues from. By default, all caches are new.
+        prompt_caches: the caches that each prompt continues from, or None to start every prompt with new caches.
         config: the config for all prompts.
-        options: mlx-lm's keyword arguments for the generator.
+        options: the generator's other keyword arguments.
         with_logprobs: whether to keep the log-probability of each token.
     """
     answers = [_Answer() for _ in prompts]

@@ -62,10 +62,10 @@ class CompressedBatchGenerator(BatchGenerator):
         sparse: see `generate_step`.
         on_report: called with a request's uid and its `CompressionReport`.
         on_read: called with a request's uid, its full caches, and the tokens in them. Other requests can continue from
-            these caches. It is not called if entries are evicted during prefill.
+            these caches. Not called for prompts that keep their full cache, or if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
-        reads_first: whether to read all prompts before any request decodes. First tokens arrive later, but fewer decode
-            steps are needed.
+        reads_first: whether to read as many prompts as the batch has room for before any request decodes. First tokens
+            arrive later, but fewer decode steps are needed.
         on_pause: called about once a second while a chunk is read. If it raises an exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
@@ -190,7 +190,10 @@ class CompressedBatchGenerator(BatchGenerator):
         return SLOWER_REASON if speed.is_sparse_slower(plan.n_prompt, n_answer) else None
 
     def _next(self) -> Any:
-        """Run one step, like mlx-lm. With `reads_first`, no request decodes until all prompts have been read."""
+        """Run one step, like mlx-lm.
+
+        With `reads_first`, compressed requests wait while a prompt is being read, or a waiting one fits in the batch.
+        """
         if not self._is_plain and self._reads_first:
             groups = self._generation_batch
             is_reading = len(self._prompt_batch) > 0
@@ -264,7 +267,7 @@ class PromptBatch(PromptProcessingBatch):
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read tokens of the prompt. If that fails, `generate` reports the error."""
+        """Read tokens of the prompt. If that fails, store the exception in `job.error`."""
         if not tokens or self.job.error is not None:
             return
         try:

@@ -25,7 +25,7 @@ class Guard:
 
     Args:
         function: the sampler or logits processor.
-        fallback: computes a substitute with the same shape.
+        fallback: computes a substitute result, with the shape that the result of `function` must have.
 
     Attributes:
         error: the exception that `function` raised, or None.
@@ -164,7 +164,7 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 
 class Single(Group):
-    """A group of a single request. Either its prompt is not compressed yet, or the request has failed.
+    """A group of a single request that has failed or has not joined other requests yet.
 
     The prompt is compressed once all voting answer tokens have been fed to the model.
     """

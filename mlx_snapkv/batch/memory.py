@@ -70,7 +70,7 @@ class Memory:
     def limit_answer(self, request: CompletionRequest) -> CompletionRequest:
         """Limit a request's answer to what fits in memory; see `longest_answer`.
 
-        Answers with a JSON schema keep their limit, because the JSON has to be complete.
+        Constrained answers keep their `max_tokens`, because their JSON or tool call has to be complete.
         """
         if request.constraint is not None:
             return request

@@ -168,7 +168,7 @@ class Run:
         return int.from_bytes(first_64_bits, "big")
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests to the batch until one does not fit. Return False if the batch is empty.
+        """Add requests to the batch until it is full or one does not fit in memory. Return False if the batch is empty.
 
         The request that does not fit is stored in `_waiting`.
         """
@@ -238,7 +238,7 @@ class Run:
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return an answer's `mlx_snapkv` field: the run's, what was compressed, and ignored request fields."""
+        """Return an answer's `mlx_snapkv` field: the run's fields, what was compressed, and ignored request fields."""
         extra = dict(self.answers.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)

@@ -165,10 +165,12 @@ class Conversation:
         """Undo the last turn, attach its documents again, and return the typed text.
 
         The latest turn is undone exactly, unless keeping a copy of the state before it would take more memory than the
-        conversation itself. For earlier turns and for turns loaded from a file, a full cache is trimmed to the
-        remaining messages. Any other cache is emptied, and the next message reads the conversation again.
+        conversation itself. For earlier turns and for turns loaded from a file, the cache is trimmed to the remaining
+        messages if possible, as with a full cache. Otherwise, the cache is emptied, and the next message reads the
+        conversation again.
 
-        Raises: SnapKVError: there is no turn to undo, or the chat started from an mlx-lm file, which contains no text.
+        Raises: SnapKVError: there is no turn to undo, or the turn can't be undone exactly and the chat started from an
+            mlx-lm file, which contains no text.
         """
         if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
@@ -195,7 +197,7 @@ class Conversation:
         n_shared = common_prefix([remaining_tokens, self.read])
         shared_tokens = self.read[:n_shared]
         earlier_cache = self.prompt_cache
-        self._empty_cache()  # unless the earlier one can be trimmed
+        self._empty_cache()  # replaced below if the earlier cache can be trimmed
         may_trim = n_shared > 0 and not is_compressed(earlier_cache)
         if may_trim and trim_to(n_shared, earlier_cache):
             self.read = shared_tokens
@@ -239,7 +241,7 @@ class Conversation:
             tokenizer: the model's tokenizer.
             policy: a policy, used if the file was saved without a setting. Otherwise, the file's setting is used.
             sparse: sparse attention, used if the file was saved without a setting. If the file was saved with sparse
-                attention, only `store` is used, and entries are moved there unless it is "memory".
+                attention, only `store` and `store_dir` are used. Entries are moved to that store unless it is "memory".
             **options: see `Conversation`. Files do not contain mlx-lm's options.
 
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
@@ -285,7 +287,7 @@ class Conversation:
         try:
             for response in responses:
                 if not answer_tokens:
-                    self._state_before_turn = None  # free its copy of the caches
+                    self._state_before_turn = None  # frees the previous turn's copy of the caches
                 answer_tokens.append(response.token)
                 text += response.text
                 yield response

@@ -82,7 +82,7 @@ class Rendering:
         """Return whether a special token's text is always encoded as exactly that token."""
         tokens_by_id = self._tokenizer.added_tokens_decoder
         token = tokens_by_id[token_id]
-        # Such a token may match text that differs from its own, or include the spaces before it.
+        # A `normalized` token may match text that differs from its own. An `lstrip` token absorbs spaces before it.
         if token.normalized or token.lstrip:
             return False
         text = token.content

@@ -24,7 +24,7 @@ STATE_FIELDS = (
     "system",
     "n_unknown",
 )
-# Conversation attributes that each turn replaces.
+# Conversation attributes that each turn replaces, except `attached`, which `Conversation.undo` restores.
 TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
@@ -88,7 +88,7 @@ def load_saved(
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
-    """Return the notes of a saved conversation or text. mlx-lm files contain neither tokens nor these notes.
+    """Return the notes of a saved conversation or text, or an empty dict for an mlx-lm file, which has none.
 
     Raises: SnapKVError: the file contains a different kind of prompt.
     """
@@ -107,6 +107,7 @@ def _resumed_setting(
     """Choose the setting for continuing from a file: the file's, or `policy` if it has none.
 
     If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
+    `policy.store_dir` is always used.
 
     Raises: SnapKVError: the setting can't be used with the file's entries.
     """

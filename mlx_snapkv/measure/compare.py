@@ -32,7 +32,7 @@ class Answer:
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
         cache: prompt cache after the answer. With sparse attention, it contains all entries.
-        times: when decoding started, then when each token was decoded, in seconds.
+        times: `time.perf_counter()` at the start and after each token, except for the `first_tokens` of `decode`.
         n_times_before: number of `times` before compression.
     """
 
@@ -56,19 +56,18 @@ def decode(
     on_report: Callable[[CompressionReport], None] = lambda report: None,
     **options: Any,
 ) -> Answer:
-    """Decode a greedy answer from a cache that has read part of the prompt, or all of it and part of the answer.
+    """Decode a greedy answer, after reading the tokens of the prompt and `first_tokens` that are not in `cache` yet.
 
     Args:
         model: an mlx-lm model.
         tokenizer: its tokenizer.
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `first_tokens`.
-        cache: prompt cache to decode from.
-        report: report on the cache's compression, or None if `stream_generate` has yet to read the remaining tokens and
-            compress.
+        cache: prompt cache to decode from. At least the last token of `prompt` and `first_tokens` must be unread.
+        report: report on the cache's compression, or None if `stream_generate` should compress the prompt.
         first_tokens: first answer tokens, if already known.
         on_text: called with each new part of the answer's text. End-of-sequence tokens have no text.
-        on_report: called with the report if the prompt is compressed here.
+        on_report: called with the report of `stream_generate`, unless `report` is given.
         **options: keyword arguments for `stream_generate`, ignored if `report` is given.
     """
     times = [time.perf_counter()]
@@ -128,8 +127,8 @@ class Compared:
 
     Attributes:
         tokens: answer tokens, including any end-of-sequence token.
-        entries: entries kept per KV head, in the layer that keeps the most.
-        kv_bytes: bytes of keys and values in all layers.
+        entries: entries kept per KV head or, with sparse attention, read per token, in the layer with the most.
+        kv_bytes: bytes of keys, values and indexes in memory after compression. For the full cache, after the answer.
         first_token_seconds: seconds from the start of prefill to the first token. Methods that share a reading have the
             same value.
         tokens_per_second: decoding speed after compression, or None if there are too few tokens.
@@ -139,7 +138,7 @@ class Compared:
         uncompressed: one-sentence explanation if the answer ends before compression, otherwise None.
         differs: first difference from the full cache's answer: (token index, text before it, text of the full cache's
             token, text of this answer's token). None if the answers are equal.
-        reason: why nothing was evicted, or None if something was.
+        reason: why the method leaves the prompt to the full cache, or None if it does not.
         kept: `(n_prompt,)`, share of all layers' KV heads that keep each prompt token's entry. None for methods that
             evict nothing.
     """
@@ -282,7 +281,7 @@ class _Comparison:
 
         Args:
             method: the policy.
-            n_before: number of answer tokens decoded before compression, which are the full cache's.
+            n_before: number of answer tokens decoded before compression. They are taken from the full cache's answer.
 
         Returns: The answer, `Compared.kept`, and the log-probabilities `(m, vocab_size)` for the last `m` tokens of the
             full cache's answer.
@@ -309,7 +308,9 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        # There is no copy with sparse attention, because each token of a request chooses among all entries.
+        # Otherwise, predict in a second request. With sparse attention, `cache` has all entries, and only the tokens of
+        # a request choose among them. With a lookahead, it has read tokens of this answer, which may differ from the
+        # full cache's.
         if compressed_cache is not None and not lookahead_of(method.policy):
             return answer, kept_share, self._reference.predictions(compressed_cache)
         options.pop("prompt_progress_callback", None)
@@ -353,7 +354,7 @@ def _difference(
         return None
     n_same = common_prefix([full_tokens, tokens])
     text_before = tokenizer.decode(full_tokens[max(0, n_same - N_CONTEXT_TOKENS) : n_same])
-    # The text is empty if the answer has ended.
+    # Either text is empty if its answer has ended.
     full_token_text = tokenizer.decode(full_tokens[n_same : n_same + 1])
     token_text = tokenizer.decode(tokens[n_same : n_same + 1])
     return n_same, text_before, full_token_text, token_text

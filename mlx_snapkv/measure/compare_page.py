@@ -17,7 +17,8 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-N_TINTS = 4  # the highest tint, for entries that all heads keep; 0 is for entries that none keep
+# The highest tint, for entries that all heads keep. Tint 0 is for entries that no head keeps.
+N_TINTS = 4
 
 
 def page(

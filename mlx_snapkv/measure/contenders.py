@@ -37,7 +37,7 @@ class Contender:
 
     Attributes:
         entries: entries that a decoding step reads per KV head.
-        policy: setting that compresses the prompt, or None for mlx-lm's own caches.
+        policy: the setting, or None for mlx-lm's own caches.
         bits, group_size: mlx-lm's quantisation of the full cache. `bits` is None if it is not quantised.
         rotates: whether the cache is mlx-lm's rotating cache (`--max-kv-size`).
     """
@@ -94,7 +94,7 @@ def make_sparse_cache(sparse: Sparse, layer: AttentionLayer, entries: Entries, c
 
 
 def _random_last_queries(layer: AttentionLayer, keys: mx.array) -> Queries:
-    """Return random queries for a prompt's last tokens, used to weight the residual for each query head."""
+    """Return random queries for a prompt's last tokens, for fitting the residual's mass and temperature."""
     n_tokens, head_dim = keys.shape[2:]
     queries = random_like(keys, FITTING_QUERIES, n_query_heads(layer.attention))
     last_positions = range(n_tokens - FITTING_QUERIES, n_tokens)

@@ -1,4 +1,4 @@
-"""Compare predictions of known tokens from a compressed cache with the full cache's."""
+"""Compare a compressed cache's predictions of known tokens with the full cache's."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -58,8 +58,8 @@ class Reference:
     def predictions(self, cache: list) -> mx.array:
         """Feed the unread tokens to a cache and return the predictions for the last `m` judged tokens.
 
-        The result is log-probabilities `(m, vocab_size)`. If the cache has read the whole prompt, the first token has
-        no prediction.
+        The result is log-probabilities `(m, vocab_size)`. If the cache has already read the prompt and `k` judged
+        tokens, the first `k + 1` judged tokens have no prediction.
         """
         model = self._reading.model
         # The last token does not need to be fed.
@@ -90,7 +90,7 @@ class Reference:
 
         def note_compression(report: CompressionReport) -> None:
             nonlocal n_before
-            # mlx-lm runs one step ahead: this token and the next one were still predicted from all entries.
+            # mlx-lm runs one step ahead, so the next two predictions to arrive were made before compression.
             n_before = len(predictions) + 2
             on_report(report)
 

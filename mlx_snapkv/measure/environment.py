@@ -46,7 +46,7 @@ def versions_and_machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, with "+" if there are local changes, or "unknown" outside a checkout."""
+    """Return the checkout's commit, with "+" if there are local changes. Return "unknown" without a checkout or Git."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     folder = Path(__file__).parent
     try:
@@ -119,7 +119,8 @@ def sparse_kernels_text() -> str:
 def fused_attention_text(model: Any) -> str:
     """Describe whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
-    Without this kernel, all of a chunk's attention scores are in memory at the same time.
+    Without this kernel, all of a chunk's attention scores are in memory at the same time. If the model can't be
+    compressed, return the reason.
     """
     try:
         layers = attention_layers(model, make_prompt_cache(model))

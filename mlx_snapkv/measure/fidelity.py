@@ -138,7 +138,7 @@ def _record_keys(
 
 
 def without_lookahead(setting: Setting | None) -> Setting | None:
-    """Return the setting without lookahead, for texts without an answer."""
+    """Return the setting without its lookahead, for texts that are compressed before there is an answer."""
     if not isinstance(setting, Compress) or not lookahead_of(setting):
         return setting
     decode_policy: Any = dataclasses.replace(setting.decode_policy, lookahead=0)  # type: ignore[call-arg]
@@ -290,7 +290,7 @@ def _summary(
 ) -> Record:
     """Summarise one method's records.
 
-    Pieces whose answers ended before compression are left out. A mean over no pieces is None.
+    Pieces whose answers ended before compression are left out of the means. A mean over no pieces is None.
 
     Args:
         records: the method's records, one per piece.

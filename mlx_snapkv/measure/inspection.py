@@ -80,7 +80,10 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Return each layer's share (0 to 1) of the voters' attention that went to kept entries, or None."""
+        """Return, for each of `layers`, the share (0 to 1) of the voters' attention that went to kept entries.
+
+        The share is None if there are no voters.
+        """
         shares = self.report.attention_share
         return [shares[layer] if shares else None for layer in self.layers]
 

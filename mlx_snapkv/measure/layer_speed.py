@@ -22,7 +22,8 @@ from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Spe
 from ..sparse.options import Sparse
 from .contenders import make_sparse_cache, random_like
 
-FAILURES = SnapKVError, RuntimeError, ValueError  # what running out of memory can raise
+# Raised if the model does not support sparse attention, or if memory runs out.
+FAILURES = SnapKVError, RuntimeError, ValueError
 LENGTHS = (8192, 32_768)  # numbers of entries
 # Number of tokens to evaluate together, to keep the device as busy as a pipelined loop would.
 TOKENS_PER_EVALUATION = 8
@@ -31,7 +32,7 @@ TOKENS_PER_EVALUATION = 8
 def sparse_pays(model: Any) -> dict[str, BreakEven]:
     """Return the lengths at which sparse prefill and sparse decoding become faster on this machine.
 
-    On a GPU, missing measurements are estimated. On a CPU, an estimate would take too long.
+    On a GPU, missing decoding speeds are estimated. On a CPU, an estimate would take too long.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.

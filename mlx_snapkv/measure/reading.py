@@ -133,7 +133,8 @@ class Reading:
             shared_cache.step = KVCache.step
             # The suffixes' recorders need no queries from the answer.
             shared_cache.recorders = _layer_recorders(recorders, i)
-        # Copies of the caches (without full-attention layers), keyed by the number of tokens that they have read.
+        # Copies of the caches, keyed by the number of tokens that they have read. Full-attention layers' caches are not
+        # copied, because entries are only ever appended to them.
         self._cache_copies = {len(tokens): copies_sharing_entries(caches, self._layers)}
         # The answer tokens fed so far, followed by the next one.
         self._answer = [_most_likely(self.next_logprobs)]
@@ -181,7 +182,7 @@ class Reading:
     def answer(self, max_tokens: int, stop_tokens: Collection[int] = ()) -> list[int]:
         """Return the full cache's greedy answer of at most `max_tokens` tokens.
 
-        The answer ends with the first of `stop_tokens`.
+        The answer ends after its first token that is in `stop_tokens`.
         """
         for i in range(max_tokens):
             self._feed_answer(i)  # predicts answer token `i`
@@ -199,7 +200,8 @@ class Reading:
         Args:
             policy: one of the policies passed to `read_once`, or None for the full cache.
             answering: if True, return the cache that `generate_step` decodes from after compression. That cache has
-                also read at least one answer token, and as many as the policy's lookahead.
+                also read as many answer tokens as the policy's lookahead, but at least one. If nothing is compressed,
+                `answering` has no effect.
 
         Raises: SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """

@@ -69,7 +69,10 @@ class Recorder:
             self.votes[layer.number] = np.array(votes[0])
 
     def on_report(self, report: CompressionReport) -> None:
-        """Store the report. Later tokens are predicted from the kept entries."""
+        """Store the report.
+
+        If the prompt was compressed, also store how many answer tokens were predicted before that.
+        """
         self.report = report
         if report.compressed:
             self._n_before = len({*self._recorded, *self._pending})
@@ -104,7 +107,7 @@ class Recorder:
     def record(self) -> None:
         """Evaluate the latest calls' attention weights and keep the largest ones for each token.
 
-        Tokens without weights from every layer are dropped.
+        A token is dropped if the weights of any layer are missing.
         """
         pending = self._pending
         self._pending = {}

@@ -26,7 +26,8 @@ class Results:
         setting: fields that all records share.
         path: the file, which need not exist yet. None keeps the records only in memory.
 
-    Raises: SnapKVError: the file has a different setting, or was not written by this class.
+    Raises: SnapKVError: the file can't be written, is in use by another run, has a different setting or a damaged line,
+        or was not written by this class.
     """
 
     def __init__(self, setting: Record, path: Path | None = None):
@@ -86,7 +87,10 @@ class Results:
         return [self._records[_record_key(key)] for key in all_keys]
 
     def _read(self) -> None:
-        """Read the file's records. Raises: SnapKVError: it has a different setting, or a line is damaged."""
+        """Read the file's records.
+
+        Raises: SnapKVError: the file can't be written, has a different setting, or has a damaged line.
+        """
         if self._lines is None:
             return
         for number, line in self._lines.read():

@@ -21,7 +21,7 @@ from .reading import lookahead_of
 from .tables import Table
 
 N_WARM_UP = 3  # unmeasured steps at the start
-N_ANSWER = 8  # tokens decoded after each prompt
+N_ANSWER = 8  # tokens decoded after each prompt, not counting a policy's lookahead
 
 Row = dict[str, Any]
 Measurement = tuple[Contender, dict[str, Any]]  # a contender and its figures
@@ -42,10 +42,10 @@ def measure_speed(
 
     Args:
         model: the mlx-lm model to measure.
-        policies: settings to measure beside the full cache.
+        policies: settings to measure in addition to the full cache.
         contexts: context lengths to measure decoding at.
         prompts: prompt lengths to measure prefill at, for the full cache and all policies.
-        trials: number of prompts that each contender reads per length.
+        trials: number of times that each contender reads a prompt of each length.
         steps: number of tokens that each contender decodes per length.
         on_start: called at the start of each phase with its name, "decoding" or "reading", and the number of lengths.
         on_rows: called after each length, with all rows so far.

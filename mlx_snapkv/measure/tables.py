@@ -107,7 +107,10 @@ _N_CHECKED_BYTES = 1024
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a result file was written by one of this package's commands."""
+    """Return whether a result file bears this package's mark.
+
+    Files whose suffix has no mark, such as `.jsonl`, always pass.
+    """
     mark = _FILE_MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
         return re.search(mark, file.read(_N_CHECKED_BYTES)) is not None

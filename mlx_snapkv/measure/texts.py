@@ -31,7 +31,9 @@ class Piece(NamedTuple):
 
 
 class Texts:
-    """UTF-8 texts from files, and from all non-hidden files in folders, in order.
+    """UTF-8 texts from files and from all non-hidden files in folders.
+
+    The order is that of `paths`, with each folder's files sorted by path.
 
     A text's name is the file's path as given, or relative to the given folder.
 
@@ -132,7 +134,7 @@ def _read_utf8(path: Path) -> str | None:
 def _cut_pieces(
     name: str, text: str, tokenizer: Any, length: int, n_needed: int
 ) -> Iterator[Piece]:
-    """Yield successive pieces of a text. It is tokenised when the first piece is needed.
+    """Yield successive pieces of a text. The text is tokenised when the first piece is needed.
 
     Args:
         name: name of the text.
@@ -163,11 +165,11 @@ class Frame(NamedTuple):
 
 
 def frame_of(tokenizer: Any, question: str | None) -> Frame:
-    """Return the tokens around a text and a question about it, using the chat template if there is one.
+    """Return the tokens to put around a text, including a question about it. Use the chat template if there is one.
 
     Args:
         tokenizer: the model's tokenizer.
-        question: the question, or None for a text without one.
+        question: the question, or None to ask nothing. The chat template is then not used.
     """
     start = tokenizer.encode("")  # special tokens only
     if question is None:

@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]  # called with the number of bytes written
 CHECKSUM_BYTES = 1 << 18
 # e.g. "story-0123456789ab.entries" for the book "story.safetensors"
 _FOLDER_NAME = re.compile(r"(?P<stem>.+)-[0-9a-f]{12}\.entries")
-PIECES_PER_WRITE = 32  # number of pieces per write
+PIECES_PER_WRITE = 32
 
 
 @contextlib.contextmanager
@@ -49,7 +49,8 @@ def write_book(
     """Write a book's entries to a new folder next to `target`, and yield the metadata to store in `target`.
 
     The `with` block must write `target`. Afterwards, the folder that is no longer needed is removed: the old one, or
-    the new one if the block failed.
+    the new one if the block failed. If `prompt_cache` has no entries in files, no folder is written, and the metadata
+    is empty.
     """
     old_folder = named_folder(target)
     new_folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
@@ -70,8 +71,8 @@ def write_book(
 def named_folder(target: Path) -> Path | None:
     """Return the folder with a book's entries.
 
-    Return None if `target` is not a book. Also return None if it was renamed or copied, because the folder then belongs
-    to the original.
+    Return None if `target` is not a book. Also return None if `target` was renamed or copied, because the folder then
+    belongs to the original.
     """
     try:
         name = json.loads(sealed.read_metadata(target)[BOOK_KEY])["folder"]
@@ -144,7 +145,7 @@ def open_book(path: Path, metadata_json: str, prompt_cache: list) -> None:
         metadata_json: JSON metadata stored under `BOOK_KEY`.
         prompt_cache: the caches from the book's file, which are updated in place.
 
-    Raises: SnapKVError: the folder is missing, or a cache has the wrong number of tokens.
+    Raises: SnapKVError: the folder or a file is missing, a file is damaged, or a cache has the wrong number of tokens.
     """
     metadata = json.loads(metadata_json)
     n_entries = metadata["entries"]
@@ -257,7 +258,7 @@ def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]
 def _files_of_layer(
     folder: Path, layer_number: int, cache: StoredKVCache, n_entries: int, n_codes: int
 ) -> list[_EntryFile]:
-    """Return a layer's files, for `n_entries` keys and values and `n_codes` codes. There is no file without codes."""
+    """Return a layer's files, for `n_entries` keys and values and, unless `n_codes` is 0, for `n_codes` codes."""
     key_layout, value_layout = map(Layout.of, cache.sample_entries)
     files = [
         _EntryFile(folder / f"{layer_number:03d}.keys", key_layout, n_entries),

@@ -1,7 +1,7 @@
 """Saves and loads prompt caches in mlx-lm's file format, with additional metadata.
 
-Files are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, and `load` reads files
-written by mlx-lm's `save_prompt_cache`.
+Files are compatible both ways: mlx-lm's `load_prompt_cache` reads files written by `save`, except books, once this
+package's cache classes are imported. `load` reads files written by mlx-lm's `save_prompt_cache`.
 """
 
 import base64
@@ -87,7 +87,8 @@ def save(
         progress: for a book, called with the number of bytes written and the total.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file can't be written, or the cache does not contain these tokens.
+    Raises: SnapKVError: the file can't be written, a file that `save` did not write exists there, the cache has a
+        different number of tokens, or several Macs share the model.
     """
     require_on_one_mac(model, "prompt caches can't be saved")
     path = require_writable(path)
@@ -125,7 +126,8 @@ def load(path: str | Path, model, *, model_fingerprint: str | None = None) -> Sa
         model: the model that filled the cache.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file does not exist, is damaged, has a different format version, or is for another model.
+    Raises: SnapKVError: the file does not exist, is damaged, is not a saved prompt cache, has a different format
+        version or is for another model, or several Macs share the model.
     """
     require_on_one_mac(model, "saved prompt caches can't be loaded")
     path = _safetensors_path(path)
@@ -181,7 +183,10 @@ def _require_readable(path: Path, metadata: dict[str, str]) -> None:
 
 
 def notes_and_tokens(metadata: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """Parse the notes and tokens in a file's metadata. Raises: SnapKVError: the metadata is not from `save`."""
+    """Parse the notes and tokens in a file's metadata.
+
+    Raises: SnapKVError: the metadata is damaged, or was not written by `save`.
+    """
     try:
         notes = json.loads(_decode(metadata[_NOTES]))
         tokens = np.frombuffer(_decode(metadata[_TOKENS]), np.uint32).tolist()
