@@ -67,7 +67,7 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
 # The help text hides the type, as in "--seed <int>", and the negation, as in "--quiet / --no-quiet".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Option -> (the option it requires, text that the required option's value must contain).
+# Option -> (the option it requires, text that its value must contain, or alternatives joined by " or ").
 REQUIRED_OPTIONS = {
     "kv_group_size": ("kv_bits", ""),
     "quantized_kv_start": ("kv_bits", ""),
@@ -75,6 +75,7 @@ REQUIRED_OPTIONS = {
     "store_dir": ("store", "file"),
     "kv_memory": ("policy", "auto"),
     "prefix_dir_bytes": ("prefix_dir", ""),
+    "question": ("setting", "known or later"),
 }
 # Options that can't be combined with a saved prompt, and options whose values are stored with it.
 EXCLUDED_BY_SAVED_PROMPT = "prefill_response", "system_prompt", "draft_model", "max_kv_size"
@@ -201,13 +202,17 @@ class Command(TyperCommand):
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
         )
-        for name, (required_name, required_text) in REQUIRED_OPTIONS.items():
+        for name, (required_name, alternatives) in REQUIRED_OPTIONS.items():
             if not is_typed(ctx, name) or (name == "store_dir" and may_get_file_store):
                 continue
             required_value = ctx.params[required_name]
-            if required_value is None or required_text not in str(required_value):
+            texts = alternatives.split(" or ")
+            has_effect = required_value is not None and any(
+                text in str(required_value) for text in texts
+            )
+            if not has_effect:
                 flag = flag_of(name)
-                required = f"{flag_of(required_name)} {required_text}".rstrip()
+                required = f"{flag_of(required_name)} {alternatives}".rstrip()
                 raise SnapKVError(
                     f"{flag} does nothing without {required}: add that, or drop {flag}"
                 )

@@ -95,6 +95,8 @@ generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens do
 generate --prompt x --model demo --store memory --store-dir . | --store-dir does nothing without --store file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
+eval fidelity --text {}/text --policy tova:budget=9 --question x | --question does nothing without --setting known or
+eval fidelity --text {}/text --policy tova:budget=9 --question x --setting text | --question does nothing without
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 
