@@ -78,7 +78,14 @@ REQUIRED_OPTIONS = {
     "question": ("setting", "known or later"),
 }
 # Options that can't be combined with a saved prompt, and options whose values are stored with it.
-EXCLUDED_BY_SAVED_PROMPT = "prefill_response", "system_prompt", "draft_model", "max_kv_size"
+EXCLUDED_BY_SAVED_PROMPT = (
+    "prefill_response",
+    "system_prompt",
+    "draft_model",
+    "num_draft_tokens",
+    "max_kv_size",
+    "kv_memory",
+)
 STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 

@@ -97,6 +97,8 @@ serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes do
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
 eval fidelity --text {}/text --policy tova:budget=9 --question x | --question does nothing without --setting known or
 eval fidelity --text {}/text --policy tova:budget=9 --question x --setting text | --question does nothing without
+generate --prompt x --model demo --prompt-cache-file {}/text --num-draft-tokens 2 | --num-draft-tokens can't be
+generate --prompt x --model demo --prompt-cache-file {}/text --policy auto --kv-memory 3MB | --kv-memory can't be
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 
