@@ -99,6 +99,8 @@ eval fidelity --text {}/text --policy tova:budget=9 --question x | --question do
 eval fidelity --text {}/text --policy tova:budget=9 --question x --setting text | --question does nothing without
 generate --prompt x --model demo --prompt-cache-file {}/text --num-draft-tokens 2 | --num-draft-tokens can't be
 generate --prompt x --model demo --prompt-cache-file {}/text --policy auto --kv-memory 3MB | --kv-memory can't be
+generate --prompt x --model demo --policy "keydiff:budget=9 then" | a policy is missing after 'then' in
+generate --prompt x --model demo --policy "then keydiff" | a policy is missing before 'then' in 'then keydiff'
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 
