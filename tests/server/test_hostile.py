@@ -93,6 +93,8 @@ def test_the_key_and_the_size_of_a_body_are_checked():
         assert served.client.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert_refused(served.post(CHAT, HELLO, headers=headers), [401])
+        assert_refused(served.client.options(CHAT), [401])
+        assert served.client.options("/health").status_code == 405
         # A server with a key accepts every host name.
         for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret", "Host": "mac"}):
             assert served.post(CHAT, HELLO, headers=headers).status_code == 200
