@@ -71,7 +71,7 @@ BAD = [
     chat("repetition_penalty should be 0, or from 0.01", repetition_penalty=1e-300),
     response("instructions.content has an image", instructions=[IMAGE]),
     (CHAT, [], "body must be an object, got []"),
-    (CHAT, None, ""),
+    (CHAT, None, "the body is empty or null: send a JSON object"),
     anthropic("0.content has an image", messages=[{"role": "user", "content": [IMAGE]}]),
     anthropic("system.content has an image", system=[IMAGE]),
     anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),

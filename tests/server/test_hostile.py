@@ -60,6 +60,7 @@ def test_good_clients_do_not_notice_bad_requests(served):
 
     bad = [(path, json.dumps(body).encode(), words) for path, body, words in BAD]
     bad += [(CHAT, body, "") for body in RAW]
+    bad.append((CHAT, b"", "the body is empty"))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(stream, i) for i in range(2)]
         try:
