@@ -5,6 +5,7 @@ CHAT, TEXT, MESSAGES, RESPONSES = (
 )
 HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
 FUNCTION = {"type": "function", "name": "open", "parameters": {"most": float("inf")}}
+LISTED = {"name": "open", "parameters": [], "input_schema": []}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -71,10 +72,11 @@ BAD = [
     chat("repetition_penalty should be 0, or from 0.01", repetition_penalty=1e-300),
     response("instructions.content has an image", instructions=[IMAGE]),
     (CHAT, [], "body must be an object, got []"),
-    (CHAT, None, ""),
+    (CHAT, None, "the body is empty or null: send a JSON object"),
     anthropic("0.content has an image", messages=[{"role": "user", "content": [IMAGE]}]),
     anthropic("system.content has an image", system=[IMAGE]),
     anthropic("tools.0.input_schema is missing", tools=[{"name": "open"}]),
+    anthropic("tools.0.input_schema should be a valid object, got []", tools=[LISTED]),
     anthropic("messages.0.role should be one of", messages=[{"role": 5, "content": "a"}]),
     anthropic("tool_choice.type should be 'auto', 'none', 'any'", tool_choice={"type": "x"}),
     anthropic("tool_choice.name is missing", tool_choice={"type": "tool"}),
@@ -88,6 +90,7 @@ BAD = [
     ),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
+    response("tools.0.parameters should be a valid object", tools=[{**FUNCTION, **LISTED}]),
     response("text.format needs a schema", text={"format": {"type": "json_schema"}}),
     response("not UTF-8", stream=True, metadata={"a": "\ud800"}),
 ]

@@ -60,7 +60,7 @@ class RequestsFile:
     Attributes:
         n_lines: number of non-blank lines.
 
-    Raises: SnapKVError: there are non-blank lines, but none of them is a JSON object.
+    Raises: SnapKVError: no line is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -72,7 +72,9 @@ class RequestsFile:
             self._stream.seek(0)
         self._start = self._stream.tell()
         self.n_lines = sum(1 for _ in self._raw_lines())
-        if self.n_lines and all(line.code == NO_OBJECT for line in self):
+        if self.n_lines == 0:
+            raise SnapKVError("the file must hold one JSON object per line, and it is empty")
+        if all(line.code == NO_OBJECT for line in self):
             first_line = next(iter(self))
             raise SnapKVError(
                 f"the file must hold one JSON object per line, and line {first_line.number} {first_line.problem}"

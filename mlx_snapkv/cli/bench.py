@@ -46,7 +46,11 @@ class BenchOptions:
         ),
     ] = None
     context: Annotated[
-        Any, Option(parser=lengths_parser(MIN_CONTEXT), help="Context lengths to decode at.")
+        Any,
+        Option(
+            parser=lengths_parser(MIN_CONTEXT),
+            help=f"Context lengths to decode at, at least {MIN_CONTEXT}.",
+        ),
     ] = BENCH_CONTEXTS
     prompt_tokens: Annotated[
         Any,
@@ -54,7 +58,7 @@ class BenchOptions:
             "--prompt-tokens",
             "-p",
             parser=lengths_parser(MIN_CONTEXT),
-            help="Prompt lengths to read with every cache.",
+            help=f"Prompt lengths to read with every cache, at least {MIN_CONTEXT}.",
         ),
     ] = "8192,16384"
     num_trials: Annotated[

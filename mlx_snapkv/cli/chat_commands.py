@@ -141,16 +141,20 @@ def _detach(session: Session, arguments: str) -> None:
     Raises: SnapKVError: the arguments do not start with "detach", or no unread file matches.
     """
     action, _, number_or_name = arguments.partition(" ")
+    if action != "detach":
+        raise SnapKVError(
+            f"/files takes no arguments, or detach and a file's number or name, got {arguments!r}"
+        )
     attached = session.conversation.attached
-    if action == "detach":
-        for number, text in enumerate(attached, start=1):
-            name = session.name_of(text)
-            if number_or_name.strip() in (str(number), name):
-                del attached[number - 1]
-                session.say(f"detached {name}")
-                return
-    allowed = "detach and the number or name of a file that has not been read"
-    raise SnapKVError(f"/files takes no arguments, or {allowed}, got {arguments!r}")
+    for number, text in enumerate(attached, start=1):
+        name = session.name_of(text)
+        if number_or_name.strip() in (str(number), name):
+            del attached[number - 1]
+            session.say(f"detached {name}")
+            return
+    raise SnapKVError(
+        f"/files detach needs the number or name of a file that has not been read, got {number_or_name!r}: see /files"
+    )
 
 
 @_command()

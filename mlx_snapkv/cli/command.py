@@ -67,17 +67,25 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
 # The help text hides the type, as in "--seed <int range>", and the negation, as in "--pipeline / --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Option -> (the option it requires, text that the required option's value must contain).
-REQUIRED_OPTIONS = {
-    "kv_group_size": ("kv_bits", ""),
-    "quantized_kv_start": ("kv_bits", ""),
-    "num_draft_tokens": ("draft_model", ""),
-    "store_dir": ("store", "file"),
-    "kv_memory": ("policy", "auto"),
-    "prefix_dir_bytes": ("prefix_dir", ""),
+# Option -> the option that it requires, and what that option's value must contain, if anything.
+REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kv_group_size": ("kv_bits", ()),
+    "quantized_kv_start": ("kv_bits", ()),
+    "num_draft_tokens": ("draft_model", ()),
+    "store_dir": ("store", ("file",)),
+    "kv_memory": ("policy", ("auto",)),
+    "prefix_dir_bytes": ("prefix_dir", ()),
+    "question": ("setting", ("known", "later")),
 }
 # Options that can't be combined with a saved prompt, and options whose values are stored with it.
-EXCLUDED_BY_SAVED_PROMPT = "prefill_response", "system_prompt", "draft_model", "max_kv_size"
+EXCLUDED_BY_SAVED_PROMPT = (
+    "prefill_response",
+    "system_prompt",
+    "draft_model",
+    "num_draft_tokens",
+    "max_kv_size",
+    "kv_memory",
+)
 STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 
@@ -202,13 +210,14 @@ class Command(TyperCommand):
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
         )
-        for name, (required_name, required_text) in REQUIRED_OPTIONS.items():
+        for name, (required_name, texts) in REQUIRED_OPTIONS.items():
             if not is_typed(ctx, name) or (name == "store_dir" and may_get_file_store):
                 continue
-            required_value = ctx.params[required_name]
-            if required_value is None or required_text not in str(required_value):
+            value = ctx.params[required_name]
+            contains_text = not texts or any(text in str(value) for text in texts)
+            if value is None or not contains_text:
                 flag = flag_of(name)
-                required = f"{flag_of(required_name)} {required_text}".rstrip()
+                required = f"{flag_of(required_name)} {' or '.join(texts)}".rstrip()
                 raise SnapKVError(
                     f"{flag} does nothing without {required}: add that, or drop {flag}"
                 )

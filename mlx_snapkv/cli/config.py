@@ -20,6 +20,8 @@ PREFIX = "MLX_SNAPKV_"
 # Options that determine a request's setting. A more specific source that sets one of them overrides all three.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
+# Ends of variables that are not options: the path of the speed record, and the folder with models for tests.
+NO_OPTIONS = {"speed_record", "real_models"}
 
 Table = dict[str, Any]  # a table of config.toml, with underscores in names
 
@@ -40,6 +42,8 @@ def config_file() -> Path:
 def config_values(context: Any) -> dict[str, ConfigValue]:
     """Return the configured values of a command's options, keyed by parameter name.
 
+    Print a warning for every variable that names no option.
+
     Raises: SnapKVError: config.toml can't be read, or has an unknown key or an invalid value.
     """
     command_path: tuple[str, ...] = ()
@@ -47,6 +51,11 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
     while root.parent is not None:
         command_path = (root.info_name, *command_path)
         root = root.parent
+    options = _options_in(root.command)
+    for name, variable in _variables().items():
+        if name not in {*options, *NO_OPTIONS}:
+            warning = f"{variable.origin} names no option{suggestion(name, options)}"
+            print(f"warning: {warning}", file=sys.stderr)
     table = _read_config_file(root.command)
     return _merge_sources(context.command, command_path, table)
 
@@ -94,11 +103,7 @@ def _sources_by_precedence(
         supports_auto: whether the command supports the policy "auto". If not, it is omitted from the sources that all
             commands share: variables, and the top of config.toml.
     """
-    variables = {
-        name.removeprefix(PREFIX).lower(): ConfigValue(value, origin=name)
-        for name, value in os.environ.items()
-        if value and name.startswith(PREFIX)
-    }
+    variables = _variables()
     top_values = _values_in(table, str(config_file()))
     for shared_values in (variables, top_values):
         policy = shared_values.get("policy")
@@ -110,6 +115,15 @@ def _sources_by_precedence(
         table_name = ".".join(command_path[:depth])
         tables.append(_values_in(table, f"{config_file()}, [{table_name}]"))
     return [variables, *reversed(tables)]
+
+
+def _variables() -> dict[str, ConfigValue]:
+    """Return the values of all non-empty MLX_SNAPKV_ variables, keyed by the rest of the name in lower case."""
+    return {
+        name.removeprefix(PREFIX).lower(): ConfigValue(value, origin=name)
+        for name, value in os.environ.items()
+        if value and name.startswith(PREFIX)
+    }
 
 
 def _values_in(table: Table, location: str) -> dict[str, ConfigValue]:
@@ -148,9 +162,7 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()
     }
     # A group's table may set options of any command in the group.
-    options: dict[str, Any] = {}
-    for _, command in commands_of(group):
-        options |= _options_of(command)
+    options = _options_in(group)
     checked_values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -176,6 +188,14 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
         return
     for name, subcommand in command.commands.items():
         yield from commands_of(subcommand, *path, name)
+
+
+def _options_in(group: Any) -> dict[str, Any]:
+    """Return the options of all commands in a group, as `_options_of` returns those of one."""
+    options: dict[str, Any] = {}
+    for _, command in commands_of(group):
+        options |= _options_of(command)
+    return options
 
 
 def _options_of(command: Any) -> dict[str, Any]:

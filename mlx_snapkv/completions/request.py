@@ -146,7 +146,7 @@ def completion_request(
         chat=isinstance(body, ChatBody),
         n_logprobs=n_logprobs,
         ignored=sorted(unknown_fields),
-        warnings=_warnings(prompt, answer_format, unknown_fields),
+        warnings=_warnings(body, prompt, answer_format, unknown_fields),
         constraint=constraint,
         uses_functions=body.uses_functions,
         prefill=prompt.prefill,
@@ -165,7 +165,7 @@ def _bias_and_penalty_processors(body: Body, vocabulary_size: int) -> list[Calla
 
 
 def _warnings(
-    prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
+    body: Body, prompt: Prompt, answer_format: AnswerFormat | None, unknown_fields: dict[str, Any]
 ) -> list[str]:
     """Return sentences about ignored parts of a body that a client may expect to have an effect.
 
@@ -178,6 +178,8 @@ def _warnings(
     may_call_several = prompt.tools is not None and not forces_call
     if unknown_fields.get("parallel_tool_calls") is False and may_call_several:
         warnings.append("parallel_tool_calls is left out: an answer may call several tools")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        warnings.append("top_logprobs is left out: logprobs is not true")
     for name, value in sorted(unknown_fields.items()):
         has_no_effect = name in FIELDS_WITHOUT_EFFECT or not value or _keeps_whole_context(value)
         if not has_no_effect:

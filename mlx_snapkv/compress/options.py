@@ -41,7 +41,12 @@ class Compress:
 
         Raises: SnapKVError: the string is invalid.
         """
-        policies = [policy_named(part) for part in text.split(THEN)]
+        # Padded, so that a "then" at the start or the end is found as well.
+        parts = [part.strip() for part in f" {text} ".split(THEN)]
+        if len(parts) > 1 and "" in parts:
+            place = "after" if parts[0] else "before"
+            raise SnapKVError(f"a policy is missing {place} 'then' in {text!r}: name one")
+        policies = [policy_named(part) for part in parts]
         if len(policies) > 2:
             raise SnapKVError(
                 f"policy must be one policy or two joined by 'then', got {len(policies)} in {text!r}"

@@ -77,9 +77,10 @@ class SparseMode:
             stored_cache = layer.cache_in(self._prompt_cache)
             stored_cache.observe(plan.voters.start, plan.voters.stop, plan.capacity)
             stored_cache.layer = layer
-        reading = plan.sparse_reading
-        if reading is None or self.pace is None:
+        if self.pace is None:
             return caches
+        reading = plan.sparse_reading
+        assert reading is not None
         for layer in self._choosing_layers:
             stored_cache = layer.cache_in(self._prompt_cache)
             view = FullView([stored_cache.store], layer)

@@ -146,13 +146,12 @@ class Gate:
         Raises: ApiError: the request is not allowed.
         """
         is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        if is_preflight and "origin" in headers:  # preflights of allowed pages don't get here
+        if is_preflight and "origin" in headers:  # `AllowedOrigins` answers those of allowed pages
             raise _page_not_allowed(headers["origin"])
         key = self._settings.api_key
-        needs_key = scope["path"] not in PUBLIC and scope["method"] != "OPTIONS"
         if key is None:
             self._reject_foreign_pages(headers)
-        elif needs_key:
+        elif scope["path"] not in PUBLIC:
             _require_key(headers, key)
 
     def _count_and_log(self, scope: Scope, status: int, seconds: float) -> None:

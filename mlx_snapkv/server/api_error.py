@@ -53,6 +53,8 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
+        if error.body is None:
+            return ApiError(400, "the body is empty or null: send a JSON object")
         first_error, *_ = error.errors()
         _, *location_in_body = first_error["loc"]  # FastAPI's location starts with "body"
         sentence = describe_error(first_error | {"loc": location_in_body}, error.body)

@@ -100,7 +100,7 @@ class Block:
     Attributes:
         call: the tool call in OpenAI's format. None for other kinds.
         text: the reasoning, the text, or the call's arguments.
-        index: the block's position in the answer. None while the text is only whitespace.
+        index: the block's position in the answer. None until the block is sent.
     """
 
     kind: Kind
@@ -154,6 +154,9 @@ class BlockFormatter(ResponseFormatter):
             yield from self._add_to_block("reasoning", event.reasoning)
             yield from self._add_to_block("text", event.text)
         elif isinstance(event, Finished):
+            block = self._open_block
+            if block is not None and not self.blocks:  # the answer is only whitespace
+                yield from self._send(block)
             yield from self._close_block()
 
     def _add_to_block(
@@ -161,7 +164,8 @@ class BlockFormatter(ResponseFormatter):
     ) -> Iterator[str]:
         """Add text to the open block, or to a new one if the open block is of a different kind.
 
-        A new block is sent only once it has a visible character, together with any whitespace before that character.
+        A new block is sent once it has a visible character, together with any whitespace before that character. If the
+        whole answer is whitespace, its last block is sent at the end.
         """
         if not text:
             return
@@ -169,21 +173,23 @@ class BlockFormatter(ResponseFormatter):
             yield from self._close_block()
             self._open_block = Block(kind, call)
         block = self._open_block
-        is_unsent = block.index is None
-        if is_unsent:
-            text = block.text + text
-            if not text.strip():
-                block.text = text
-                return
-            block.text = ""
-            block.index = len(self.blocks)
-            self.blocks.append(block)
-            yield from self.block_start(block)
         block.text += text
+        if block.index is not None:
+            yield from self.block_delta(block, text)
+        elif block.text.strip():
+            yield from self._send(block)
+
+    def _send(self, block: Block) -> Iterator[str]:
+        """Yield the start of a block, and its text so far."""
+        text, block.text = block.text, ""
+        block.index = len(self.blocks)
+        self.blocks.append(block)
+        yield from self.block_start(block)
+        block.text = text
         yield from self.block_delta(block, text)
 
     def _close_block(self) -> Iterator[str]:
-        """Close the open block. A whitespace-only block is dropped."""
+        """Close the open block. A block that was not sent is dropped."""
         block = self._open_block
         self._open_block = None
         if block is not None and block.index is not None:

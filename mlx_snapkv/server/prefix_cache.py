@@ -38,10 +38,6 @@ class PrefixCache:
         self.files = files
         self._prefixes: list[Prefix] = []
 
-    def __len__(self) -> int:
-        """Return the number of prefixes in memory and in temporary files."""
-        return len(self._prefixes)
-
     def fetch(self, tokens: list[int], n_unshared: int, exact: bool = False) -> tuple[list, int]:
         """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
 

@@ -18,3 +18,8 @@ def test_bench_prints_tables_and_writes_files(call, tmp_path):
     assert {(1024, "snapkv"), (3000, "keydiff")} <= found
     page = base.with_suffix(".md").read_text()
     assert page.startswith("# Benchmarks\n\nWritten by `mlx-snapkv bench --model demo")
+
+
+def test_the_help_names_the_least_lengths(call):
+    _, out, _ = call("bench", "--help")
+    assert " ".join(out.split()).count(", at least 1024.") == 2

@@ -135,3 +135,14 @@ def test_a_typed_store_overrides_the_store_in_the_file(run):
 def test_a_mistake_in_a_variable_names_it(run):
     _, _, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_KV_BITS="5")
     assert err == "mlx-snapkv: MLX_SNAPKV_KV_BITS must be 2, 3, 4, 6 or 8, got '5'\n"
+
+
+def test_a_variable_that_names_no_option_causes_a_warning(run):
+    known = {
+        "MLX_SNAPKV_API_KEY": "x",
+        "MLX_SNAPKV_SPEED_RECORD": "x",
+        "MLX_SNAPKV_REAL_MODELS": "x",
+    }
+    assert run("", "policies", **known)[2] == ""
+    code, _, err = run("", "policies", MLX_SNAPKV_MODLE="demo")
+    assert (code, err) == (0, "warning: MLX_SNAPKV_MODLE names no option (did you mean 'model'?)\n")

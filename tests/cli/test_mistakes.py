@@ -81,6 +81,7 @@ cache-prompt --prompt x --model demo -o {}/b.safetensors --store memory --policy
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
 batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
+batch {}/blank -o {}/a.jsonl --model demo                | one JSON object per line, and it is empty
 batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
@@ -94,6 +95,12 @@ generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens do
 generate --prompt x --model demo --store memory --store-dir . | --store-dir does nothing without --store file
 serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir-bytes does nothing without --prefix-dir
 plan --model demo --kv-memory 3MB                        | --kv-memory does nothing without --policy auto
+eval fidelity --text {}/text --policy tova:budget=9 --question x | --question does nothing without --setting known or
+eval fidelity --text {}/text --policy tova:budget=9 --question x --setting text | --question does nothing without
+generate --prompt x --model demo --prompt-cache-file {}/text --num-draft-tokens 2 | --num-draft-tokens can't be
+generate --prompt x --model demo --prompt-cache-file {}/text --policy auto --kv-memory 3MB | --kv-memory can't be
+generate --prompt x --model demo --policy "keydiff:budget=9 then" | a policy is missing after 'then' in
+generate --prompt x --model demo --policy "then keydiff" | a policy is missing before 'then' in 'then keydiff'
 """
 ROWS = [re.split(r" +\| ", line) for line in MISTAKES.splitlines() if line]
 

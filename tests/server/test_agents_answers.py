@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from acting_server import CHAT, MESSAGES, TEXT
+from acting_server import CHAT, MESSAGES, RESPONSES, TEXT
 from agent_messages import ASKED, OPEN, calls, user
 
 
@@ -86,6 +86,16 @@ def test_a_call_that_max_tokens_cuts_is_text(scripted):
 def test_a_call_without_a_name_is_text_in_anthropics_api(scripted):
     _, found = scripted.ask(MESSAGES, answer=calls('{"arguments": "{"}'), messages=ASKED)
     assert found["content"] == [{"type": "text", "text": '{"arguments": "{"}'}]
+
+
+def test_an_answer_of_only_whitespace_is_sent_by_every_api(scripted):
+    _, chat = scripted.ask(CHAT, answer="\n\n", messages=ASKED)
+    _, message = scripted.ask(MESSAGES, answer="\n\n", messages=ASKED)
+    _, response = scripted.ask(RESPONSES, answer="\n\n", input=ASKED)
+    parts = chat["choices"][0]["message"], *message["content"], *response["output"][0]["content"]
+    assert [part.get("text", part.get("content")) for part in parts] == ["\n\n"] * 3
+    streamed = scripted.post(RESPONSES, {"input": ASKED, "stream": True}).text
+    assert streamed.count("event: response.output_text.delta") == 1
 
 
 def test_several_texts_get_a_choice_each(served):

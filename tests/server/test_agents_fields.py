@@ -189,6 +189,7 @@ QUIET = [
     (RESPONSES, {"metadata": [], "temperature": 2.5}),
     (CHAT, {"logit_bias": [], "chat_template_kwargs": [], "metadata": [], "usage": {"include": True}}),
     (CHAT, {"prediction": {"type": "content", "content": "x"}, "function_call": "none"}),
+    (CHAT, {"logprobs": False, "top_logprobs": 0}),
 ]  # fmt: skip
 
 
@@ -202,6 +203,12 @@ def test_a_request_to_clear_context_causes_a_warning(agent):
     edits = [{"type": "clear_tool_uses_20250919"}]
     _, found = agent.ask(MESSAGES, **CHAT_ASKED, context_management={"edits": edits})
     assert found["warnings"] == ["context_management is left out: it is not known here"]
+
+
+def test_top_logprobs_without_logprobs_cause_a_warning(agent):
+    for fields in ({}, {"logprobs": False}):
+        _, found = agent.ask(CHAT, **CHAT_ASKED, top_logprobs=2, **fields)
+        assert found["warnings"] == ["top_logprobs is left out: logprobs is not true"]
 
 
 def test_an_image_in_an_earlier_answered_turn_becomes_a_note(agent):

@@ -75,7 +75,7 @@ def test_a_prompt_compressed_while_it_is_read_is_not_kept(loaded, document):
     for _ in range(2):
         served.batch.step()
     served.batch.remove([request.number])
-    assert len(served.loaded.prefixes) == 0
+    assert served.loaded.prefixes.nbytes == 0
 
 
 def test_an_evicted_prefix_is_freed_while_its_request_is_answered(loaded, document):
@@ -95,7 +95,7 @@ def test_an_evicted_prefix_is_freed_while_its_request_is_answered(loaded, docume
 def test_a_checkpoint_is_kept_unless_its_chunk_failed(loaded, document, monkeypatch, method):
     served = Served(loaded, method)
     _, events = served.start(document[0][:4500], [CHUNK, 2 * CHUNK])
-    while len(served.loaded.prefixes) == 0:
+    while served.loaded.prefixes.nbytes == 0:
         served.batch.step()
 
     def fail(*args, **kwargs):
@@ -114,5 +114,5 @@ def test_prefixes_that_are_short_or_leave_too_few_voting_queries_are_not_kept(lo
     prompt = request.completion_request.prompt
     for n in (CHUNK - 1, len(prompt) - 31):
         served.checkpoints.insert_cancelled(request, prompt[:n], [])
-    assert len(served.loaded.prefixes) == 0
+        assert served.loaded.prefixes.fetch(prompt, 1) == ([], 0)
     served.batch.remove([request.number])

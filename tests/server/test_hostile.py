@@ -60,6 +60,7 @@ def test_good_clients_do_not_notice_bad_requests(served):
 
     bad = [(path, json.dumps(body).encode(), words) for path, body, words in BAD]
     bad += [(CHAT, body, "") for body in RAW]
+    bad.append((CHAT, b"", "the body is empty"))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(stream, i) for i in range(2)]
         try:
@@ -93,6 +94,8 @@ def test_the_key_and_the_size_of_a_body_are_checked():
         assert served.client.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert_refused(served.post(CHAT, HELLO, headers=headers), [401])
+        assert_refused(served.client.options(CHAT), [401])
+        assert served.client.options("/health").status_code == 405
         # A server with a key accepts every host name.
         for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret", "Host": "mac"}):
             assert served.post(CHAT, HELLO, headers=headers).status_code == 200

@@ -27,7 +27,8 @@ def let_limit_be(monkeypatch, model, limit):
     much = 1 << 40
     let_machine_have(monkeypatch, much)
     taken = machine_room(much) - machine_kv_limit(Footprint(EntrySizes(model), CompressionConfig()))
-    let_machine_have(monkeypatch, (limit + taken) * 16 // 15)
+    room = limit + taken
+    let_machine_have(monkeypatch, room + Machine(room, room).buffer_limit)
 
 
 def machine_room(usable):
