@@ -43,7 +43,7 @@ def _input_items(value: Any) -> Any:
     return value
 
 
-def _system_messages(instructions: Any) -> list[Message]:
+def _instruction_messages(instructions: Any) -> list[Message]:
     """Convert instructions to messages. Text and content parts become system messages, and messages keep their role.
 
     Raises: ValueError: the format of the instructions is invalid.
@@ -61,7 +61,7 @@ def _require_readable(instructions: Any) -> Any:
 
     Raises: ValueError: their format is invalid.
     """
-    _system_messages(instructions)
+    _instruction_messages(instructions)
     return instructions
 
 
@@ -101,7 +101,7 @@ class ResponsesBody(BodyModel):
         """
         return chat_body(
             self,
-            _system_messages(self.instructions) + self.input,
+            _instruction_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
             continue_final_message=False,  # the answer is a new item, not a continuation
