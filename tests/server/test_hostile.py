@@ -177,7 +177,7 @@ def test_too_many_requests_and_too_long_prompts_are_refused():
         refused = [r for r in found if r.status_code != 200]
         assert 0 < len(refused) <= 4 and int(refused[0].headers["Retry-After"]) > 0
         for each in refused:
-            assert_refused(each, [429])
+            assert_refused(each, [429], "all 2 places for requests are taken")
         assert_answers(served)
 
 
