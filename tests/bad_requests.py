@@ -8,6 +8,8 @@ FUNCTION = {"type": "function", "name": "open", "parameters": {"most": float("in
 LISTED = {"name": "open", "parameters": [], "input_schema": []}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 DEEP = "[" * 100_000 + "]" * 100_000
+REFUSAL = "{{ raise_exception('\ud800') }}"
+TEXT_NAME = {"type": "function", "function": "open"}
 
 
 def chat(words, **fields):
@@ -65,7 +67,11 @@ BAD = [
     chat("tool_choice should be 'auto', 'none', 'required'", tool_choice="any"),
     chat("tool_choice.function is missing", tool_choice={"type": "function"}),
     chat("tool_choice asks for a call, but there are no tools", tool_choice="required"),
+    chat("tool_choice.type should be 'auto', 'none'", tool_choice={"type": []}),
+    chat("tool_choice should name a tool by an object such as", tool_choice=TEXT_NAME),
     chat("leave the prompt a list of tokens", chat_template_kwargs={"tokenize": False}),
+    chat("the chat template or tokenizer failed", chat_template_kwargs={"messages": []}),
+    chat("TemplateError: \ufffd", chat_template_kwargs={"chat_template": REFUSAL}),
     chat("audio is not supported: drop the field", audio={"voice": "x"}),
     chat("temperature should be a valid number, got 'hot'", temperature="hot"),
     chat("presence_penalty should be less than or equal to 100", presence_penalty=1e300),
@@ -88,6 +94,8 @@ BAD = [
     response(
         "input.0 refers to an earlier response", input=[{"type": "item_reference", "id": "a"}]
     ),
+    response("reasoning.effort should be a finite number", reasoning={"effort": float("nan")}),
+    response("tool_choice.a should be a finite number", tool_choice={"a": float("inf")}),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.parameters.most should be a finite number", tools=[FUNCTION]),
     response("tools.0.parameters should be a valid object", tools=[{**FUNCTION, **LISTED}]),

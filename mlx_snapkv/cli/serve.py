@@ -78,7 +78,7 @@ class HTTPOptions:
         return Settings(
             host=self.host,
             port=self.port,
-            api_key=self.api_key or None,
+            api_key=self.api_key,
             origins=tuple(self.allow_origin or ()),
             hosts=tuple(self.allow_host or ()),
             timeout=self.timeout,

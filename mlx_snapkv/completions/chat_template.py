@@ -7,8 +7,10 @@ from typing import Any
 from ..errors import SnapKVError, brief
 
 
-def apply_template(tokenizer, messages: list[dict[str, Any]], **options: Any) -> Any:
+def apply_template(tokenizer, messages: list[dict[str, Any]], /, **options: Any) -> Any:
     """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
+
+    Options may have any name, such as `messages`, because clients send them.
 
     Raises: SnapKVError: the template or the tokenizer fails.
     """

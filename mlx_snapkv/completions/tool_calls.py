@@ -10,7 +10,7 @@ from . import literal_calls, tagged_calls
 from .contents import replace_surrogates
 from .messages import parse_arguments
 
-# Arguments nested this deep are rejected. Clients send them back in later requests, where they must be parsable.
+# Arguments nested deeper are rejected. Clients send them back in later requests, where they must be parsable.
 MAX_DEPTH = 100
 ARGUMENT_FIELDS = ("arguments", "parameters", "args", "input")
 NAME_FIELDS = ("name", "function")
@@ -89,16 +89,14 @@ def ends_within_argument(text: str, parser: Callable) -> bool:
 
 
 def _is_too_deep(value: Any, max_depth: int = MAX_DEPTH) -> bool:
-    """Return whether a JSON value has `max_depth` or more levels of nesting."""
-    if max_depth == 0:
-        return True
+    """Return whether lists and objects in a JSON value are nested more than `max_depth` levels deep."""
     if isinstance(value, dict):
         items: Iterable[Any] = value.values()
     elif isinstance(value, list):
         items = value
     else:
         return False
-    return any(_is_too_deep(item, max_depth - 1) for item in items)
+    return max_depth == 0 or any(_is_too_deep(item, max_depth - 1) for item in items)
 
 
 def _call_or_none(value: Any) -> dict[str, Any] | None:

@@ -41,11 +41,13 @@ class ToolChoice(BodyModel):
 def _as_tool_choice(value: Any) -> Any:
     """Convert a choice in any format to the fields of `ToolChoice`. Return unknown formats unchanged.
 
-    Raises: ValueError: `allowed_tools` is not an object, or lists something that is not a tool.
+    Raises: ValueError: `allowed_tools` or what names a tool is not an object.
     """
     if isinstance(value, str):
         return {"type": value}
     kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        return value
     if kind == "allowed_tools":
         choice = value.get(kind, value)  # nested in Chat Completions, but not in Responses
         require(isinstance(choice, dict), ".allowed_tools should be a valid object", choice)
@@ -64,9 +66,14 @@ def _as_tool_choice(value: Any) -> Any:
 
 
 def _name_fields(tool: Any) -> dict[str, Any]:
-    """Return an object with a tool's `name`, which may be nested in `function` or `custom`."""
-    require(isinstance(tool, dict), " should name tools", tool)
+    """Return an object with a tool's `name`, which may be nested in `function` or `custom`.
+
+    Raises: ValueError: the tool or the nested value is not an object.
+    """
+    rule = 'should name a tool by an object such as {"name": "open"}'
+    require(isinstance(tool, dict), rule, tool)
     nested_fields = tool.get("function") or tool.get("custom") or {}
+    require(isinstance(nested_fields, dict), rule, nested_fields)
     return {"name": tool.get("name")} | nested_fields
 
 

@@ -29,7 +29,7 @@ UNDER_V1 = ("chat", "completions", "messages", "models", "responses")
 PUBLIC = ("/health", "/")
 ORIGIN = re.compile("[^/A-Z]+://[^/A-Z]+|null")  # pages opened from files have the origin "null"
 # A name, an IPv4 address, or an IPv6 address in brackets.
-HOST = re.compile(r"[^\s/:]+|\[[^\s/]+\]")
+HOST = re.compile(r"[^\s/:\[\]]+|\[[^\s/\[\]]+\]")
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Settings:
     """The server's settings.
 
     Attributes:
-        host: address to listen on.
+        host: address to listen on. IPv6 addresses have no brackets.
         port: port to listen on.
-        api_key: key that clients must send, or None if no key is required.
+        api_key: key that clients must send. None if no key is required; "" becomes None.
         origins: origins of web pages that may send requests (CORS).
         hosts: additional host names for this machine.
         body_bytes: maximum size of a request body in bytes.
@@ -63,7 +63,9 @@ class Settings:
 
         Raises: SnapKVError: a setting is invalid, as described in the class docstring.
         """
-        if not self.api_key and not _is_local(self.host):
+        if self.api_key == "":
+            object.__setattr__(self, "api_key", None)
+        if self.api_key is None and not _is_local(self.host):
             raise SnapKVError(
                 f"--host {self.host} accepts requests of other machines, so it needs --api-key: give one, or use "
                 "127.0.0.1"
@@ -104,8 +106,7 @@ class Gate:
         self._app = app
         self._settings = settings
         self._metrics = metrics
-        hosts_of_settings = (settings.host, *settings.hosts)
-        self._server_names = {*LOCAL, *map(_host_name, hosts_of_settings)}
+        self._server_names = {*LOCAL, settings.host.lower(), *map(_host_name, settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check an HTTP request, pass it to the application, and count the response."""

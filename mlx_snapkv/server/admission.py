@@ -80,7 +80,7 @@ class Admission:
         if not self._free_places.acquire(blocking=False):
             raise ApiError(
                 429,
-                f"{self._limits.queue} requests are already waiting: try again later",
+                f"all {self._limits.max_requests} places for requests are taken: try again later",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "5"},
             )

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..batch.memory import NeverFits
+from ..completions.contents import replace_surrogates
 from ..completions.validation import describe_error
 from ..errors import EntryFileError, OptionError, SnapKVError
 from .log import log
@@ -27,7 +28,7 @@ class ApiError(HTTPException):
         self, status: int, sentence: str, code: Any = None, param: Any = None, headers: Any = None
     ):
         """Store the sentence as the error's `detail`. `headers` are added to the response."""
-        super().__init__(status, sentence, headers)
+        super().__init__(status, replace_surrogates(sentence), headers)
         default_kind = "server_error" if status >= 500 else "invalid_request_error"
         self.kind = ERROR_TYPES.get(status, default_kind)
         self.code = code

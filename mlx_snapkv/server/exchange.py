@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from ..completions.body import Body
+from ..completions.contents import replace_surrogates
 from .api_error import ApiError, as_api_error
 from .changing_lines import drop_volatile_lines
 from .formatter import ResponseFormatter
@@ -23,7 +24,7 @@ POLL_SECONDS = 0.5  # seconds between checks for a lost client or engine
 
 def model_name(request: Request, body: Any) -> str:
     """Return the model's name in the response: the body's or, by default, the name it was loaded under."""
-    return body.model or request.app.state.engine.loaded.names[0]
+    return replace_surrogates(body.model or request.app.state.engine.loaded.names[0])
 
 
 async def respond(

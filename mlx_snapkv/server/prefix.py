@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 16  # at most 1/16 of a covered prefix's tokens have to be reread
+MAX_REREAD_SHARE = 1 / 16  # maximum share of a covered prefix that has to be reread
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Prefix:
             return False
         n_other = len(other.ids)
         n_reread = n_other - self.n_shared(other.ids)
-        return n_reread <= n_other // MAX_REREAD_SHARE
+        return n_reread <= MAX_REREAD_SHARE * n_other
 
 
 def longest_prefix(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:

@@ -12,6 +12,7 @@ from mlx_snapkv.completions.answer import Completion
 from mlx_snapkv.completions.answer_body import answer_body
 from mlx_snapkv.completions.body import CHAT, COMPLETIONS, Defaults, parse_body
 from mlx_snapkv.completions.request import completion_request
+from mlx_snapkv.completions.tool_calls import MAX_DEPTH
 from mlx_snapkv.demo import MODELS
 
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
@@ -120,10 +121,18 @@ def test_a_mistake_is_a_sentence_that_names_the_field(demo_llama, url, body, wor
         completion_request(parse_body(url, body), demo_llama[1], Defaults())
 
 
-DEEP = f'{{"name": "open", "arguments": {{"a": {"[" * 450}1{"]" * 450}}}}}'
+def nested_call(depth):
+    """Return a call whose arguments are nested `depth` levels deep."""
+    lists = "[" * (depth - 1) + "1" + "]" * (depth - 1)
+    return f'{{"name": "open", "arguments": {{"a": {lists}}}}}'
 
 
-@pytest.mark.parametrize("call", ["[" * 1200, DEEP])
+def test_a_call_may_be_nested_as_deep_as_the_maximum(thinking):
+    choice, _ = said(thinking, f"<tool_call>{nested_call(MAX_DEPTH)}</tool_call>", tools=[TOOL])
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("call", ["[" * 1200, nested_call(450), nested_call(MAX_DEPTH + 1)])
 def test_a_call_that_is_nested_too_deep_is_text(thinking, call):
     choice, _ = said(thinking, f"<tool_call>{call}</tool_call>", tools=[TOOL])
     assert choice["message"]["content"] == call and "tool_calls" not in choice["message"]

@@ -75,6 +75,19 @@ def test_a_call_within_thoughts_does_not_end_them(scripted):
         assert message["reasoning"] == ("I  it." if made else "I open it it.")
 
 
+@pytest.mark.parametrize(
+    ("written", "thought", "text"),
+    [
+        ("<think>I <tool_call>open it", "I open it", ""),
+        (f"<think>I <tool_call>{TORN}</tool_call> it.</think>Done.", f"I {TORN} it.", "Done."),
+    ],
+)
+def test_a_call_that_does_not_end_within_thoughts_is_a_thought(scripted, written, thought, text):
+    _, found = scripted.ask(CHAT, answer=written, messages=ASKED)
+    message = found["choices"][0]["message"]
+    assert (message["reasoning"], message["content"] or "") == (thought, text)
+
+
 def test_a_call_that_max_tokens_cuts_is_text(scripted):
     for n in range(3, 18):
         _, found = scripted.ask(CHAT, answer=calls(OPEN), messages=ASKED, max_tokens=n)

@@ -68,7 +68,7 @@ def test_half_a_character_in_tools_and_instructions_is_replaced(agent):
     for path, body in (
         (CHAT, CHAT_ASKED),
         (MESSAGES, CHAT_ASKED | {"system": HALF}),
-        (RESPONSES, RESPONSE_ASKED | {"instructions": HALF}),
+        (RESPONSES, RESPONSE_ASKED | {"instructions": HALF, "metadata": {"a": HALF}}),
     ):
         prompt, _ = agent.ask(path, tools=[{"type": "function", **tool}], **body)
         assert "half \ufffd" in prompt, path
@@ -147,6 +147,16 @@ def test_extreme_sampling_numbers_are_obeyed(served):
 def test_half_a_character_in_a_prompt_is_accepted(served):
     found = served.post(TEXT, content=json.dumps({"prompt": f"{HALF} ", "max_tokens": 2}))
     assert found.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_character_in_a_name_is_replaced(served, stream):
+    odd_part = {"role": "user", "content": ["Look.", {"type": HALF}]}
+    for path, body in ((CHAT, {"messages": [odd_part]}), (TEXT, {"prompt": "The key of"})):
+        named = {**body, "model": HALF, "max_tokens": 2, "stream": stream}
+        found = served.post(path, content=json.dumps(named))
+        assert found.status_code == 200 and '"half \ufffd"' in found.text
+        assert ("of the type half \ufffd is not shown" in found.text) == (path == CHAT)
 
 
 GREEN = {"type": "object", "properties": {"door": {"enum": ["green"]}}, "required": ["door"]}

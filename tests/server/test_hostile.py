@@ -13,12 +13,15 @@ import mlx.core as mx
 import pytest
 from bad_requests import BAD, BAD_HTTP, CHAT, HEAD, HELLO, RAW, TEXT
 from server_helpers import load_named, serving
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.engine import loop_model
 from mlx_snapkv.server import exchange
-from mlx_snapkv.server.access import Settings
+from mlx_snapkv.server.access import Gate, Settings
 from mlx_snapkv.server.admission import Limits
+from mlx_snapkv.server.metrics import Metrics
 
 
 def assert_refused(response, status=range(400, 500), words=""):
@@ -136,6 +139,17 @@ def test_a_page_of_another_site_may_not_ask(served):
             Settings(origins=("null", origin))
 
 
+@pytest.mark.parametrize("setting", [{"host": "::1"}, {"api_key": ""}])
+def test_a_server_without_a_key_accepts_no_unknown_host(setting):
+    gate = Gate(PlainTextResponse("Fine."), Settings(**setting), Metrics())
+    client = TestClient(gate, base_url="http://[::1]:8080")
+    assert client.get("/").text == "Fine."
+    for headers in ({"Host": ""}, {"Host": "evil.example"}, {"Origin": "null"}):
+        assert_refused(client.get("/", headers=headers), [403])
+    with pytest.raises(SnapKVError, match="--allow-host must be"):
+        Settings(hosts=("[]",))
+
+
 def test_clients_that_leave_before_their_body_has_come_are_counted(served, caplog):
     """Invented paths are not counted by name, because every name would stay in memory."""
     assert_refused(served.post("/made-up", HELLO), [404])
@@ -166,7 +180,7 @@ def test_too_many_requests_and_too_long_prompts_are_refused():
         refused = [r for r in found if r.status_code != 200]
         assert 0 < len(refused) <= 4 and int(refused[0].headers["Retry-After"]) > 0
         for each in refused:
-            assert_refused(each, [429])
+            assert_refused(each, [429], "all 2 places for requests are taken")
         assert_answers(served)
 
 

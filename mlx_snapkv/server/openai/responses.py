@@ -26,7 +26,10 @@ PART_TYPES = {
     "text": "output_text",
     "call": "function_call_arguments",
 }
-REPEATED_FIELDS = {"instructions", "max_output_tokens", "temperature", "top_p"}
+REPEATED_FIELDS = {
+    *("instructions", "metadata", "reasoning", "tool_choice"),
+    *("max_output_tokens", "temperature", "top_p"),
+}
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 router = APIRouter(tags=["OpenAI"])
@@ -43,7 +46,7 @@ def _input_items(value: Any) -> Any:
     return value
 
 
-def _system_messages(instructions: Any) -> list[Message]:
+def _instruction_messages(instructions: Any) -> list[Message]:
     """Convert instructions to messages. Text and content parts become system messages, and messages keep their role.
 
     Raises: ValueError: the format of the instructions is invalid.
@@ -61,7 +64,7 @@ def _require_readable(instructions: Any) -> Any:
 
     Raises: ValueError: their format is invalid.
     """
-    _system_messages(instructions)
+    _instruction_messages(instructions)
     return instructions
 
 
@@ -72,7 +75,7 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    The response repeats `instructions` and `metadata`, so both are `JsonValue`s. These exclude NaN and infinity.
+    Fields of any type that the response repeats are `JsonValue`s, which exclude NaN and infinity.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -81,12 +84,12 @@ class ResponsesBody(BodyModel):
     input: Annotated[Messages, BeforeValidator(_input_items)]
     instructions: Annotated[JsonValue, AfterValidator(_require_readable)] = None
     tools: Annotated[list[AnyTool], NoneAsEmpty] = Field([])
-    tool_choice: Any = None
+    tool_choice: JsonValue = None
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     stream: bool | None = None
-    reasoning: Any = None
+    reasoning: JsonValue = None
     metadata: JsonValue = None
     text: OutputConfig | None = None
     previous_response_id: Stored = None
@@ -101,7 +104,7 @@ class ResponsesBody(BodyModel):
         """
         return chat_body(
             self,
-            _system_messages(self.instructions) + self.input,
+            _instruction_messages(self.instructions) + self.input,
             chat_tools(self.tools),
             max_tokens=self.max_output_tokens,
             continue_final_message=False,  # the answer is a new item, not a continuation
@@ -263,23 +266,22 @@ class ResponsesFormatter(BlockFormatter):
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Return the response body. `fields` override the defaults."""
-        body = self._body
-        own_tools = [tool for tool in body.tools if not isinstance(tool, ForeignTool)]
+        client_fields = replace_surrogates_in(self._body.model_dump(include=REPEATED_FIELDS))
+        own_tools = [tool for tool in self._body.tools if not isinstance(tool, ForeignTool)]
         return {
             **self._head,
             "object": "response",
             "status": status,
             "error": None,
             "incomplete_details": None,
-            **replace_surrogates_in(body.model_dump(include=REPEATED_FIELDS)),
+            **client_fields,
             "tools": replace_surrogates_in([tool.model_dump() for tool in own_tools]),
-            "reasoning": body.reasoning,
-            "metadata": body.metadata or {},
+            "metadata": client_fields["metadata"] or {},
             "model": self._model,
             "output": [],
             "parallel_tool_calls": True,
             "store": False,
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": client_fields["tool_choice"] or "auto",
             "usage": None,
             **self.warnings,
             **fields,
