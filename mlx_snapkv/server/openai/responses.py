@@ -26,10 +26,9 @@ PART_TYPES = {
     "text": "output_text",
     "call": "function_call_arguments",
 }
-REPEATED_FIELDS = {
-    *("instructions", "metadata", "reasoning", "tool_choice"),
-    *("max_output_tokens", "temperature", "top_p"),
-}
+REPEATED_FIELDS = set(
+    "instructions metadata reasoning tool_choice max_output_tokens temperature top_p".split()
+)
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 router = APIRouter(tags=["OpenAI"])
