@@ -67,10 +67,10 @@ class Completion:
         certain_parts: list[Reply] = []
         follows_reasoning = bool(self.reply.reasoning) and not self.reply.text.strip()
         for part in parts:
-            if not part.text:  # reasoning or calls: the text before them can't become a stop string
+            if not part.text:  # reasoning or calls, which a stop string can't span
                 certain_parts += [*self._flush_held_back(), part]
                 continue
-            # Line breaks between reasoning and text belong to neither, so they match no stop string.
+            # Whitespace between reasoning and text belongs to neither, so stop strings don't apply to it.
             is_between_reasoning_and_text = follows_reasoning and not part.text.strip()
             if is_between_reasoning_and_text:
                 certain_parts.append(part)
@@ -119,7 +119,7 @@ class StopMatcher:
         self.matched_stop: str | None = None
 
     def add(self, text: str) -> str:
-        """Return the text up to a stop string, or up to what may be the start of one.
+        """Return held-back text and `text`, up to a stop string or what may be the start of one.
 
         Sets `matched_stop` once a stop string is complete.
         """

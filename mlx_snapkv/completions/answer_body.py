@@ -74,7 +74,7 @@ def message_fields(reply: Reply, uses_functions: bool = False) -> dict[str, Any]
 
 
 def usage_fields(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
-    """Return the `usage` field, in tokens. `n_cached` of the prompt tokens came from the prefix cache."""
+    """Return the `usage` field. If known, it includes `n_cached`, the number of prompt tokens from the prefix cache."""
     fields: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,

@@ -49,7 +49,7 @@ class AnswerParser:
         continues_json = answer_format is not None and bool(answer_format.prefill)
         self.state = request.initial_state
         self._tools = request.tools
-        # This format is a call without markers, so everything outside reasoning is part of the call.
+        # The kind "call" has no markers, so everything outside reasoning is part of the call.
         self._answer_is_call = answer_format is not None and answer_format.kind == "call"
         self._tool_parser = (
             json_tools.parse_tool_call if self._answer_is_call else tokenizer.tool_parser

@@ -67,7 +67,10 @@ def _all_types(
 
 
 def _types_without_alternatives(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the types in a schema's `type`. If it has none, yield the types that other keywords imply."""
+    """Yield the types that a schema allows, ignoring alternatives such as `anyOf`.
+
+    Without a `type`, these are the types that other keywords imply.
+    """
     type_field = schema.get("type")
     names = type_field if isinstance(type_field, list) else [type_field]
     for name in names:
@@ -140,7 +143,10 @@ def convert_argument(text: str, types: set[str]) -> Any:
 
 
 def _parse_literal(text: str) -> Any:
-    """Parse text as JSON or as a Python literal. Return it unchanged if it is neither."""
+    """Parse JSON, a Python list, tuple or dict, or a constant such as `None`.
+
+    Return any other text unchanged, and also NaN and infinity.
+    """
     literal = text.strip()
     constant_name = literal.lower()
     if constant_name in CONSTANTS:

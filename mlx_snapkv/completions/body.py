@@ -61,7 +61,8 @@ def _parse_messages(items: Any) -> list[Message]:
         may_have_media = follows_tool_result or was_answered
         try:
             messages += parse_message(item, may_have_media)
-        except ValueError as error:  # the client reads "messages.3.content ...", for example
+        except ValueError as error:
+            # The client sees a message such as "messages.3.content ...".
             raise ValueError(error_sentence(f".{number}", rule=str(error))) from None
     has_content = any(
         message.has_content or message.role in ("assistant", "tool") for message in messages
@@ -118,7 +119,8 @@ class CommonBody(BodyModel):
     n: Annotated[int, Field(ge=1, le=8), WholeFloat] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, NoneIfEmptyList] = None
-    full_cache: bool | None = None  # True: answer from the full cache, without the policy
+    # If True, answer from the full cache, without compression or sparse attention.
+    full_cache: bool | None = None
 
 
 class ChatBody(CommonBody):

@@ -38,9 +38,9 @@ class Constraint:
     mlx-lm's loops call it once per token, with all tokens so far. The last token may still be an unevaluated array.
     Loops with a draft model go back to earlier tokens, and the constraint goes back with them.
 
-    For JSON, room to close it is reserved within `max_tokens`. A token that would leave too little room is not allowed,
-    and if it is the model's most likely token, the JSON is closed at once. Calls are never closed early, because the
-    client would run them with truncated arguments.
+    Enough of the `max_tokens` are reserved to close JSON. A token that would leave too few tokens is not allowed, and
+    if it is the model's most likely token, the JSON is closed at once. Calls are never closed early, because the client
+    would run them with truncated arguments.
 
     Args:
         tokenizer: the model's tokenizer. The grammar is compiled for it.
@@ -195,7 +195,7 @@ class Constraint:
         return _mask_of([next_token], size)
 
     def _current_end(self, n_left: int) -> list[int] | None:
-        """Return a short end after the answer so far. If the last token was a candidate, its end is already known.
+        """Return a short end after the answer so far. If the last token was tried before, that end is already known.
 
         Return None if no end of at most `n_left` tokens is found, or if the answer is still reasoning.
         """

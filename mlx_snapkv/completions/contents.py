@@ -33,8 +33,8 @@ def text_parts(content: Any, source: Source = "tool") -> Iterator[TextPart]:
     Args:
         content: a message's `content` in any API: a string, a part, a list of strings and parts, or None.
         source: "user" for user and system messages that must not contain media. "tool" for tool results, where parts of
-            unknown types become JSON. "other" for everything else. All other media and parts of unknown types are
-            replaced by a description in brackets.
+            unknown types become JSON. "other" for everything else. Unless stated otherwise, media and parts of unknown
+            types are replaced by a description in brackets.
 
     Raises: ValueError: a part's `text` is not a string, or a "user" message has media or a part that is neither text
         nor an object.
@@ -167,7 +167,7 @@ def _prepend_title(part: dict[str, Any], text: str) -> str:
 
 
 def _document_text(part: dict[str, Any]) -> str | None:
-    """Return the text of a document, file, search result or MCP resource, or None if the part has no text."""
+    """Return the text of a document, file, MCP resource, search result or compaction, or None if there is no text."""
     kind = part_type(part)
     source = part.get("source")
     nested = part.get("resource") or part.get("file") or source

@@ -332,7 +332,7 @@ def _require_few_optional_properties(schema: Schema, schema_name: str) -> None:
 
 
 def _reasoning_grammar(tokenizer, state: str | None) -> tuple[str, str]:
-    """Return the grammar expression for reasoning before an answer, or "" if there is none, and its rules."""
+    """Return the expression for reasoning before an answer ("" for no reasoning), and the rules that it refers to."""
     rules = "TEXT: /(.|\\n)*/\n"
     if state is None or not tokenizer.has_thinking:
         return "", rules

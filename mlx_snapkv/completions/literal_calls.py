@@ -92,7 +92,7 @@ def parse_literal_calls(text: str, notation: Notation, is_complete: bool) -> lis
 
 
 def parse_json_objects(text: str, is_complete: bool) -> list[Any]:
-    """Return the JSON objects in `text`, which may also contain other text. Lists are flattened.
+    """Return the JSON objects in `text`, and the items of its JSON lists, flattened. Other text is ignored.
 
     Raises: ValueError: an object or list can't be parsed.
     """
@@ -144,7 +144,7 @@ def _read_literal(text: str, start: int, notation: Notation, is_complete: bool) 
 
 
 class LiteralReader:
-    """Reads a literal as models write it: with unquoted keys, any quotes, and Python or JSON constants.
+    """Reads a literal as models write it: with unquoted keys, any of the notation's quotes, Python or JSON constants.
 
     A comma may follow the last item, and outer braces may be doubled. Unless the notation is JSON, an unquoted value
     that is neither a constant nor a number is text.

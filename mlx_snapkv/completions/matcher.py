@@ -9,7 +9,8 @@ from llguidance.hf import from_tokenizer
 
 from ..errors import SnapKVError, brief
 
-# Maximum number of optional properties in an object. For each one that may come next, the parser needs four items.
+# Maximum number of optional properties in an object. For each one that may come next, the parser needs four items, so a
+# limit of five leaves a margin.
 MAX_OPTIONAL_PROPERTIES = 1000
 LIMITS = LLParserLimits(max_items_in_row=5 * MAX_OPTIONAL_PROPERTIES)
 MAX_REASON_LENGTH = 200  # maximum number of characters quoted from llguidance's error message

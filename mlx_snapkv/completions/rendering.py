@@ -62,8 +62,8 @@ def render(
         options: template variables.
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
-    Raises: SnapKVError: there is no template, it takes no tools, an option is reserved, or every rewrite fails. The
-        error of the first rewrite that was tried is raised.
+    Raises: SnapKVError: there is no template, the template does not support `tools`, an option is reserved, or every
+        rewrite fails. In the last case, the error is that of the first rewrite that was tried.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
@@ -102,7 +102,7 @@ def render(
 def _require_renderable(tokenizer, tools: Any, options: dict[str, Any]) -> None:
     """Check the chat template, the tools and the options.
 
-    Raises: SnapKVError: there is no template, it takes no tools, or an option is reserved.
+    Raises: SnapKVError: there is no template, the template does not support `tools`, or an option is reserved.
     """
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: use /v1/completions")
@@ -189,7 +189,7 @@ def _common_suffix(first: str, second: str) -> str:
 
 def template_variables(tokenizer) -> set[str]:
     """Return the names of the variables that a tokenizer's chat template reads."""
-    template_function = tokenizer._chat_template  # mlx-lm's own
+    template_function = tokenizer._chat_template  # mlx-lm's own template, or None
     names: set[str] = set()
     if template_function is not None:
         names |= set(inspect.signature(template_function).parameters)

@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
 
     Attributes:
         max_tokens: maximum answer length in tokens.
-        vocabulary_size: number of tokens that have logits, if smaller than the tokenizer's vocabulary.
+        vocabulary_size: number of token embeddings. The tokenizer may have more tokens.
     """
 
     max_tokens: int = sys.maxsize
@@ -113,7 +113,7 @@ def completion_request(
         tokenizer: the model's tokenizer.
         defaults: values for fields that the body omits.
         seed: 64-bit seed, used if the body has none.
-        bounds: the model's trained length and vocabulary size.
+        bounds: the model's limits.
         prompt: the body's prompt, if already tokenised.
 
     Raises: SnapKVError: see `tokenize`. Also if `logit_bias` or `top_k` does not fit the vocabulary, or the required

@@ -135,7 +135,7 @@ ALTERNATIVES: list[tuple[Change, ...]] = [
     (_acknowledge_results,),
     (make_alternating,),
 ]
-# The first is the chat as it is. All others also shorten ids, which keeps the meaning.
+# The first rewrite changes nothing. All others also shorten ids, which does not change the chat's meaning.
 REWRITES: list[tuple[Change, ...]] = [
     (),
     *(

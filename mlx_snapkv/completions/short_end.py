@@ -35,8 +35,8 @@ def short_end(matcher: LLMatcher, tokenizer: LLTokenizer, max_length: int) -> li
     end = _search_end(matcher, tokenizer, max_length, MAX_CHOICES)
     if end is not None:
         return end
-    # A position with many alternatives, such as a pattern, can use up all paths. Search again with only one per
-    # position.
+    # A position with many alternatives, such as one inside a pattern, can use up all paths. Search again with only one
+    # alternative per position.
     return _search_end(matcher, tokenizer, max_length, max_choices=1)
 
 
@@ -90,7 +90,7 @@ def _search_end(
         if not next_tokens:  # the answer may end here, but there may be a shorter path
             heapq.heappush(paths, (length, number, path))
             continue
-        # Following that many would use up all paths, so follow only the first.
+        # Following more than MAX_CHOICES would use up all paths, so in that case follow only the first.
         has_too_many = len(next_tokens) > MAX_CHOICES
         choices = next_tokens[:1] if has_too_many else next_tokens[:max_choices]
         for token in choices:
@@ -147,7 +147,7 @@ def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -
 
 
 def _allowed_character_tokens(bitmask: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
-    """Return the tokens of the characters that a matcher's bitmask allows."""
+    """Return the tokens for `characters`, without those that a matcher's bitmask forbids."""
     tokens = (_character_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bitmask, token)]
 

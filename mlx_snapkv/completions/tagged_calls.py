@@ -254,8 +254,8 @@ def _guess_closing_tag(
 ) -> tuple[int, int]:
     """Guess the start and the end of a closing tag that is missing or followed by other text.
 
-    The last closing tag before the end of the call, or before the next argument that the tool expects, is used. Without
-    one, the value ends there, except for a final line break.
+    The last closing tag before the next argument that the tool expects, or before the end of the call, is used. Without
+    a closing tag, the value ends where that argument or the end of the call starts. A final line break is dropped.
 
     Raises: UnclosedArgument: nothing that could end the value follows.
     """

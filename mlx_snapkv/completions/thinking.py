@@ -26,7 +26,7 @@ class ThinkingRequest(NamedTuple):
 
 
 def thinking_variables(body: ChatBody, tokenizer) -> tuple[dict[str, Any], list[str]]:
-    """Return chat template variables, and notes about ignored fields.
+    """Return the chat template variables that a body sets, and notes about ignored fields.
 
     A client's `chat_template_kwargs` take precedence over its other fields.
     """
