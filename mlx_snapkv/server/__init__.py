@@ -3,4 +3,4 @@
 It answers requests in batches, optionally with cache compression or sparse attention.
 """
 
-BILLING = "x-anthropic-billing-header"  # a line in Claude Code's system prompts, different in every request
+BILLING = "x-anthropic-billing-header"  # name of a line in Claude Code's system prompts that changes with every request

@@ -84,7 +84,7 @@ class Settings:
 
 
 class AllowedOrigins(CORSMiddleware):
-    """Starlette's CORS middleware for allowed origins. Other requests go to `Gate` unchanged."""
+    """Starlette's CORS middleware, for requests from allowed origins only. All others go to `Gate` unchanged."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer preflights and add CORS headers to responses, if the request's origin is allowed."""

@@ -27,7 +27,7 @@ class Limits:
         concurrency: maximum number of requests answered at the same time.
         queue: number of requests that are accepted in addition to `concurrency`, and have to wait.
         context: maximum prompt length in tokens. None means no limit.
-        kv_bytes: maximum KV memory of all requests and the prefix cache; see `Memory`.
+        kv_bytes: KV memory limit for all requests and the prefix cache, in bytes; see `Memory`.
     """
 
     concurrency: int = 8

@@ -44,8 +44,8 @@ def prompt_too_long(why: str) -> ApiError:
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Convert an exception to an error for the client.
 
-    An `ApiError` is returned unchanged, and other client mistakes get a 4xx status. Any other exception is logged with
-    the request's id, and the client gets only the id.
+    An `ApiError` is returned unchanged. Other errors that the client caused get a 4xx status. Any other exception is
+    logged with the request's id, and the client gets only the id.
 
     Args:
         error: the exception that ended the request.

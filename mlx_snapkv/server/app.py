@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM, the process exits when this method returns, so the engine must tell the other ranks before.
+        # After SIGTERM, the process exits when this method returns, so wait until the engine has told the other ranks.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 

@@ -67,7 +67,7 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.
 
-    Raises: SnapKVError: the request can't be answered.
+    Raises: SnapKVError: the resulting body is invalid.
     """
     unknown_fields = {
         name: value for name, value in (body.model_extra or {}).items() if name != "n"

@@ -23,7 +23,8 @@ class Checkpoints:
     """Stores caches in the prefix cache and fetches them, as far as the policy and the model allow.
 
     If a policy evicts only after prefill, it compresses a copy of the caches, so the prefix cache gets all of the
-    prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer.
+    prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer, as
+    are caches that no policy compresses.
 
     Args:
         loaded: the served model and its prefix cache.
@@ -92,7 +93,8 @@ class Checkpoints:
         self._prefixes.insert(tokens, caches)
         *_, last_checkpoint = request.checkpoints
         if len(tokens) == last_checkpoint:
-            self._set_stored(request, tokens, caches)  # rather than the whole prompt
+            # Keeps `insert_prompt` from storing the whole prompt as well.
+            self._set_stored(request, tokens, caches)
 
     def stores_cancelled(self, request: EngineRequest) -> bool:
         """Return whether to store the caches of a request that is cancelled during prefill."""
@@ -106,7 +108,7 @@ class Checkpoints:
             self._prefixes.insert(tokens, caches)
 
     def insert_prompt(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a prompt, unless its last checkpoint or the prompt itself is already stored."""
+        """Store a request's caches, unless its prompt or the prompt's last checkpoint is already stored."""
         if request.stored_prefix is None:
             self._set_stored(request, tokens, caches)
             self._prefixes.insert(tokens, caches)
@@ -121,11 +123,11 @@ class Checkpoints:
         request.stored_prefix = StoredPrefix(tokens, caches_to_write)
 
     def insert_answer(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a finished request, unless its prompt's caches are already stored.
+        """Store a finished request's caches, unless its prompt is already stored or other requests can't use them.
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
-        # Other requests can't use a full cache if theirs are compressed during prefill, or depend on sparse attention.
+        # Other requests can't use a full cache if their own are compressed during prefill or read sparsely.
         others_need_different_caches = self._reads_sparsely or not self._keeps_all_entries
         if request.body.full_cache and others_need_different_caches:
             return

@@ -33,7 +33,7 @@ class News(NamedTuple):
     Attributes:
         new_requests: accepted requests, which join the queue.
         cancelled_numbers: numbers of cancelled requests.
-        starts_next: whether the first waiting request starts.
+        starts_next: whether the first waiting request leaves the queue. It then starts, unless it is cancelled.
         engine_ends: whether the engine stops.
     """
 

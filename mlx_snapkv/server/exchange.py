@@ -38,7 +38,7 @@ async def respond(
         formatter: formats the answers for the client's API.
         stream: whether to respond with server-sent events instead of JSON.
 
-    Raises: Exception: too many answers were requested, or one failed before the response started.
+    Raises: Exception: too many answers were requested, or an answer failed before the response started.
     """
     state = request.app.state
     n_answers = len(answer_bodies)

@@ -46,7 +46,7 @@ class Prefix:
     def covers(self, other: Prefix) -> bool:
         """Return whether these caches can replace `other`'s: at most 1/16 of `other`'s tokens would have to be reread.
 
-        Both prefixes must be trimmable.
+        Always False unless both prefixes are trimmable.
         """
         if not (self.is_trimmable and other.is_trimmable):
             return False

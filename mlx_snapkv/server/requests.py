@@ -111,7 +111,7 @@ Event = Accepted | Started | PromptProgress | Reply | TokenLogprob | Finished | 
 
 
 class StoredPrefix(NamedTuple):
-    """Tokens that a request has read, and the resulting caches. Without --prefix-dir, there are no caches."""
+    """Tokens that a request has read, and the resulting caches. Without --prefix-dir, `caches` is empty."""
 
     tokens: list[int]
     caches: list[Any]
@@ -133,7 +133,8 @@ class EngineRequest:
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
-        stored_prefix: what this request stored in the prefix cache. None until then.
+        stored_prefix: what this request stored in the prefix cache at its last checkpoint or, if it has none, after its
+            prompt or answer. None until then.
     """
 
     body: Body

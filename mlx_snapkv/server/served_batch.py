@@ -135,7 +135,7 @@ class ServedBatch:
         return to_restart
 
     def _handle_progress(self, response: Any) -> None:
-        """Send a prompt's progress. At a checkpoint, store its caches.
+        """Send a prompt's progress. At a checkpoint, store the prompt's caches.
 
         Args:
             response: mlx-lm's `PromptProcessingBatch.Response`.

@@ -132,7 +132,7 @@ class CountedMessages(BodyModel):
     def as_chat_body(self, **sampling: Any) -> ChatBody:
         """Convert to a chat completion body.
 
-        Raises: SnapKVError: the request can't be answered.
+        Raises: SnapKVError: the resulting body is invalid.
         """
         output_config = self.output_config or OutputConfig()
         if self.tool_choice and self.tool_choice.disable_parallel_tool_use is True:

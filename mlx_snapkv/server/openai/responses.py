@@ -99,7 +99,7 @@ class ResponsesBody(BodyModel):
     def as_chat_body(self) -> ChatBody:
         """Convert to a chat completion body.
 
-        Raises: SnapKVError: the request can't be answered.
+        Raises: SnapKVError: the resulting body is invalid.
         """
         return chat_body(
             self,
@@ -183,7 +183,7 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_content_part(block))
 
     def block_delta(self, block: Block, text: str) -> Iterator[str]:
-        """Yield an item's new text or, for a custom tool, its whole input."""
+        """Yield an item's new text or, for a call to a custom tool, the whole input."""
         if self._calls_custom_tool(block):
             # Calls arrive complete, so one delta contains the whole input, extracted from the JSON arguments.
             custom_input = _custom_input(block)
