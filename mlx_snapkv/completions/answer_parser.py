@@ -167,7 +167,7 @@ class AnswerParser:
         return [Reply(calls=calls)] if calls else [self._reply_of_failed_call(call_text)]
 
     def _reply_of_failed_call(self, text: str) -> Reply:
-        """Return text that is not a call as reasoning if the current call is inside reasoning, otherwise as text."""
+        """Return a failed call's text: as reasoning if the call is inside reasoning, otherwise as text."""
         return Reply(reasoning=text) if self._call_is_in_reasoning else Reply(text)
 
     def _parse_calls(self, call_text: str, is_complete: bool) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ class AnswerParser:
         self._call_text = call_text[:call_end]
         state_around_call = "reasoning" if self._call_is_in_reasoning else "normal"
         self._machine_state = self._machine.make_state(state_around_call)
-        # If there is no text before the marker, there is no call, and the marker is text.
+        # If there is no text before the marker, there is no call, so keep the marker as text or reasoning.
         parts = self._end_call() or [self._reply_of_failed_call(marker)]
         return parts + self.parse(text_after_call, is_last=True)
 

@@ -10,7 +10,7 @@ from ..errors import SnapKVError, brief
 def apply_template(tokenizer, messages: list[dict[str, Any]], /, **options: Any) -> Any:
     """Render messages with the chat template. Return token ids, or text if `tokenize=False`.
 
-    Options may have any name, such as `messages`, because clients send them.
+    Options come from clients, so they may have any name, even `messages`.
 
     Raises: SnapKVError: the template or the tokenizer fails.
     """

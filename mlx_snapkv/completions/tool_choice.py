@@ -41,7 +41,7 @@ class ToolChoice(BodyModel):
 def _as_tool_choice(value: Any) -> Any:
     """Convert a choice in any format to the fields of `ToolChoice`. Return unknown formats unchanged.
 
-    Raises: ValueError: `allowed_tools` or what names a tool is not an object.
+    Raises: ValueError: `allowed_tools`, a tool in it or the named function is not an object.
     """
     if isinstance(value, str):
         return {"type": value}
