@@ -59,7 +59,7 @@ class Settings:
     volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
-        """Check the settings.
+        """Check the settings, and convert an empty `api_key` to None.
 
         Raises: SnapKVError: a setting is invalid, as described in the class docstring.
         """

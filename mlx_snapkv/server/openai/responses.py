@@ -74,7 +74,7 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    Fields of any type that the response repeats are `JsonValue`s, which exclude NaN and infinity.
+    The response repeats all `JsonValue` fields. This type excludes NaN and infinity.
     """
 
     model_config = ConfigDict(extra="allow")
