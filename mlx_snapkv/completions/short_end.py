@@ -147,7 +147,7 @@ def _continuations(matcher: LLMatcher, bitmask: bytes, tokenizer: LLTokenizer) -
 
 
 def _allowed_character_tokens(bitmask: bytes, characters: str, tokenizer: LLTokenizer) -> list[int]:
-    """Return the tokens for `characters`, without those that a matcher's bitmask forbids."""
+    """Return the tokens for `characters`, omitting tokens that a matcher's bitmask forbids."""
     tokens = (_character_token(character, tokenizer) for character in characters)
     return [token for token in tokens if _is_allowed(bitmask, token)]
 
