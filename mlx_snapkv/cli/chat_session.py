@@ -26,7 +26,7 @@ from .options import SamplingOptions
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-# Turns of up to this many tokens don't announce how much they will write to files.
+# The chat does not announce the disk space for turns of up to this many tokens.
 MAX_SHORT_TURN = 2048
 
 

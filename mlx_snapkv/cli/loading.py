@@ -293,9 +293,9 @@ def _is_repository_name(name: str) -> bool:
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU.
 
-    MLX emulates half precision on a CPU, which is several times slower. Weights that would then take more than
-    `MAX_WEIGHTS_SHARE` of the memory are not converted, unless the model is embedded. Return a notice about the
-    conversion or about slow half precision. Return None if neither applies, and for embedded models.
+    MLX emulates half precision on a CPU, which is several times slower. Weights that would take more than
+    `MAX_WEIGHTS_SHARE` of the memory in float32 are not converted, unless the model is embedded. Return a notice about
+    the conversion or about slow half precision. Return None if neither applies, and for embedded models.
 
     Args:
         name: model name as typed by the user.
