@@ -7,7 +7,10 @@ from .prerequisites import require_prerequisites
 
 
 def main() -> None:
-    """Check the prerequisites and run the command line. During imports, Ctrl-C ends the process immediately."""
+    """Check the prerequisites and run the command line.
+
+    Ctrl-C ends the process immediately until `raise_on_interrupt` is called.
+    """
     require_prerequisites()
     from .cli.process import exit_on_interrupt
 

@@ -1,4 +1,4 @@
-"""Builds a Content-Security-Policy header that restricts an HTML page to its own scripts and styles."""
+"""Builds a Content-Security-Policy that restricts an HTML page to its own script and style."""
 
 import re
 from base64 import b64encode
@@ -8,7 +8,7 @@ ALLOW_NONE = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'no
 
 
 def content_policy(html: str, **more: str) -> str:
-    """Return a Content-Security-Policy that allows a page's own scripts and styles by hash.
+    """Return a Content-Security-Policy that allows a page's own script and style by hash.
 
     Args:
         html: the page, with at most one `<script>` and one `<style>` element, both without attributes.

@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def put_result(path: Path, data: str | bytes) -> None:
-    """Write a file atomically. Raises: OSError: the message names the file."""
+    """Write a file atomically. Raises: OSError, with a message that names the file."""
     with naming(path):
         put(path, data)
 

@@ -1,6 +1,6 @@
-"""Checks MLX's requirements before MLX is imported. Can be run as `python mlx_snapkv/prerequisites.py`.
+"""Checks the package's requirements without importing MLX. Can be run as `python mlx_snapkv/prerequisites.py`.
 
-This file must run on Python 3.9, the version that comes with macOS.
+This file must run on Python 3.9, the version of macOS's `/usr/bin/python3`.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def bench(*, options: BenchOptions) -> None:
     with StepBars() as bars:
 
         def save_rows(rows: list[dict[str, Any]]) -> None:
-            """Advance the bar, and write the rows so far to any result file, so that they survive an interrupt."""
+            """Advance the bar and, with --output, write the rows so far, so that they survive Ctrl-C."""
             result["speed"] = rows
             bars.count_step()
             if files is not None:

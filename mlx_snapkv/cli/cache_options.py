@@ -67,7 +67,7 @@ class CacheOptions:
             return
         try:
             layers = attention_layers(model, make_prompt_cache(model))
-        except UnsupportedModelError:  # mlx-lm handles this model's entries
+        except UnsupportedModelError:  # no policy can be used, so mlx-lm does the quantisation
             return
         require_quantizable(model, layers, self.quantization)
 
@@ -125,7 +125,8 @@ class MLXCacheOptions(CacheOptions):
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
         """Check that the model supports the options and that they can be combined.
 
-        Raises: SnapKVError: the model does not support an option, or --max-kv-size can't be combined with another.
+        Raises: SnapKVError: the model does not support an option, or --max-kv-size is combined with --draft-model or
+            --kv-bits.
         """
         from ..models import type_of
 
@@ -277,7 +278,10 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Return `setting` with these options in place of its default values. Only sparse attention is changed."""
+        """Return sparse attention with these options in place of a default `store` or `store_dir`.
+
+        Other settings are returned unchanged.
+        """
         if not isinstance(setting, Sparse):
             return setting
         changes = {}

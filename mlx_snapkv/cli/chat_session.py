@@ -26,7 +26,7 @@ from .options import SamplingOptions
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-# Turns of up to this many tokens don't announce how much they will write to files.
+# The chat does not announce the disk space for turns of up to this many tokens.
 MAX_SHORT_TURN = 2048
 
 
@@ -167,7 +167,7 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
-        # `wait_for` runs `count` in a thread that keeps running after Ctrl-C, so the document is attached here instead.
+        # Count in `wait_for`, but attach here: after Ctrl-C, the thread of `wait_for` would still attach the document.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_read_before = len(conversation.read)

@@ -1,4 +1,4 @@
-"""Build typer commands from functions with dataclass parameters and report usage errors in one sentence."""
+"""Build typer commands from functions with dataclass parameters, and report usage errors in one sentence."""
 
 import functools
 import inspect
@@ -64,10 +64,12 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-# The help text hides the type, as in "--seed <int range>", and the negation, as in "--pipeline / --no-pipeline".
+# Matches what the help text leaves out: " <int range>" in "--seed <int range>", and " / --no-pipeline" in
+# "--pipeline / --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Option -> the option that it requires, and what that option's value must contain, if anything.
+# Option -> the option that it requires, and texts of which the required option's value must contain at least one. An
+# empty tuple allows any value.
 REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_group_size": ("kv_bits", ()),
     "quantized_kv_start": ("kv_bits", ()),
@@ -77,7 +79,7 @@ REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_dir_bytes": ("prefix_dir", ()),
     "question": ("setting", ("known", "later")),
 }
-# Options that can't be combined with a saved prompt, and options whose values are stored with it.
+# Options that can't be combined with a saved prompt.
 EXCLUDED_BY_SAVED_PROMPT = (
     "prefill_response",
     "system_prompt",
@@ -86,6 +88,7 @@ EXCLUDED_BY_SAVED_PROMPT = (
     "max_kv_size",
     "kv_memory",
 )
+# With a saved prompt, configured values of these options are ignored, and only typed ones are used.
 STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 
@@ -133,8 +136,8 @@ class Command(TyperCommand):
         """Reset configured values that have no effect.
 
         A saved prompt has its own setting, so only typed options change it. If any of `SETTING_OPTIONS` was typed, the
-        configured values of all three are reset. A configured store is reset unless sparse attention may use it. The
-        policy "none" becomes None.
+        configured values of all three are reset. A configured store is reset if no sparse attention may use it, or if a
+        typed --sparse names a store. The policy "none" becomes None.
 
         Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
         """
@@ -203,7 +206,7 @@ class Command(TyperCommand):
                     raise SnapKVError(
                         f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
                     )
-        # Besides --store, these may set the file store: --sparse, /policy in a chat, auto, or a saved prompt.
+        # Besides --store, any of these may select the file store: --sparse, /policy in a chat, auto, or a saved prompt.
         may_get_file_store = (
             "file" in _stores_in(ctx.params.get("sparse"))
             or self.name == "chat"

@@ -117,7 +117,7 @@ def compare(
 def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[Method]:
     """Return the full cache, sparse attention and, unless a store is set, two policies.
 
-    Their budgets suit a prompt of `n_prompt` tokens.
+    The budgets suit a prompt of `n_prompt` tokens.
     """
     from ..planning.auto import worth_comparing
     from ..sparse.options import Sparse
@@ -133,7 +133,7 @@ def _default_methods(n_prompt: int, store: cache_options.StoreOptions) -> list[M
 def _answer_printer(is_silent: bool) -> Callable[[str, str], None]:
     """Return a function that prints each new part of a method's answer, or does nothing if `is_silent`.
 
-    The method's name is printed above the first part, because the progress bar has disappeared by then.
+    The method's name is printed only with the first part, because the progress bar is visible until then.
     """
     printed_names: set[str] = set()
 

@@ -20,7 +20,8 @@ PREFIX = "MLX_SNAPKV_"
 # Options that determine a request's setting. A more specific source that sets one of them overrides all three.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
-# Ends of variables that are not options: the path of the speed record, and the folder with models for tests.
+# Names (without the prefix) of variables that set no option: the path of the speed record, and the folder with models
+# for tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
 Table = dict[str, Any]  # a table of config.toml, with underscores in names
@@ -100,8 +101,8 @@ def _sources_by_precedence(
     Args:
         command_path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
-        supports_auto: whether the command supports the policy "auto". If not, it is omitted from the sources that all
-            commands share: variables, and the top of config.toml.
+        supports_auto: whether the command supports the policy "auto". If not, "auto" is omitted from the sources that
+            all commands share: variables, and the top of config.toml.
     """
     variables = _variables()
     top_values = _values_in(table, str(config_file()))
@@ -135,12 +136,15 @@ def _values_in(table: Table, location: str) -> dict[str, ConfigValue]:
 
 
 def _read_config_file(root: Any) -> Table:
-    """Read and check config.toml. Return an empty table if it does not exist."""
+    """Read and check config.toml. Return an empty table if it does not exist.
+
+    Raises: SnapKVError: the file can't be read, is not valid TOML, or fails `_checked_table`.
+    """
     path = config_file()
     try:
         with path.open("rb") as stream:
             table = tomllib.load(stream)
-    except (FileNotFoundError, NotADirectoryError):  # for example, with HOME=/dev/null
+    except (FileNotFoundError, NotADirectoryError):  # HOME may be /dev/null
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error
@@ -191,7 +195,7 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 
 
 def _options_in(group: Any) -> dict[str, Any]:
-    """Return the options of all commands in a group, as `_options_of` returns those of one."""
+    """Return the options of all commands in a group, keyed as in `_options_of`."""
     options: dict[str, Any] = {}
     for _, command in commands_of(group):
         options |= _options_of(command)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-CHUNK_SHARE = 8  # a prompt chunk chooses 1/8 of the entries to read
+CHUNK_SHARE = 8  # a prompt chunk chooses to read 1/8 of the entries
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",
@@ -196,7 +196,7 @@ def _ask_in_chat(
 def _decoding_speed_text(model: Any) -> str:
     """Time decoding over `DECODED_ENTRIES` random entries with the full cache, SnapKV and sparse attention.
 
-    Returns: A sentence with the time and the bytes read per token.
+    Returns: A sentence with each cache's time per token and KV memory.
     """
     from ..compress.options import Compress
     from ..compress.policies import SnapKV
@@ -211,7 +211,7 @@ def _decoding_speed_text(model: Any) -> str:
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
-    # Bytes read per token.
+    # With sparse attention, the size counts all entries, plus the ones that a token reads.
     full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"

@@ -273,7 +273,7 @@ class _Answer:
 
     @property
     def _continued_prompt(self) -> SavedPrompt | None:
-        """Return the saved prompt if the answer continues from its entries without a policy or sparse attention."""
+        """Return the saved prompt if the answer reads all entries in its caches, otherwise None."""
         has_setting = self.keywords["policy"] is not None
         return None if has_setting else self.saved
 

@@ -153,7 +153,7 @@ def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
 
 
 def _print_map(inspection: Inspection, console: Console) -> None:
-    """Print one line per layer, from the prompt's start to its end. Denser shades mean more heads keep entries."""
+    """Print one line per layer, from the prompt's start to its end. A denser shade means that more entries are kept."""
     labels = [f"layer {layer}" for layer in inspection.layers]
     label_width = max(map(len, labels)) + 1
     free_width = console.width - label_width - SHARE_WIDTH

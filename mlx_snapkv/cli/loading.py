@@ -17,7 +17,7 @@ from .command import flag_of
 from .loading_errors import loading_problem
 from .process import raise_on_interrupt, silence_output
 
-# Maximum fraction of the machine's memory for float32 weights. KV entries also become float32.
+# Maximum fraction of the machine's memory for float32 weights. KV entries, which also become float32, need the rest.
 MAX_WEIGHTS_SHARE = 0.5
 INDEX = "model.safetensors.index.json"
 # Substrings of mlx and mlx-lm error messages about models that can't be split.
@@ -40,7 +40,7 @@ def load_model(
     Args:
         name: the folder, repository or embedded model.
         adapter_path: folder of LoRA adapters, if any.
-        trust_remote_code: whether the tokenizer may run code from the model folder.
+        trust_remote_code: whether the model and the tokenizer may run code from the model folder.
         option: flag that names the model, for messages.
         quantize_activations: whether to quantise activations like the weights.
         pipeline: whether each process loads whole layers instead of a slice of every layer. None for commands that run
@@ -142,7 +142,7 @@ def _rope_changes(location: str, label: str) -> dict[str, Any]:
 
 
 def _start_ranks(pipeline: bool | None) -> int:
-    """Prepare the processes started by `mlx.launch` and return how many there are.
+    """Set up this process if `mlx.launch` started it, and return the number of processes.
 
     Only rank 0 prints, and all ranks share a sampling seed.
 
@@ -171,7 +171,7 @@ def _start_ranks(pipeline: bool | None) -> int:
 
 
 def require_one_process(**options: Any) -> None:
-    """Reject these options if there are several processes. Raises: SnapKVError."""
+    """Check that none of these options is set if there are several processes. Raises: SnapKVError."""
     from ..models.distributed import n_ranks
 
     for name, value in options.items():
@@ -238,7 +238,7 @@ def load_without_weights(name: str, for_mac: bool = False):
 
     Args:
         name: the folder, repository or embedded model.
-        for_mac: whether to keep half precision, as on a machine with a GPU. Embedded models are converted anyway.
+        for_mac: whether to keep half precision even if this machine has no GPU. It has no effect on embedded models.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """
@@ -293,15 +293,15 @@ def _is_repository_name(name: str) -> bool:
 def _compute_in_float32(name: str, model: Any, memory: int) -> str | None:
     """Convert half-precision weights to float32 on a machine without a GPU.
 
-    MLX emulates half precision on a CPU, which is several times slower. Weights that would then take more than
-    `MAX_WEIGHTS_SHARE` of the memory are not converted, unless the model is embedded. Return a notice about the
-    conversion or about slow half precision. Return None if neither applies, and for embedded models.
+    MLX emulates half precision on a CPU, which is several times slower. Weights that would take more than
+    `MAX_WEIGHTS_SHARE` of the memory in float32 are not converted, unless the model is embedded. Return a notice about
+    the conversion or about slow half precision. Return None if neither applies, and for embedded models.
 
     Args:
         name: model name as typed by the user.
         model: an mlx-lm model, converted in place.
-        memory: the machine's total memory in bytes. Free memory changes from run to run: answers would change with it,
-            and saved prompts would no longer fit the model.
+        memory: the machine's total memory in bytes. Don't pass its free memory, which changes from run to run: answers
+            would change with it, and saved prompts would no longer fit the model.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten

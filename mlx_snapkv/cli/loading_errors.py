@@ -16,7 +16,7 @@ HUB_ERRORS = {
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
 )  # fmt: skip
-# Function in mlx-lm's loader -> problem if it fails. The first entry found in the traceback wins.
+# Function in mlx-lm's loader -> problem if it fails. The first entry whose function is in the traceback wins.
 LOADING_STEPS = {
     "load_tokenizer": "its tokenizer can't be read",
     "load_adapters": "the adapters don't fit",

@@ -178,7 +178,7 @@ class ModelOptions:
             self.adapter_path,
             self.trust_remote_code,
             quantize_activations=self.quantize_activations,
-            # Only commands that several Macs can share have --pipeline.
+            # Only commands that can run on several Macs have --pipeline.
             pipeline=getattr(self, "pipeline", None),
         )
 
@@ -343,7 +343,8 @@ def adapt_tokenizer(
 ) -> None:
     """Add end-of-answer tokens (text or ids) and chat-template options to a tokenizer, in place.
 
-    Raises: SnapKVError: the tokenizer has no such token, or the command itself sets a template option.
+    Raises: SnapKVError: the tokenizer has no such token, or an option in `template_options` is set by the command
+        itself.
     """
     for token in extra_eos_token or []:
         if not _has_token(tokenizer, token):

@@ -111,7 +111,7 @@ class ContextPlans(NamedTuple):
     Attributes:
         context: prompt length in tokens.
         plans: plans to show.
-        best: the recommended plan, one of `plans`. None if none fits.
+        best: the recommended plan, one of `plans`. None if no setting fits.
         why: reason for the recommendation.
     """
 
@@ -132,7 +132,8 @@ class Plans:
         kv_memory: KV memory limit in bytes; see --kv-memory.
         speed: speed record for sparse attention on this machine. Empty when planning for a different machine, or if the
             model can't be compressed.
-        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when `speed` is.
+        break_evens: prompt lengths at which sparse attention becomes faster on this machine. Empty when planning for a
+            different machine, or if the model can't be compressed.
     """
 
     model: str
@@ -203,7 +204,7 @@ class Plans:
             return [self.setting]
         if not self.planner.can_compress:
             return []
-        # --kv-bits quantises only entries that a policy keeps.
+        # --kv-bits can't be combined with sparse attention.
         configs = (SPARSE, SNAPKV) if self.kv_bits is None else (SNAPKV,)
         return [config.setting for config in configs]
 

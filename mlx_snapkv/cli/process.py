@@ -78,7 +78,7 @@ class SilentStream(Stderr):
 
 
 def silence_output() -> None:
-    """Drop all output until `restore_stderr` is called. Ranks other than 0 do this, because rank 0 prints for all."""
+    """Drop all output to stdout and stderr. Ranks other than 0 do this, because rank 0 prints for all."""
     silent: Any = SilentStream(sys.stderr)
     sys.stdout = sys.stderr = silent
 

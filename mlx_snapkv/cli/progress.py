@@ -11,7 +11,7 @@ from rich.theme import Theme
 
 LINE_INTERVAL = 30.0  # seconds between progress lines if stderr is not a terminal
 
-# Only the palette's green and red are readable on both dark and light backgrounds.
+# Only the terminal palette's green and red are readable on both dark and light backgrounds.
 PALETTE = Theme(
     {
         **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse"), "green"),
@@ -50,7 +50,7 @@ class CallbackBar:
     def __init__(
         self, console: Console, title: str, *columns: progress.ProgressColumn, quiet: bool = False
     ):
-        """Create the bar. It appears once the callback is called."""
+        """Create the bar. It does not appear before `update` is called."""
         self.n_done = 0
         self._bar = Progress(
             TextColumn(title),
@@ -104,7 +104,7 @@ class StepBars:
     """Context manager for progress bars that count steps. If stderr is not a terminal, it prints lines instead.
 
     Args:
-        results_file: file that the same command continues. After Ctrl-C, a message names it.
+        results_file: file with the results so far, which the same command continues. A message names it after Ctrl-C.
         quiet: whether to hide the bars.
     """
 
@@ -130,7 +130,7 @@ class StepBars:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the bars. After Ctrl-C, print where to find the results so far."""
+        """Stop the bars. After Ctrl-C, print where to find the results so far."""
         self._progress.stop()
         if kind is KeyboardInterrupt and self._results_file is not None:
             message = f"The answers so far are in {self._results_file}; the same command continues from there."

@@ -121,7 +121,7 @@ class PromptOptions(TextOptions):
         return tokens
 
     def _render(self, tokenizer: Any, text: str, today: datetime | None) -> list[int]:
-        """Apply the chat template to the user's text, followed by --prefill-response if it is set."""
+        """Apply the chat template to `text`, with --system-prompt and --prefill-response if they are set."""
         has_prefill = self.prefill_response is not None
         contents = {
             "system": self.system_prompt,

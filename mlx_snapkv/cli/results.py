@@ -76,7 +76,8 @@ class ResultFiles:
 def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     """Return the path of a single-file --output, or None without the option.
 
-    Raises: SnapKVError: the path has a different suffix, can't be written, or is a file not written by this package.
+    Raises: SnapKVError: the path has a different suffix, can't be written, or is a file not written by this package, or
+        a picture was requested and matplotlib is missing.
     """
     if name is None:
         return None
@@ -88,8 +89,8 @@ def page_to_write(name: str | None, *suffixes: str) -> Path | None:
 def _require_replaceable(path: Path) -> None:
     """Check that a result can be written to a file, and replaces nothing but a result.
 
-    Raises: SnapKVError: the file can't be written, exists and was not written by this package, or is a picture and
-        matplotlib is missing.
+    Raises: SnapKVError: the file can't be written, or exists and was not written by this package, or a picture was
+        requested and matplotlib is missing.
     """
     if path.suffix == ".png":
         require_matplotlib()
@@ -224,8 +225,8 @@ def methods_to_measure(
         lengths: prompt lengths to measure in tokens, if they are known.
         store: store options for sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, a store is set for policies only or differs from one in `sparse`, or a
-        method would not compress any prompt.
+    Raises: SnapKVError: a value can't be parsed, a store is set without sparse attention or contradicts a value of
+        `sparse`, or a method would compress none of the prompts.
     """
     from ..measure.methods import Method, require_compression
 

@@ -138,8 +138,8 @@ class SavedPrompt:
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Encode a question as token ids that continue the saved prompt.
 
-        Raises: SnapKVError: the whole prompt would not continue the saved tokens, or the file does not support
-            questions or `ignore_chat_template`.
+        Raises: SnapKVError: the prompt with the question does not begin with the saved tokens, or the file does not
+            support questions or `ignore_chat_template`.
         """
         if self._saved.is_from_mlx_lm:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
@@ -171,7 +171,7 @@ class SavedPrompt:
 
     @property
     def policy(self) -> str:
-        """Return the setting that compressed the saved prompt, now or when it was saved."""
+        """Return the setting that compressed the prompt (at loading or before it was saved), or `NO_POLICY`."""
         return self.report.policy if self.report.compressed else self._saved.policy
 
     @property

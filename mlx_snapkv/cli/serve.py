@@ -292,7 +292,7 @@ def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], 
         url = f"http://[{host}]:{port}" if is_ipv6 else f"http://{host}:{port}"
 
         def print_address(_: Any) -> None:
-            """Print the server's address and the size of its prefix cache once it accepts requests."""
+            """Print the server's address and the size of its prefix cache. Called once the server accepts requests."""
             clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
             line = f"{loader.names[0]} at {url} (chat page) | {clients} | API: {url}/docs | Ctrl-C stops"
             print(line, loader.cache_size, sep="\n", flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Use lists, not sets, because their order is fixed. The same seed must give the same text on every machine.
+# Lists rather than sets, because the order of sets varies, and a seed must give the same text on every machine.
 _WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
 _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
@@ -107,7 +107,7 @@ def filler_sentence(rng: random.Random) -> str:
     """Return a random sentence that does not state a fact."""
     template = rng.choice(_SENTENCES)
     words = {}
-    # Draw all words, even if the sentence has no placeholder for them, so that each seed still produces the same text.
+    # Draw all words, even if the sentence has no placeholder for them. Fewer draws would change the text of every seed.
     for placeholder, choices in _WORDS_BY_PLACEHOLDER.items():
         words[placeholder] = rng.choice(choices)
         words[f"{placeholder}2"] = rng.choice(choices)

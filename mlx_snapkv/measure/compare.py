@@ -63,7 +63,7 @@ def decode(
         tokenizer: its tokenizer.
         prompt: token ids of the whole prompt.
         max_tokens: maximum number of tokens in the answer, including `first_tokens`.
-        cache: prompt cache to decode from. At least the last token of `prompt` and `first_tokens` must be unread.
+        cache: prompt cache to decode from. It must not have read the last token of `[*prompt, *first_tokens]`.
         report: report on the cache's compression, or None if `stream_generate` should compress the prompt.
         first_tokens: first answer tokens, if already known.
         on_text: called with each new part of the answer's text. End-of-sequence tokens have no text.
@@ -133,9 +133,9 @@ class Compared:
             same value.
         tokens_per_second: decoding speed after compression, or None if there are too few tokens.
         kl: mean KL divergence from the full cache over the full cache's answer, in nats per token. Only tokens after
-            compression count, as in `eval fidelity --setting known`. None if the answer ends before compression.
+            compression count, as in `eval fidelity --setting known`. None if that answer ends before compression.
         n_before: number of answer tokens decoded before compression.
-        uncompressed: one-sentence explanation if the answer ends before compression, otherwise None.
+        uncompressed: why `kl` is None, in one sentence. None if `kl` is a number.
         differs: first difference from the full cache's answer: (token index, text before it, text of the full cache's
             token, text of this answer's token). None if the answers are equal.
         reason: why the method leaves the prompt to the full cache, or None if it does not.
@@ -308,11 +308,11 @@ class _Comparison:
         options = {"policy": method.policy, **self._options}
         answer = self._decode(method.name, cache, on_report=copy_cache, **options)
         kept_share = None if compressed_cache is None else self._kept_share(compressed_cache)
-        # Otherwise, predict in a second request. With sparse attention, `cache` has all entries, and only the tokens of
-        # a request choose among them. With a lookahead, it has read tokens of this answer, which may differ from the
-        # full cache's.
         if compressed_cache is not None and not lookahead_of(method.policy):
             return answer, kept_share, self._reference.predictions(compressed_cache)
+        # Predict in a second request. With sparse attention, `cache` has all entries, and only the tokens of a request
+        # choose among them. With a lookahead, `compressed_cache` has read tokens of this answer, which may differ from
+        # the full cache's answer.
         options.pop("prompt_progress_callback", None)
         return answer, kept_share, self._reference.generate(**options)  # type: ignore[arg-type]
 

@@ -115,8 +115,8 @@ class Reference:
         """Compare log-probabilities `(m, vocab_size)` for the last `m` tokens with the full cache's.
 
         Returns:
-            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens where both have the
-            same top prediction. Both values are scalar arrays, or None if there are no tokens.
+            `kl`: mean KL divergence from the full cache, in nats per token. `same`: share of tokens whose top
+            prediction is also the full cache's. Both values are scalar arrays, or None if there are no tokens.
         """
         n_predicted = len(logprobs)
         if n_predicted == 0:

@@ -111,13 +111,13 @@ def backend_name(blas: str) -> str:
 
 
 def sparse_kernels_text() -> str:
-    """Describe whether the sparse attention kernels pass their self-test on this machine, for a common shape."""
+    """Say whether the sparse attention kernels pass their self-test for a common shape, or why they are not used."""
     reason = why_unused(head_dim=128, group=4, dtype=mx.float16)
     return "pass their self-test" if reason is None else f"not used: {reason}"
 
 
 def fused_attention_text(model: Any) -> str:
-    """Describe whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
+    """Say whether MLX's fused attention kernel supports a model's head sizes for prompt chunks.
 
     Without this kernel, all of a chunk's attention scores are in memory at the same time. If the model can't be
     compressed, return the reason.

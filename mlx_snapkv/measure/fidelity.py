@@ -124,7 +124,7 @@ def run(
 def _record_keys(
     piece: Piece, question: str | None, settings: Sequence[str], methods: Iterable[str]
 ) -> list[Record]:
-    """Return the keys of a piece's records, one per setting and method."""
+    """Return the keys of a piece's records. There is one record per setting and method."""
     return [
         {
             "method": method,
@@ -168,7 +168,7 @@ def read_piece(
         max_tokens: maximum number of tokens in an answer.
         stop_tokens: tokens that end an answer.
 
-    Returns: The text to compress and the tokens to judge, by setting.
+    Returns: The reading to compress and the tokens to judge, by setting.
     """
     reading_by_setting: dict[str, tuple[Reading, Reference]] = {}
     text_policies = [without_lookahead(policy) for policy in policies]
@@ -186,7 +186,7 @@ def read_piece(
     if TEXT in settings:
         if text_reading is None:
             text_reading = read_once(model, [*frame.start, *piece.tokens], text_policies)
-        # The first token after the piece is predicted from the full cache. Feed it, and judge the ones after it.
+        # The first token after the piece is predicted before compression. Feed it, and judge the tokens after it.
         following_text = Reference(text_reading, piece.following, n_fed=1)
         reading_by_setting[TEXT] = text_reading, following_text
     return reading_by_setting
@@ -197,7 +197,7 @@ def judge(setting: str, reading: Reading, reference: Reference, policy: Setting 
 
     Args:
         setting: one of `FIDELITY_SETTINGS`.
-        reading: the text to compress, from `read_piece`.
+        reading: the reading to compress, from `read_piece`.
         reference: the tokens to judge, from `read_piece`.
         policy: the method's setting, or None for the full cache.
     """
@@ -237,8 +237,8 @@ def _compressed_cache(
 ) -> tuple[list, CompressionReport]:
     """Return the cache to predict the judged tokens from, and its compression report."""
     if isinstance(policy, Sparse):
-        # The question is read as a later turn. Its last token is left out, because feeding it predicts the first judged
-        # token.
+        # Read the question, if any, as a later turn, but leave out its last token: `predictions` feeds it, and it
+        # predicts the first judged token.
         later_tokens = reference.prompt[len(reading.tokens) : -1]
         return read_sparsely(reading.model, policy, reading.tokens, later_tokens)
     if setting == KNOWN:

@@ -48,7 +48,7 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
 def layer_speed(model: Any) -> Speed:
     """Estimate one token's attention time over all layers, with full and with sparse attention.
 
-    Only the difference is meaningful for a whole token, because the rest of the model is not timed.
+    Only the difference between the two is meaningful for a whole token, because the rest of the model is not timed.
 
     Args:
         model: an mlx-lm model. Its weights may be uninitialised.

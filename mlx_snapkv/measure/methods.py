@@ -19,8 +19,8 @@ class Method:
     """A way to answer a prompt: with a policy, with sparse attention, or from the full cache.
 
     Attributes:
-        policy: the setting, or None for the full cache. Sparse attention is measured with `when="always"`. Otherwise
-            the first tokens, or all of them, would be decoded with full attention.
+        policy: the setting, or None for the full cache. Sparse attention is measured with `when="always"`. With
+            "faster", the first tokens, or all of them, would be decoded with full attention.
     """
 
     policy: Setting | None = None

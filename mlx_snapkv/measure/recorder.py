@@ -15,7 +15,7 @@ MAX_RECORDED = 24  # number of prompt tokens recorded per answer token and layer
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What the model attended to when it predicted each answer token, averaged over each layer's query heads.
+    """The attention that predicted each answer token, averaged over each layer's query heads.
 
     Attributes:
         positions: int32 `(n_answer, n_layers + 1, n)`, prompt tokens with the most attention, in descending order.

@@ -106,8 +106,8 @@ class Sentence:
     Attributes:
         start, stop: token range `[start, stop)` in the prompt.
         kept: share (0 to 1) of the sentence's entries that are kept, over all KV heads.
-        chosen: the same share, counting only the entries that the policy chose from. None in the sink and the recent
-            window.
+        chosen: the same share, counting only the entries that the policy chose from. None if the whole sentence is in
+            the sink or the recent window.
         votes: the sentence's share of the votes for all chosen entries. None if the policy has no votes.
     """
 
@@ -120,7 +120,10 @@ class Sentence:
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Yield a text's sentences with trailing white space. List items, table rows and code lines come separately."""
+    """Yield a text's sentences with trailing white space.
+
+    List items, table rows and headings are separate sentences, and so are the lines of a piece above `MAX_SENTENCE`.
+    """
     for sentence in _SENTENCE.findall(text):
         for piece in _MARKED_LINE.split(sentence):
             if len(piece) > MAX_SENTENCE:

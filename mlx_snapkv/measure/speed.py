@@ -138,7 +138,7 @@ def _is_rotating(cache: Any) -> bool:
 
 
 def entries_bytes(prompt_cache: list[Any]) -> int:
-    """Return the bytes of keys and values in all caches, including rotating ones.
+    """Return the bytes of keys, values and indexes in all caches, including rotating ones.
 
     With sparse attention, this counts the entries that a token reads and all entries that it chooses from.
     """

@@ -35,7 +35,7 @@ class Texts:
 
     The order is that of `paths`, with each folder's files sorted by path.
 
-    A text's name is the file's path as given, or relative to the given folder.
+    A text's name is its file's path as given or, for a file in a folder, the path relative to that folder.
 
     Args:
         paths: files and folders.
@@ -169,7 +169,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
     Args:
         tokenizer: the model's tokenizer.
-        question: the question, or None to ask nothing. The chat template is then not used.
+        question: the question. None asks nothing and does not use the chat template.
     """
     start = tokenizer.encode("")  # special tokens only
     if question is None:
