@@ -77,7 +77,7 @@ def batch_generate(
         mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Unless a prompt fails, its answer is
         the same as outside the batch.
 
-    Raises: SnapKVError: an option, the model or a prompt is not supported. Raised before any prompt is read.
+    Raises: SnapKVError: an option, the model or a prompt is not supported. No prompt has been read by then.
     """
     token_lists = _token_lists(model, prompts)
     answer_limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens

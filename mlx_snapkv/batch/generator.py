@@ -35,7 +35,7 @@ UNBATCHED_TYPES = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "ne
 def require_batchable(model) -> None:
     """Check that mlx-lm can decode several prompts together with this model.
 
-    Raises: UnsupportedModelError: it can't, or the answers would be wrong.
+    Raises: UnsupportedModelError: mlx-lm can't, or the answers would be wrong.
     """
     caches = all_caches(make_prompt_cache(model))
     if type_of(model) in UNBATCHED_TYPES or not all(hasattr(cache, "merge") for cache in caches):
@@ -64,8 +64,8 @@ class CompressedBatchGenerator(BatchGenerator):
         on_read: called with a request's uid, its full caches, and the tokens in them. Other requests can continue from
             these caches. Not called for prompts that keep their full cache, or if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
-        reads_first: whether to read as many prompts as the batch has room for before any request decodes. First tokens
-            arrive later, but fewer decode steps are needed.
+        reads_first: whether to read as many prompts as the batch has room for before compressed requests decode. Their
+            answers arrive later, but fewer decode steps are needed.
         on_pause: called about once a second while a chunk is read. If it raises an exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
@@ -94,7 +94,7 @@ class CompressedBatchGenerator(BatchGenerator):
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
         mlx_options = without_quantization(kwargs)  # mlx-lm's generator does not quantise
         self._plans: dict[int, Plan] = {}  # uid -> plan of a waiting request
-        self._is_plain = config.setting is None and not turns  # whether all is left to mlx-lm
+        self._is_plain = config.setting is None and not turns  # whether mlx-lm does everything
         if self._is_plain:
             config.require_supported(model)
             super().__init__(model, **mlx_options)
@@ -263,7 +263,8 @@ class PromptBatch(PromptProcessingBatch):
     def filter(self, keep: list[int]) -> None:
         """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
-            self.prompt_cache = []  # a new list: mlx-lm clears it in place, and the job still needs the old one
+            # A new list, because mlx-lm clears the list in place and the job still needs the old one.
+            self.prompt_cache = []
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
@@ -277,7 +278,10 @@ class PromptBatch(PromptProcessingBatch):
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Single:
-        """Read the prompt's last tokens, and return a group with the request, even if the request has failed."""
+        """Read the prompt's last tokens, unless the request has already failed.
+
+        Return a group that contains only this request, failed or not.
+        """
         job = self.job
         single: Any = Single.empty(job.model, self.fallback_sampler)
         single.job = job

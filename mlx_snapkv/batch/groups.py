@@ -203,7 +203,7 @@ class Single(Group):
         return [cache.recorded for cache in layer_caches(self.prompt_cache)]
 
     def extract_cache(self, idx: int) -> list:
-        """Return the compressed caches of a finished request."""
+        """Compress a finished request's caches if necessary, and return them."""
         self.job.compress(self.tokens[idx])
         return list(self.job.caches)
 

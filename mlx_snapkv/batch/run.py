@@ -141,7 +141,7 @@ class Run:
                 yield request
 
     def _request_of(self, line: Line) -> Request:
-        """Create the request of a line. Raises: SnapKVError: the line is invalid, or its request can't be answered."""
+        """Create the request for a line. Raises: SnapKVError: the line is invalid, or its request can't be answered."""
         if line.body is None:
             raise SnapKVError(line.problem or "")
         seed = self._seed_of(line)

@@ -130,7 +130,7 @@ class Conversation:
     def attach(self, text: str) -> int:
         """Attach a document to the next message, and return its length in tokens.
 
-        The document's entries are chosen according to the question in the message.
+        With a policy, the question in the message decides which of the document's entries are kept.
 
         Raises: SnapKVError: the text is empty.
         """
@@ -184,7 +184,10 @@ class Conversation:
         return typed_text
 
     def _drop_last_turn(self) -> None:
-        """Drop the last turn's messages, and trim or empty the cache."""
+        """Drop the last turn's messages, and trim or empty the cache.
+
+        Raises: SnapKVError: the chat started from an mlx-lm file, which contains no text.
+        """
         if self.n_unknown:
             raise SnapKVError(
                 "this turn can't be undone: the file that the conversation began with does not hold its text"

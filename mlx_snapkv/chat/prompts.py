@@ -24,7 +24,7 @@ class Rendering:
         """Store the tokenizer, and turn off its length warning."""
         ignore_length_limit(tokenizer)
         self._tokenizer = tokenizer
-        self._tokens_by_piece: dict[str, list[int]] = {}  # for the pieces of the last text
+        self._tokens_by_piece: dict[str, list[int]] = {}  # pieces of the last rendered text
 
     def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         """Render messages with the chat template, and return the token ids.
@@ -54,7 +54,7 @@ class Rendering:
 
     @cached_property
     def _cut_pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern for the special tokens that text can be split at, or None.
+        """Return a pattern for the special tokens that text can be split at, or None if there are none.
 
         Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as that
         token, regardless of the surrounding text.

@@ -104,7 +104,7 @@ def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
 def _resumed_setting(
     path: str | Path, prompt: saved.SavedPrompt, policy: Policy | Setting | str | None
 ) -> Setting | None:
-    """Choose the setting for continuing from a file: the file's, or `policy` if it has none.
+    """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
     If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
     `policy.store_dir` is always used.
@@ -131,7 +131,8 @@ def _resumed_setting(
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
     """Check that a setting can be used with the entries of a file.
 
-    Raises: SnapKVError: entries in files need sparse attention, and a compressed prompt needs a policy.
+    Raises: SnapKVError: the entries are in files and the setting is not sparse attention, or the prompt is compressed
+        and the setting is not a policy.
     """
     is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):

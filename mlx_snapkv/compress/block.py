@@ -136,7 +136,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def room(self) -> float:  # type: ignore[override]
-        """Return the number of tokens that fit before the next eviction."""
+        """Return the number of tokens that fit before the next eviction, or infinity if the cache never evicts."""
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n_entries
 
     def append(self, keys: Stored, values: Stored) -> None:
@@ -162,7 +162,10 @@ class BlockKVCache(EvictingCache):
         return n_before + 1
 
     def evict(self) -> None:
-        """Evict all but `quota.entries` entries: the sink, the window, and the highest-scoring ones in between."""
+        """Keep the sink, the window and the highest-scoring entries in between, `quota.entries` in all. Evict the rest.
+
+        Do nothing if there are no more entries than that.
+        """
         if self._n_entries <= self.quota.entries:
             return
         entries = self.held()
@@ -180,9 +183,11 @@ class BlockKVCache(EvictingCache):
         self.replace_entries(kept_entries)
 
     def _window_voters(self, voters: Queries | None) -> Queries:
-        """Return the queries in the window, because entries that earlier queries saw may have been evicted.
+        """Return the last `policy.obs_window` voters, without those before the recent window.
 
-        Raises: SnapKVError: the queries were not recorded.
+        Entries that earlier queries saw may have been evicted.
+
+        Raises: SnapKVError: no queries were recorded.
         """
         if voters is None:
             raise SnapKVError(
@@ -238,7 +243,7 @@ class BlockKVCache(EvictingCache):
         counted_attention = self._counted_attention
         if counted_attention is None:
             counted_attention = mx.zeros((B, H, 0))
-        # Entries appended since the last count have not received any attention yet.
+        # Entries appended since the last count start at 0.
         n_new = self._n_entries - counted_attention.shape[2]
         received_attention = mx.pad(counted_attention, [(0, 0), (0, 0), (0, n_new)])
         if self._waiting_queries:

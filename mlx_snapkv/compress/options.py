@@ -14,11 +14,13 @@ THEN = " then "  # separates two policies in a string
 
 @dataclass(frozen=True)
 class Compress:
-    """Evicts entries with `policy` while the prompt is read, and with `decode_policy` at its end and during the answer.
+    """Evicts entries with one policy, or with one for the prompt and another for the answer.
 
-    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block". While the
-    prompt is read, the sink and the window of both policies are kept. The queries that vote at the end of the prompt
-    also depend on `decode_policy`.
+    With schedule="block", evicts entries with `policy` while the prompt is read, and keeps the sink and the window of
+    both policies. At the end of the prompt and during the answer, evicts with `decode_policy`. At the end of the
+    prompt, at most the last `decode_policy.obs_window` prompt queries vote.
+
+    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block".
 
     Raises: SnapKVError: `decode_policy` is set, but `policy` has schedule="once".
     """

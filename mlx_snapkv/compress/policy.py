@@ -34,7 +34,8 @@ class Policy(Hyperparameters, ABC):
     summary: ClassVar[str]  # short description of the entries that are kept
     paper: ClassVar[str]  # authors, year and arXiv number, or an empty string
 
-    # Override these if the policy needs more than keys and values.
+    # Defaults that subclasses may override:
+
     # Number of recent queries that vote. With schedule="block", only queries in the recent window do.
     obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
@@ -105,7 +106,7 @@ class Policy(Hyperparameters, ABC):
         return self._quota_of(n_entries)
 
     def _quota_of(self, n_entries: int) -> Quota:
-        """Return the quota for a budget of `n_entries`, shrinking sink and window if they don't fit."""
+        """Return the quota for a budget of `n_entries`. The sink and the window are shrunk if they don't fit."""
         n_window = amount(self.n_window, n_entries)
         return Quota(n_entries, self.n_sink, n_window).shrunk_to_fit()
 

@@ -21,7 +21,7 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # minimum number of rows to allocate after the window for pending tokens
+SLACK = 16  # minimum number of rows to allocate after the window for pending entries
 
 
 @loadable

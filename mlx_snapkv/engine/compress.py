@@ -111,7 +111,7 @@ def measuring_compression(
         plan: the request's plan.
         layers: the model's full-attention layers.
         prompt_cache: with sparse attention, the caches that store all entries.
-        caches: the prefill caches, which the block replaces in place.
+        caches: the prefill caches. The `with` block replaces them in this list.
         report: the report to update.
     """
     started = time.perf_counter()

@@ -95,7 +95,7 @@ class DraftedAnswer:
     def _main_then_drafted(
         self, main_responses: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield the main model's responses for the tokens decoded before compression, then the speculative loop's."""
+        """Yield the main model's responses for the tokens decoded before compression, then those of mlx-lm's loop."""
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
@@ -113,8 +113,8 @@ class DraftedAnswer:
     def _drafted_responses(self, earlier: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """Yield the rest of the answer from mlx-lm's speculative loop.
 
-        Token counts and speeds cover the whole answer. The loop starts from the last token in `earlier`, and requires
-        that both models have read exactly the tokens before that one.
+        Token counts and speeds cover the whole answer. The loop starts by feeding the last token in `earlier`, so both
+        models must have read exactly the tokens before it.
 
         Args:
             earlier: the responses so far, decoded by the main model alone.
@@ -123,7 +123,7 @@ class DraftedAnswer:
         *fed_tokens, last_token = earlier_tokens
         latest = earlier[-1]
         for cache in layer_caches(self._main_caches):
-            cache.trim(1)  # mlx-lm's loop has already fed one more token
+            cache.trim(1)  # `last_token`, which has already been fed
         started = time.perf_counter()
         if fed_tokens:
             self._feed_draft_model(mx.array(fed_tokens))
@@ -158,7 +158,7 @@ class DraftedAnswer:
         read(self.draft_model, tokens, self._draft_caches, {"prefill_step_size": step_size})
 
     def _processors_after(self, answer_tokens: list[int]) -> list[Callable] | None:
-        """Wrap the logits processors to also see the prompt and `answer_tokens`. Return None without processors."""
+        """Wrap the logits processors, so that they also see the prompt and `answer_tokens`. Return None without any."""
         earlier = mx.concatenate([self.prompt, mx.array(answer_tokens, self.prompt.dtype)])
 
         def with_earlier_tokens(processor: Callable) -> Callable:
@@ -207,7 +207,7 @@ def _require_no_untrimmable(role: str, model, untrimmable_caches: list) -> None:
 
 
 class ContinuedTokenizer(TokenizerWrapper):
-    """A tokenizer that keeps one detokenizer, so that its text continues across calls to mlx-lm.
+    """A tokenizer that always returns the same detokenizer, so that decoded text continues across calls to mlx-lm.
 
     Args:
         tokenizer: a tokenizer, or an mlx-lm `TokenizerWrapper`.

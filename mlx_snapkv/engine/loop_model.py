@@ -17,10 +17,10 @@ from ..models import attention_classes
 from ..models.patch import recording
 
 LONG_CALL = 32  # minimum number of tokens in a call that may take long enough to need pacing
-# Target duration of one evaluation in seconds. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
+# Target range for the duration of one evaluation. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
 MIN_SECONDS = 0.1
 MAX_SECONDS = 0.5
-PROGRESS_INTERVAL = 1.0  # seconds between progress callbacks within a chunk
+PROGRESS_INTERVAL = 1.0  # minimum seconds between progress callbacks within a chunk
 
 
 class WrappedModel(nn.Module):
@@ -103,9 +103,9 @@ def trimming_drafts(prompt_cache: list) -> Iterator[None]:
 
 
 class Evaluation:
-    """Evaluates caches in groups of layers, sized so that each group takes between `MIN_SECONDS` and `MAX_SECONDS`.
+    """Evaluates caches in groups of layers. Adapts the group size to the time that evaluations take.
 
-    Python can handle Ctrl-C between groups.
+    A group should take between `MIN_SECONDS` and `MAX_SECONDS`. Python can handle Ctrl-C between groups.
     """
 
     def __init__(self):
@@ -136,7 +136,7 @@ class PacedModel(WrappedModel):
 
     Args:
         model: the model to wrap.
-        progress: mlx-lm's `prompt_progress_callback`. It is also called about once a second within a chunk.
+        progress: mlx-lm's `prompt_progress_callback`. It is also called about once a second within a long chunk.
     """
 
     def __init__(self, model, progress: Callable[[int, int], None]):
@@ -164,7 +164,7 @@ class PacedModel(WrappedModel):
         return logits
 
     def _report_part(self, fraction: float, n_tokens: int) -> None:
-        """Report that a fraction of a chunk has been read, at most once a second."""
+        """Report that a fraction of a chunk has been read, unless the last report is less than a second old."""
         now = time.perf_counter()
         if now - self._reported_at > PROGRESS_INTERVAL:
             self._reported_at = now
@@ -174,7 +174,8 @@ class PacedModel(WrappedModel):
 def with_pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """Wrap mlx-lm's `start(model, **options)` to use a `PacedModel` if there is a `prompt_progress_callback`.
 
-    A prompt given as embeddings needs the model itself: mlx-lm looks for `input_embeddings` in the model's signature.
+    A prompt given as embeddings is not paced, because mlx-lm looks for `input_embeddings` in the signature of the
+    model's `__call__`, and the wrapper's has none.
     """
 
     def start_paced(model: Any, **options: Any) -> Iterator[Any]:

@@ -6,10 +6,11 @@ from statistics import median
 from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement
 from ..sparse.options import FIRST_TOKENS
 
-# Tokens not timed after a switch: one is already being computed, and the next allocates buffers.
+# Number of tokens that are not timed after a switch: one is already being computed, and the next allocates buffers.
 N_SKIPPED = 2
-N_MEASURED = 6  # the time per token is the median of this many tokens
-MAX_TIME_RATIO = 0.97  # a sparse step must take less than this fraction of a full one's time
+N_MEASURED = 6  # the time per token is the median over this many tokens
+# Sparse attention is preferred only if a step takes less than this fraction of the time with full attention.
+MAX_TIME_RATIO = 0.97
 # The slower mode is retried once the text has grown by a factor of `RETRY_GROWTH`. If it takes at most `RETRY_RATIO`
 # times as long as the faster one, it is retried sooner: after `FIRST_GAP` tokens, with the gap doubling each time.
 RETRY_RATIO = 1.25
@@ -26,13 +27,13 @@ class Pace:
     Args:
         n_prompt: prompt length in tokens.
         tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
-            attention is first tried after this many tokens, but never among the first `FIRST_TOKENS`, and at the latest
-            once the text has grown by a factor of `RETRY_GROWTH`. That way, an answer of any length takes at most twice
-            as long as it would in the better mode.
+            attention is first tried after this many tokens, so that an answer of any length takes at most about twice
+            as long as in the better mode. It is tried at the latest once the text has grown by a factor of
+            `RETRY_GROWTH`, but never among the first `FIRST_TOKENS`.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
-        seconds: latest time per token, keyed by `reads_all`. Modes that have not been measured are omitted.
+        seconds: latest measured seconds per token, keyed by `reads_all`. Modes that have not been measured are omitted.
     """
 
     def __init__(self, n_prompt: int, tokens_to_repay_setup: float = 0):

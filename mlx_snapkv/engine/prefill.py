@@ -53,8 +53,8 @@ def prefill(
         sparse: sparse attention instead of a policy; see `generate_step`.
         prompt_cache: the prompt cache to fill. A policy compresses it only if it is empty at first. With `sparse`, it
             may contain earlier turns. By default, a new one is created.
-        prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` takes precedence, and its `block` is an
-            upper limit. With sparse prefill, chunks have at least 512 tokens.
+        prefill_step_size: maximum tokens per chunk. A policy's `prefill_chunk` takes precedence. With schedule="block",
+            chunks have at most `block` tokens. With sparse prefill, they have at least 512.
         prompt_progress_callback: called with the number of tokens processed and the total.
         **options: `kv_bits` and `kv_group_size`, for the kept entries.
 

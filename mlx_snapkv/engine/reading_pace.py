@@ -13,8 +13,8 @@ from .pace import MAX_TIME_RATIO
 
 RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# Kinds of chunks (values of `chooses`) that this process has already read. The first chunk of each kind includes
-# compilation, so it is not measured.
+# Kinds of chunks (values of `chooses`) that this process has already read. The first chunk of each kind is not
+# measured, because its time includes compilation.
 compiled_kinds: set[bool] = set()
 
 
@@ -68,14 +68,14 @@ class ReadingPace:
         self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:
-        """Return whether the chunk that starts at position `start` chooses entries, provided there are enough.
+        """Return whether the chunk at position `start` chooses entries, provided there are enough to choose from.
 
         All pieces of a chunk get the same answer.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
-        # This is another piece of the same chunk.
+        # The current chunk is being read in pieces, and this is another one.
         if chunk is not None and start < chunk.start + chunk.n_tokens:
             return chunk.chooses
         if start >= self._n_prompt:  # the first answer tokens
@@ -88,7 +88,7 @@ class ReadingPace:
         return self._full_seconds is not None and is_whole_chunk and start >= self._next_trial_from
 
     def begin(self, start: int, n_tokens: int, chooses: bool) -> None:
-        """Start timing a chunk of `n_tokens` at position `start`."""
+        """Start timing a chunk of `n_tokens` tokens that starts at position `start`."""
         self._chunk = _Chunk(self._clock(), start, n_tokens, chooses)
 
     def end(self) -> None:

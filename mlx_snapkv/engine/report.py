@@ -28,7 +28,7 @@ class CompressionReport:
     Attributes:
         policy: the setting, as on the command line, or NO_POLICY.
         prompt_tokens: length of the whole prompt in tokens.
-        reason: why nothing was compressed, and what to change. None if entries were evicted or are read sparsely.
+        reason: why nothing was compressed, usually with advice. None if entries were evicted or are read sparsely.
         entries_kept: for each layer with a cache, number of entries kept per KV head or, with sparse attention, read by
             an answer token. None for layers that are left alone, such as sliding-window layers.
         kv_bytes_before: size of all tokens' entries at compression, including any that were already evicted.
@@ -91,12 +91,12 @@ class CompressionReport:
 
     @property
     def entries(self) -> int:
-        """Return the largest number of entries per KV head in any layer, or 0 if nothing was compressed."""
+        """Return the largest number in `entries_kept`, or 0 if there is none."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
     def kv_bytes_read(self) -> int:
-        """Return the bytes that an answer token reads, including the index and unused rows."""
+        """Return how many bytes an answer token reads, counting the whole index and unused rows as read."""
         return self.kv_bytes_after - self.kv_bytes_staying
 
     @property
@@ -107,7 +107,7 @@ class CompressionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a warning if compression made the answer slower, and one if it increased memory."""
+        """Return a warning if the answer was slower than with the full cache, and one if it took more memory."""
         warnings = []
         speed_warning = self._speed_warning()
         if speed_warning is not None:

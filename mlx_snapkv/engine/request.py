@@ -144,7 +144,7 @@ class Request:
     def _evict(self) -> None:
         """Replace `caches` with caches of the entries that the policy keeps, then update the caller's prompt cache.
 
-        Layers are queued without waiting for the device. Python blocks only once, in `note_choices`.
+        The work on all layers is queued without waiting for the device. Python blocks only once, in `note_choices`.
         """
         self._require_unchanged()
         choices = []
@@ -170,7 +170,7 @@ class Request:
         self._sparse_mode.use_full_attention(self.caches)
 
     def tokens_to_repay_setup(self) -> float:
-        """Estimate how many answer tokens it takes to make up for building the index, from the speed record.
+        """Estimate from the speed record how many answer tokens it takes to make up for building the index.
 
         Return 0 if that is unknown, or in a later turn of a conversation, which only extends the index. Return infinity
         if sparse attention is not faster.

@@ -6,8 +6,8 @@ from ..caches.layers import all_caches, kv_bytes, layer_caches
 class CacheCopy:
     """A snapshot of a prompt cache, for restoring it later.
 
-    A cache that only grows is not copied, because it can be trimmed. Any other cache is copied, and the copy shares its
-    arrays until the cache writes to them.
+    A cache that only grows is not copied, because it can be trimmed. Any other cache is copied. The copy shares the
+    cache's arrays until the cache writes to them.
     """
 
     def __init__(self, prompt_cache: list):
@@ -16,7 +16,7 @@ class CacheCopy:
         self._caches_before = list(prompt_cache)
         caches = layer_caches(prompt_cache)
         self._restorers = [cache.restorer() for cache in caches]
-        # (cache, number of tokens, bytes of its entries) for each copied cache
+        # For each copied cache: the cache itself, its number of tokens, and its KV bytes.
         self._copied_caches = [
             (cache, cache.offset, cache.kv_nbytes) for cache in caches if not cache.grows
         ]

@@ -139,9 +139,9 @@ def _answer(
 def _adaptive_answer(
     items: Iterator[Any], request: Request, on_report: ReportCallback
 ) -> Iterator[Any]:
-    """Yield the items of a sparse answer, falling back to full attention whenever that is faster.
+    """Yield the items of an answer, switching between full and sparse attention depending on which is faster.
 
-    The index is built when sparse attention is first tried, so short answers never need it.
+    The index is built when sparse attention is first tried, so short answers need none.
     """
     pace = Pace(request.plan.n_prompt, request.tokens_to_repay_setup())
     builds_index = request.plan.n_earlier == 0  # later turns only extend it
@@ -190,7 +190,7 @@ def _switch_attention(
     else:
         is_first_switch = not request.is_compressed
         request.compress()
-        latest_run = report.read_all[-1]  # [first, last] token that reads all entries
+        latest_run = report.read_all[-1]  # [first, last] token of the run
         latest_run[1] = last_token_before_switch
         if is_first_switch:
             on_report(report)
@@ -291,7 +291,7 @@ class _TimedItems(Iterator[Any]):
 
     @property
     def mean_seconds(self) -> float | None:
-        """Return the mean seconds per item, excluding the first. Return None for fewer than `MIN_TIMED` items."""
+        """Return the mean seconds per item, excluding the first. Return None if fewer than `MIN_TIMED` were timed."""
         n_timed = self._n_items - 1
         return self._total_seconds / n_timed if n_timed >= MIN_TIMED else None
 

@@ -95,8 +95,8 @@ class SparseMode:
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
-        A sparse chunk is split into parts, and each part chooses its entries separately. The pace stops timing a part
-        when the next one starts, because the part has not been evaluated before then.
+        A sparse chunk is split into parts, and each part chooses its entries separately. The last part is evaluated
+        only after this method has returned, so the pace stops timing a part when the next one starts.
         """
         if self.pace is None:
             return self._call_in_pieces(inputs, cache)
@@ -150,7 +150,7 @@ class SparseMode:
         self._note_plain_path(caches, report)
 
     def _note_plain_path(self, caches: list, report: CompressionReport) -> None:
-        """Record why tokens use plain MLX operations instead of GPU kernels, going by the first layer."""
+        """Record why tokens use plain MLX operations instead of GPU kernels, if they do. Check only the first layer."""
         first_layer = self._choosing_layers[0]
         stored_cache = first_layer.cache_in(self._prompt_cache)
         if stored_cache.n_queries:

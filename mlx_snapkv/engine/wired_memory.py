@@ -17,9 +17,9 @@ atexit.register(_WIRED_LIMIT.close)
 
 
 def hold_memory(model: Any) -> None:
-    """Wire GPU memory for the model, as mlx-lm does during generation, and limit MLX's buffer cache.
+    """Wire GPU memory for the model, as mlx-lm does during generation, and limit MLX's memory and buffer cache.
 
-    The memory stays wired until the process exits or another model is loaded.
+    The memory stays wired until the process exits, or this function is called for another model.
 
     Raises: SnapKVError: the package can't run on this machine, for example because MLX finds no GPU on a Mac.
     """
@@ -31,6 +31,6 @@ def hold_memory(model: Any) -> None:
     # Once this limit is reached, MLX frees unused buffers before it allocates new ones.
     mx.set_memory_limit(machine.usable)
     _WIRED_LIMIT.close()
-    # MLX may print a warning, but stdout is reserved for answers.
+    # mlx-lm prints a warning to stdout if the model is large, but stdout is reserved for answers.
     with contextlib.redirect_stdout(sys.stderr):
         _WIRED_LIMIT.enter_context(mlx_generate.wired_limit(model))

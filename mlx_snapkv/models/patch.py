@@ -91,7 +91,7 @@ def _call_and_record(call):
 
 @dataclass
 class _Replacement:
-    """A wrapped attribute. The original is restored once its number of users drops to 0."""
+    """A wrapped attribute. The original is restored once `n_users` drops to 0."""
 
     original: Any
     wrapper: Any

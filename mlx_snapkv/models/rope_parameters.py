@@ -66,8 +66,8 @@ class UnreadParameters:
 def unread_parameters(config: Any) -> UnreadParameters:
     """Return the RoPE parameters that mlx-lm needs under other names. Most configurations have none.
 
-    Raises: SnapKVError: `rope_parameters` is not an object, or mlx-lm's family can't express its values, so the model
-        would generate nonsense.
+    Raises: SnapKVError: `rope_parameters` is not an object, or it has values that mlx-lm's implementation of the model
+        can't represent. Loaded anyway, the model would generate nonsense.
     """
     # A model_file brings its own code, which may read rope_parameters.
     if not isinstance(config, Mapping) or "model_file" in config:
@@ -134,7 +134,8 @@ def _renamed_rope_parameters(
 
     The names of the entries are among `field_names`, the keys that mlx-lm reads.
 
-    Raises: SnapKVError: `rope_parameters` is not an object, or mlx-lm's family can't express its values.
+    Raises: SnapKVError: `rope_parameters` is not an object, or it has values that mlx-lm's implementation can't
+        represent.
     """
     parameters = _without_layer_types(family, config[ROPE_PARAMETERS], field_names)
     changes: dict[str, Any] = {}
@@ -201,10 +202,10 @@ def _without_layer_types(
 ) -> dict[str, Any]:
     """Return `rope_parameters` as a single dict, merging the dicts of different layer types.
 
-    If the family has a separate base for sliding-window layers, it is stored under "local rope_theta".
+    If the family has a separate base for sliding-window layers, that base is stored under "local rope_theta".
 
-    Raises: SnapKVError: `rope_parameters` is not an object, or the layer types differ in a way that mlx-lm's family
-        can't express.
+    Raises: SnapKVError: `rope_parameters` is not an object, or the layer types differ in a way that mlx-lm's
+        implementation can't represent.
     """
     if not isinstance(rope_parameters, Mapping):
         raise SnapKVError(

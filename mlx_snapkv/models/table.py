@@ -16,7 +16,7 @@ from .family import AttentionFamily as Family
 _SLIDING_NOTE = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
-# Configuration field: number of head dimensions that RoPE rotates.
+# Configuration field with the number of head dimensions that RoPE rotates.
 ROTARY_TAIL = "qk_rope_head_dim"
 _BORROWED = (
     "layers without entries of their own vote for those that they read; "
@@ -55,7 +55,7 @@ def _rope_of_frequencies(attention) -> Callable[..., mx.array]:
 
 
 def _similar_families(names: str, **common_fields: Any) -> list[Family]:
-    """Return one family per name: a `module`, or `module:ClassName` if the class is not `Attention`."""
+    """Return one family per name. A name is `module`, or `module:ClassName` if the class is not `Attention`."""
     families: list[Family] = []
     for name in names.split():
         module, _, class_name = name.partition(":")

@@ -1,4 +1,4 @@
-"""Chooses a setting for `policy="auto"` and `plan`, and suggests policies to compare."""
+"""Chooses a setting for `policy="auto"` and for the `plan` command, and suggests policies to compare."""
 
 import math
 import re
@@ -62,7 +62,8 @@ class AutoRequest:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
         may_be_sparse: whether "auto" may choose sparse attention.
-        required_sparse: the sparse attention that the user requires, or None. If set, `may_be_sparse` has no effect.
+        required_sparse: the sparse-attention setting that the user requires, or None. If it is set, `may_be_sparse` has
+            no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: KV memory limit in bytes. None for no limit.
         speed: this machine's speed record for sparse attention in memory.
@@ -77,7 +78,7 @@ class AutoRequest:
     speed: Speed = field(default_factory=Speed)
 
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
-        """Return the candidates for a prompt, best first. If sparse attention is required, it is the only one."""
+        """Return the candidates for a prompt, best first. If sparse attention is required, that is the only one."""
         if self.required_sparse is not None:
             return (CompressionConfig(self.required_sparse),)
         configs = CANDIDATES[self.task]
@@ -89,7 +90,7 @@ class AutoRequest:
         return tuple(config for config in configs if config.sparse is None)
 
     def sparse_time_ratio(self, n_prompt: int) -> float:
-        """Return the predicted time with sparse attention, as a fraction of the full cache's time on this machine.
+        """Predict the time with sparse attention on this machine, as a fraction of the time with the full cache.
 
         Return infinity if measurements are missing.
         """
@@ -97,7 +98,7 @@ class AutoRequest:
         return math.inf if predicted is None else predicted.sparse / predicted.full
 
     def with_min_ctx(self, candidate: CompressionConfig) -> CompressionConfig:
-        """Return the candidate, with a minimum prompt length for SnapKV if the prompts are not known yet."""
+        """Return the candidate. If it is `SNAPKV` and the prompts are not known yet, add a minimum prompt length."""
         if self.n_prompt is None and candidate == SNAPKV:
             # The prompts may turn out to be short, and short prompts have little to evict.
             for_long_prompts = Compress(SnapKV(top_k=4096, min_ctx=MIN_TOKENS_TO_EVICT))
@@ -159,8 +160,9 @@ class _Candidate:
 def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommendation:
     """Recommend the best setting for the task that fits in `usable` bytes and the request's KV memory limit.
 
-    Short prompts get the full cache if it fits. Longer prompts get it only if it also leaves enough memory for other
-    programs, and if sparse attention is not allowed or not known to be clearly faster on this machine.
+    Short prompts get the full cache if it fits. Longer prompts get it only if it leaves enough memory for other
+    programs, and if sparse attention is not allowed or is not known to be clearly faster on this machine. Models that
+    can't be compressed always get the full cache.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """
@@ -204,7 +206,7 @@ def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int
 def _candidates(planner: Planner, request: AutoRequest, n_prompt: int) -> list[_Candidate]:
     """Return the supported candidates, best first, without settings that would have no effect.
 
-    For short prompts, the full cache comes first. If the model can't be compressed, it is the only candidate.
+    For short prompts, the full cache comes first. If the model can't be compressed, the full cache is the only one.
 
     Raises: SnapKVError: the model supports none of the candidates.
     """

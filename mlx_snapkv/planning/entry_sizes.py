@@ -23,7 +23,7 @@ from .shapes import LayerShape, layer_shapes, window_of
 class EntrySizes:
     """KV bytes per token, by layer and by kind of cache.
 
-    They are computed from the shapes of caches that contain one token. Nothing is evaluated.
+    The sizes are computed from the shapes of caches that contain one token. Nothing is evaluated.
 
     Args:
         model: an mlx-lm model. Its weights need not be loaded.
@@ -77,7 +77,7 @@ class EntrySizes:
         return sum(self._incompressible)
 
     def bytes_by_layer(self, quantization: Quantization | None = None) -> list[int]:
-        """Return the KV bytes per token for each of `layers`, optionally quantised."""
+        """Return the KV bytes per token for each of `layers`, with the given quantisation if any."""
         return [
             count_bytes([pack(keys, quantization), pack(values, quantization)])
             for keys, values in self._entries
@@ -92,7 +92,10 @@ class EntrySizes:
         return sum(self.bytes_by_layer(store_quantization(self.model, self.layers, store)))
 
     def file_bytes(self, store: str | None, n_tokens: int) -> int:
-        """Return the bytes of `n_tokens` tokens in files: entries and, for long texts, the index and the page means."""
+        """Return the bytes that `n_tokens` tokens take in files: entries and, in long texts, index and page means.
+
+        Return 0 if `store` keeps nothing in files.
+        """
         if not in_files(store):
             return 0
         entry_bytes = n_tokens * self.store_bytes(store)

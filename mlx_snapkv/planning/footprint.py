@@ -59,7 +59,7 @@ class Footprint:
         config: the config of the requests.
         step_size: maximum tokens per chunk.
         quantises_full: whether mlx-lm quantises long full caches. It does not do so in batches.
-        row_bytes: KV bytes per token in the layers that can be compressed.
+        row_bytes: KV bytes per token in the layers that can be compressed, with the quantisation from `config`.
     """
 
     sizes: EntrySizes
@@ -167,7 +167,7 @@ class Footprint:
             shape.chunk_bytes(chunk_size, max_visible, max_score_bytes, margin=MARGIN)
             for shape in sizes.shapes
         )
-        # Attention is accumulated from logits, which are computed in blocks of this size.
+        # Attention is accumulated from logits, which take at most about this much memory at a time.
         logit_bytes = ONE_PASS_BYTES if plan.accumulates_attention else 0
         return layer_bytes + int(MARGIN * (copied_bytes + page_mean_bytes)) + logit_bytes
 
@@ -193,13 +193,13 @@ class Footprint:
         return entry_bytes + n_index_rows * self.sizes.key_index_bytes()
 
     def _cluster_bytes(self, plan: Plan) -> int:
-        """Return the size of the cluster ids and means, which represent unread entries. 0 without a residual."""
+        """Return the size of the cluster ids and of the means for unread entries, or 0 without a residual."""
         if plan.sparse is None or plan.sparse.residual is None:
             return 0
         return int(plan.n_prompt * self.sizes.cluster_bytes())
 
     def _page_mean_bytes(self, plan: Plan) -> int:
-        """Return the size of the page means. They are stored only if entries are in files and chunks choose pages."""
+        """Return the size of the stored page means. It is 0 unless entries are in files and chunks choose pages."""
         reading = plan.sparse_reading
         chunks_choose = reading is not None and reading.n_before_choice < plan.n_prompt
         if not chunks_choose or not in_files(self.config.store):

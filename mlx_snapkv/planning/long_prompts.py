@@ -89,7 +89,7 @@ class LongPrompts:
     ) -> None:
         """Check that a prompt of `n_prompt` tokens fits in memory. Raises: SnapKVError.
 
-        Prompts that can't be planned pass this check and may be rejected later. Rotating caches always fit.
+        Prompts that can't be planned pass this check, but may be rejected later. Rotating caches always fit.
 
         Args:
             n_prompt: number of tokens to read.
@@ -122,7 +122,7 @@ class LongPrompts:
             )
 
     def _what_fits(self, planner: Planner, n_prompt: int) -> str:
-        """Suggest a setting that would make the prompt fit in memory."""
+        """Advise on how to make the prompt fit in memory, for example with another setting."""
         request = AutoRequest(n_prompt, kv_bits=self._kv_bits)
         try:
             recommendation = recommend(planner, request, self._usable)

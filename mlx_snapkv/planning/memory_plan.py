@@ -78,7 +78,10 @@ class Planner:
     def memory_and_peak(
         self, context: int, config: CompressionConfig, kv_bits: int | None = None
     ) -> tuple[MemoryPlan, int]:
-        """Plan a prompt, and return its memory and the peak size of its entries in bytes."""
+        """Return a prompt's memory plan, and the peak size of its entries in bytes.
+
+        Raises: SnapKVError: the prompt can't be planned, or the model does not support the quantisation.
+        """
         quantization = self._quantization(kv_bits)
         footprint = Footprint(
             self._sizes,

@@ -47,7 +47,7 @@ def policy_voters(compress: Compress, n_prompt: int) -> range:
 def reason_to_leave(
     setting: Setting, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Return why a prompt is left to mlx-lm, or None if it will be compressed or read sparsely.
+    """Return why a prompt is left to mlx-lm, or None if it will be compressed or use sparse attention.
 
     Args:
         setting: policies or sparse attention.
@@ -69,7 +69,7 @@ def reason_to_leave(
 
 
 def _sparse_reason(sparse: Sparse, n_prompt: int) -> str | None:
-    """Return why a prompt is not read sparsely, or None if it is."""
+    """Return why a prompt does not use sparse attention, or None if it does."""
     budget_problem = _budget_problem(sparse.quota, n_prompt)
     if budget_problem is not None:
         return budget_problem
@@ -102,7 +102,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str | None:
-    """Return why a budget given as a share of the prompt is too small for a quota, or None if it is not."""
+    """Return why a budget that is a share of the prompt is too small, or None if it is large enough."""
     try:
         compute_quota(n_prompt)
     except SnapKVError as error:
@@ -111,7 +111,7 @@ def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str
 
 
 def uncompressed_reason(n_prompt: int, policy: Policy) -> str:
-    """Return the reason for not compressing a prompt that fits a policy's budget."""
+    """Explain why a prompt that fits a policy's budget is not compressed."""
     budget_parts = " (n_sink + top_k + n_window)" if policy.name == "snapkv" else ""
     return (
         f"the prompt's {n_prompt} entries fit the budget of {policy.budget}{budget_parts}; "

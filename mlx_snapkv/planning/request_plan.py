@@ -262,7 +262,7 @@ def _reason_for_mlx_lm(
     max_tokens: int,
     is_embedded: bool,
 ) -> str | None:
-    """Return why a request is left to mlx-lm, or None if it is compressed or sparse."""
+    """Return why a request is left to mlx-lm, or None if it is compressed or uses sparse attention."""
     setting = config.setting
     if setting is None:
         return NO_POLICY_REASON
@@ -314,7 +314,7 @@ def _plan_sparse(
             n_before_choice=reach.first_choice_position(n_prompt, n_prompt - n_new),
         )
     decode_quota = sparse.quota(n_prompt)
-    # Several Macs would all have to make the same decision, and reading all entries from other stores is slow.
+    # Several Macs would all have to make the same decision. Reading all entries is slow in stores other than "memory".
     may_adapt = n_ranks() == 1 and sparse.store == "memory"
     return Plan(
         n_prompt=n_prompt,

@@ -49,14 +49,14 @@ def resolve_compress(
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Compress | str | None = None,
 ) -> Compress | None:
-    """Resolve the `snapkv` and `policy` arguments of `generate_step` to a setting, or None.
+    """Resolve the `snapkv` and `policy` arguments of `generate_step` to a setting, or to None if neither is set.
 
     Args:
         snapkv: a `SnapKV`, a dict of its options, or a string such as `"top_k=4096,n_sink=128"`.
         policy: a policy object, a `Compress`, a string such as `"keydiff:budget=8192"`, or two such strings joined by
             " then ".
 
-    Raises: SnapKVError: both are set, a value is invalid, or it is "auto", which must be resolved beforehand.
+    Raises: SnapKVError: both are set, a value is invalid, or they ask for "auto", which must be resolved beforehand.
     """
     if asks_for_auto(snapkv, policy):
         raise SnapKVError(

@@ -44,7 +44,7 @@ class LayerShape:
             chunk_size: chunk length in tokens.
             n_visible: number of entries that the chunk's last token can see, including the chunk's own.
             max_score_bytes: size limit for the scores. Chunks with larger scores are read in pieces. None for no limit.
-            margin: safety factor for everything except the scores, which are computed exactly.
+            margin: safety factor for everything except the scores, whose size is known exactly.
         """
         if self.window != UNLIMITED:
             n_visible = min(n_visible, self.window + chunk_size - 1)
@@ -103,7 +103,7 @@ def _max_visible(cache: Any) -> int:
 
 
 def _key_size(cache: Any) -> int:
-    """Return the size of a layer's keys, or 0 without attention."""
+    """Return the head size of a layer's keys, or 0 without attention."""
     caches = _caches_with_keys([cache])
     return caches[0].keys.shape[-1] if caches else 0
 
@@ -145,7 +145,7 @@ def _with_attention(
         attention: the attention module.
         family: the module's family, or None if it is unknown.
         window: maximum number of entries that a query can see.
-        key_size: size of the keys in the layer's cache.
+        key_size: head size of the keys in the layer's cache.
         bytes_per_number: size of a number in bytes, such as 2 for float16.
     """
     head_size = key_size

@@ -206,7 +206,7 @@ class Speed:
 
 
 def speed_of(model: Any, sparse: Sparse) -> Speed:
-    """Return this machine's record for a model with sparse attention, or an empty one."""
+    """Return this machine's speed record for a model with the setting `sparse`. It is empty without measurements."""
     speeds = _load_record()
     if not speeds:
         return Speed()

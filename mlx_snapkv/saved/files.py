@@ -33,7 +33,7 @@ from ..sparse.prompt_caches import caches_in_files
 from . import book, sealed
 
 FORMAT = 2
-SAMPLES = 64  # number of values per parameter that go into the fingerprint
+SAMPLES = 64  # maximum number of values per parameter that go into the fingerprint
 _FORMAT_KEY = "mlx_snapkv_format"
 _SPARSE_FROM = "sparse_from"  # position of the first entry computed with sparse attention, or None
 _NOTES, _TOKENS = "notes", "tokens"  # metadata encoded by `_encode`

@@ -21,7 +21,7 @@ from .random_eviction import RandomEviction as RandomEviction
 
 # isort: on
 
-# Import policies from any other files in alphabetical order.
+# Import all other files, in alphabetical order, to register their policies.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
 

@@ -60,7 +60,8 @@ class KeyDiff(Policy):
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            earlier_medians = medians[-1:]  # evaluated first
+            # Evaluated before this head's keys are converted to float32.
+            earlier_medians = medians[-1:]
             keys_of_head = mx.depends(keys[:, head : head + 1], earlier_medians)
             anchor_keys = self._keys_for_anchor(keys_of_head.astype(mx.float32))
             medians.append(mx.median(anchor_keys, axis=2, keepdims=True))

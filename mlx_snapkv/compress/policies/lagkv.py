@@ -47,7 +47,7 @@ class LagKV(Policy):
         last_block_start = self.n_sink + (n_blocks - 1) * LAG
 
         def ranks_in_blocks(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            # Also read the block after the span, to compare the span's last block with.
+            # Also read the block after the span, because the span's last block is compared with it.
             key_differences = _differences(entries.read_keys(start, stop + LAG, after))
             value_differences = _differences(entries.read_values(start, stop + LAG, after))
             order = mx.argsort(key_differences + value_differences, axis=-1)

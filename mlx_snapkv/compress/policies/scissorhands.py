@@ -33,5 +33,5 @@ class ScissorHands(Policy):
     n_window: int | str = 10
 
     def score(self, entries: Entries) -> mx.array:
-        """Return each entry's query count, from 0 to `obs_window`: `(B, n_kv_heads, T)` float32."""
+        """Return how many queries give each entry at least the average weight, `(B, n_kv_heads, T)` float32."""
         return entries.above_average
