@@ -18,12 +18,13 @@ class LayerCache(ABC):
     """One layer's cache: either one of this package's caches, or an adapter around mlx-lm's (`adapter.layer_cache`)."""
 
     offset: int  # number of tokens read, and so the next token's position
-    quantization: Quantization | None = None  # None if the entries are plain
+    # None if the entries are plain, or quantised by the store.
+    quantization: Quantization | None = None
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
     is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
-    # Whether the cache needs the queries of later tokens, which requires a patched attention class.
+    # Whether the cache needs the queries of new tokens, which requires a patched attention class.
     observes: bool = False
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
@@ -40,7 +41,7 @@ class LayerCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
+        """Return any recorded queries and sums over queries, for the caller to evaluate after each decoded token."""
         return ()
 
     @property

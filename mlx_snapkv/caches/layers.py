@@ -150,13 +150,13 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Return the layers that use sparse attention.
 
-    Layers that lend their entries are left out: borrowers receive the entries as arrays, so every reader reads all.
+    Layers that lend their entries are left out: borrowers get the entries as arrays, so all readers read all of them.
     """
     return [layer for layer in layers if not layer.borrowers]
 
 
 def token_caches(model) -> list:
-    """Return a model's caches after one token. Use only their shapes and dtypes: nothing is evaluated."""
+    """Return a model's caches after one token. Nothing is evaluated, so only use their arrays' shapes and dtypes."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     return caches
@@ -183,8 +183,8 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str, optio
 
     Args:
         layers: the model's full-attention layers.
-        remedy: end of the error message, with `{}` in place of `option`.
-        option: the user's option that quantises entries.
+        remedy: end of the error message, with `{}` as a placeholder for `option`.
+        option: the option that the remedy names.
 
     Raises: UnsupportedModelError: mlx-lm's forward pass for the model only reads plain entries.
     """

@@ -80,7 +80,7 @@ def mismatch(cache: Any, model_cache: Any) -> str | None:
         return None if both_are_empty else "holds other tokens than other caches"
     if not isinstance(cache, KV_CACHE_CLASSES):
         is_arrays_cache = hasattr(cache, "cache")
-        # The shape of an `ArraysCache` does not depend on the number of tokens.
+        # Compare rows only for an `ArraysCache`, whose shapes don't depend on the number of tokens.
         return _array_mismatch(cache.state, model_cache.state, compares_rows=is_arrays_cache)
     loaded_cache = layer_cache(cache)
     quantization = loaded_cache.quantization

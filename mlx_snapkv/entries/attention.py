@@ -2,13 +2,14 @@
 
 All functions build lazy graphs. A long prompt is processed in blocks. Each block takes a few queries of one KV head and
 all of the head's keys, so that the softmax is a single operation. `mx.depends` makes each block wait for the previous
-one. Blocks are small because MLX allocates some results in advance.
+one. Blocks are small because MLX allocates the results of some later blocks in advance.
 
 Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
 float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
-has three digits, too few to rank large logits. A vote has many queries, so copying the keys is cheaper than converting
-the logits. A decoded token has few queries, and the copy makes it read five times as many bytes. This only happens for
-short texts, because longer ones have an index that ranks their entries (`sparse.index.ranks_by_index`).
+has fewer than three significant digits, too few to rank large logits. A vote has many queries, so copying the keys is
+cheaper than converting the logits. A decoded token has few queries, and the copy makes it read five times as many
+bytes. This only happens for short texts, because longer ones have an index that ranks their entries
+(`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ class KeyReader:
 
     Attributes:
         shape: `(B, n_kv_heads, T, head_dim)`.
-        read: `read(heads, after)` returns all keys of the KV heads in a slice. The arrays `after` are evaluated first.
+        read: `read(heads, after)` returns all keys of the KV heads in the slice `heads`. The arrays `after` are
+            evaluated first.
     """
 
     shape: tuple[int, int, int, int]
@@ -137,7 +139,7 @@ def _blocks(keys: KeyReader, queries: Queries) -> Iterator[tuple[slice, list[sli
     """
     B, H, T, D = keys.shape
     n_rows = _group_size(keys, queries) * len(queries.indices)  # queries of one KV head
-    # Keys of other dtypes are copied to float32.
+    # Half-precision keys are copied to float32.
     copied_floats_per_key = 0 if keys.dtype == mx.float32 else D
     bytes_of_one_pass = FLOAT_BYTES * B * H * T * (n_rows + copied_floats_per_key)
     if bytes_of_one_pass <= ONE_PASS_BYTES:

@@ -68,7 +68,7 @@ class Entries:
         statistics: `Statistics` of the queries. Its attributes raise SnapKVError if the policy does not request
             statistics.
         quota: numbers of entries to keep per KV head, or None if unknown.
-        shared_votes: cache of computed votes, keyed by number of entries, query indices and counts.
+        shared_votes: cache of computed votes, keyed by number of entries, query indices and voter counts.
         reads_allocate: whether reads allocate memory. If they do, evaluate each block before reading the next.
     """
 
@@ -288,7 +288,7 @@ class Entries:
         )
 
     def release(self) -> None:
-        """Drop keys and values, and everything computed from them, so that MLX can free the memory."""
+        """Drop keys and values, and cached results such as `votes`, so that MLX can free their memory."""
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)

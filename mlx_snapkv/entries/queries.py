@@ -41,7 +41,7 @@ class Queries:
 
     Attributes:
         vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
-        indices: index of each query's own entry, the last one that the query sees. It may be past the end.
+        indices: index of each query's own entry, the last one that the query sees. May be past the last entry.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
         start: prompt position of the first query. None means `indices.start`, which is correct if no entry was evicted.
@@ -120,8 +120,8 @@ class Recorder:
             first: first position whose query is recorded.
             last: position after the last recorded query.
             newest: number of most recent queries to keep. None keeps all.
-            statistics_from: first position whose pre-RoPE query is added to the statistics. They stop before `last`,
-                but always include the query at `last - 1`. Statistics require a `layer`. None turns them off.
+            statistics_from: first position whose pre-RoPE query is added to the statistics. None turns them off. The
+                last position is `last - 1`, whose query is always added. Statistics require a `layer`.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
@@ -187,7 +187,7 @@ class Recorder:
         # Copy, because a slice would keep the whole chunk alive.
         self._queries.append(mx.contiguous(captured.to_key_space(queries)))
         self._stop = int(stop)
-        # Drop the oldest arrays that the `newest` queries don't reach into.
+        # Drop the arrays that contain none of the `newest` queries.
         while self.n_queries - self._queries[0].shape[2] >= self.newest:
             self._queries.pop(0)
 
@@ -277,7 +277,7 @@ class Recorder:
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
+        """Return the recorded queries and sums over queries, for the caller to evaluate after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
     def inherit_queries(self, other_cache: Any) -> None:

@@ -54,7 +54,7 @@ class QueryMoments:
         if self.sums:
             shift, query_sum, product_sum = self.sums
         else:
-            # Subtracting the mean avoids cancellation if it is large.
+            # Subtract the first queries' mean, because a large mean would cause cancellation in the covariance.
             shift = raw_queries.mean(axis=2, keepdims=True)
             query_sum = mx.zeros((B, n_heads, 1, D))
             product_sum = mx.zeros((B, n_heads, D, D))

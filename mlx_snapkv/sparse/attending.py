@@ -30,11 +30,12 @@ class AttendingCache(LayerCache):
         """Choose the keys and values that the newest tokens read.
 
         Args:
-            captured: the newest tokens' queries. Their entries are already in the cache.
+            captured: the newest tokens' queries. The tokens' entries are already in the cache.
             keys: keys returned by `update_and_fetch`.
             values: values returned by `update_and_fetch`.
 
-        Returns: keys, values, and a bias for the cluster means among them, or None.
+        Returns: keys, values, and the bias of the cluster means' logits, `(B, n_heads, L, n_means)`. Means come before
+            entries. Without means, the bias is None.
         """
 
     def attend(
@@ -53,7 +54,7 @@ class AttendingCache(LayerCache):
             keys: keys returned by `update_and_fetch`.
             values: values returned by `update_and_fetch`.
             scale: scale of the logits.
-            mask: None or "causal", aligned with the newest token.
+            mask: None, "causal" or a bool array; see `mask_with_bias`.
             sinks: logits of attention sinks, `(n_heads,)`.
 
         Returns: `(B, n_heads, L, head_dim)`.
@@ -80,7 +81,7 @@ def mask_with_bias(mean_bias: mx.array, n_keys: int, mask: Any = None) -> mx.arr
     Args:
         mean_bias: bias of the means' logits, `(B, n_heads, L, n_means)`.
         n_keys: total number of means and entries.
-        mask: mask for the entries: None, "causal" (aligned with the last entry), or bool `(..., L, n_keys)`.
+        mask: None, "causal" (aligned with the last entry), or bool `(..., L, n_keys)`. Means are never masked.
     """
     B, H, L, n_means = mean_bias.shape
     n_entries = n_keys - n_means

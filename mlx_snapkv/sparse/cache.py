@@ -16,23 +16,23 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain_path
 from .token_ranking import Pair, TokenRanking
 
-# Tokens read all of the newest entries (window and answer) until there are more than 512, or 256 more than the window
-# if that is larger. Then the oldest 256 of them join the entries that tokens choose among.
+# Every token reads all of the newest entries (window and answer). Once there are more than 512, or more than the window
+# plus 256 if that is larger, the oldest 256 of them join the entries that tokens choose among.
 MAX_RECENT = 512
 
 
 class SparseKVCache(AttendingCache):
     """One layer's cache while an answer is decoded with sparse attention.
 
-    Each token reads the sink, the entries that its queries rank highest, the window, and the answer's newest entries.
-    It chooses among the prompt's entries and the answer's older ones; see `TokenRanking`.
+    Each token reads any cluster means, the entries that its queries rank highest, the sink, the window and the answer's
+    newest entries. It chooses among the prompt's entries and the answer's older ones; see `TokenRanking`.
     """
 
     is_compressed = True
     keys = keys_property(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
-        """Start from a ranking of the prompt's entries. Part of the answer may already have been decoded."""
+        """Start from a ranking of all entries so far. They count as the prompt, even if the answer has begun."""
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = count_bytes(self.sample_entries)
@@ -78,9 +78,10 @@ class SparseKVCache(AttendingCache):
     def choose(
         self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the keys and values that a token reads, and the bias of the cluster means among them.
+        """Return the keys and values that a token reads, and the bias of the cluster means' logits.
 
-        These are the cluster means, the chosen entries, and the entries that every token reads.
+        Cluster means come first, then the chosen entries, and then the entries that every token reads. Without means,
+        the bias is None.
         """
         ranking = self.ranking
         if ranking.n_chosen == 0:
@@ -115,7 +116,7 @@ class SparseKVCache(AttendingCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of the index and of the entries that one token reads."""
+        """Return the size in bytes of the index's codes in memory, and of the entries that one token reads."""
         index = self.ranking.view.index
         index_nbytes = 0 if index is None else index.codes.nbytes
         return self._entry_nbytes * self.n_entries + index_nbytes

@@ -16,12 +16,12 @@ import mlx.core as mx
 from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Average number of entries per cluster. With smaller clusters, a token would read more means, and so fewer entries
-# (measured by scripts/measure_rest.py).
+# Average number of entries per cluster. With smaller clusters, answers would be hardly better, or even worse, because a
+# token that reads the same number of bytes reads more means and fewer entries (measured by scripts/measure_rest.py).
 CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
 ID_TYPE = mx.uint16  # dtype of cluster ids
-K_MEANS_ROUNDS = 2  # more rounds take longer without changing answers
+K_MEANS_ROUNDS = 2  # more rounds take longer without improving answers
 ONE = mx.array(1)
 
 
@@ -49,7 +49,7 @@ class Clusters(NamedTuple):
         return self.ids.shape[2]
 
     def complete_blocks(self) -> CompleteBlocks | None:
-        """Return the clusters of complete blocks, or None if no block is complete. Later entries won't change them."""
+        """Return the clusters of complete blocks, which later entries won't change, or None if no block is complete."""
         n_blocks = self.n_entries // BLOCK_SIZE
         if n_blocks == 0:
             return None
@@ -76,10 +76,10 @@ class Clusters(NamedTuple):
         return sizes
 
     def sizes_where(self, is_counted: mx.array) -> mx.array:
-        """Count entries by cluster, for `m` queries: int32 `(B, n_kv_heads, m, n_clusters)`.
+        """Count each query's entries by cluster: int32 `(B, n_kv_heads, m, n_clusters)`.
 
         Args:
-            is_counted: whether a query counts an entry, bool `(B, n_kv_heads, m, n)`.
+            is_counted: mask of the entries to count for each of `m` queries, bool `(B, n_kv_heads, m, n)`.
         """
         sizes: list[mx.array] = []
         for query in range(is_counted.shape[2]):
@@ -94,7 +94,7 @@ class CompleteBlocks:
     """Clusters of a layer's first complete blocks, stored between turns.
 
     Attributes:
-        ids: cluster id of each entry within its block, uint8 `(B, n_kv_heads, n)`.
+        ids: cluster id of each entry, starting from 0 in each block, uint8 `(B, n_kv_heads, n)`.
         keys: mean keys, as in `Clusters`.
         values: mean values, as in `Clusters`.
     """
@@ -149,7 +149,7 @@ def _concatenate(parts: list[Clusters]) -> Clusters:
 def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
     """Sum int32 `counts` by cluster: `(B, n_kv_heads, n_clusters)`. The cluster `ids` are `(B, n_kv_heads, m)`."""
     B, H, _ = ids.shape
-    # One flat array of bins, with a row of `n_clusters` for each head.
+    # Number the bins consecutively, with `n_clusters` bins for each head of each sequence.
     n_bins = B * H * n_clusters
     first_bins = mx.arange(0, n_bins, n_clusters).reshape(B, H, 1)
     bins = ids + first_bins
@@ -162,8 +162,8 @@ def cluster_entries(entries: Any, start: int = 0) -> Clusters:
     """Cluster the entries at or after position `start`, one block at a time.
 
     Args:
-        entries: object with `read_keys(first, stop)` and `read_values(first, stop)`, which return `(B, n_kv_heads, n,
-            head_dim)` for `n = stop - first`.
+        entries: object with a length, and with `read_keys(first, stop)` and `read_values(first, stop)`, which return
+            `(B, n_kv_heads, stop - first, head_dim)`.
         start: position of the first entry to cluster.
     """
     blocks: list[Clusters] = []
@@ -199,7 +199,7 @@ def k_means(keys: mx.array, n_clusters: int) -> tuple[mx.array, mx.array]:
 def mean_by_cluster(entries: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
     """Average entries `(B, n_kv_heads, n, head_dim)` by cluster: `(B, n_kv_heads, n_clusters, head_dim)`.
 
-    The mean of an empty cluster is 0. Sums are float32, because a few hundred float16 numbers could overflow.
+    The mean of an empty cluster is 0. Sums are float32, because a sum of a few hundred float16 numbers could overflow.
     """
     cluster_ids = mx.arange(n_clusters, dtype=ids.dtype)[:, None]
     # (B, n_kv_heads, n_clusters, n)

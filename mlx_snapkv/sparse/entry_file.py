@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, stored: Stored) -> Layout:
-        """Return the layout for one layer's keys or values, plain or quantised."""
+        """Return the layout for rows `(B, n_kv_heads, n, ...)`, plain or quantised."""
         arrays = flat_arrays(stored)
         B, H, _, _ = arrays[0].shape
         return cls(heads=(B, H), parts=tuple((array.dtype, array.shape[-1]) for array in arrays))
@@ -56,7 +56,7 @@ class Layout:
         return np.asarray(mx.concatenate(byte_arrays, axis=-1)).data.cast("B")
 
     def from_bytes(self, items: np.ndarray) -> Stored:
-        """Convert the file's items `(B, n_kv_heads, n)` to rows `(B, n_kv_heads, n, ...)`."""
+        """Convert items `(B, n_kv_heads, n)`, each with the bytes of a row, to rows `(B, n_kv_heads, n, ...)`."""
         item_bytes = np.ascontiguousarray(items).view(np.uint8)
         rows_as_bytes = mx.array(item_bytes.reshape(*items.shape, self.row_bytes))
         part_sizes = [dtype.size * width for dtype, width in self.parts]
@@ -73,8 +73,8 @@ class EntryFile:
     """An open file with rows of a layer. It is closed when this object is deleted.
 
     Attributes:
-        n_rows: number of tokens in the file.
-        is_shared: whether copies of a store use the file. A shared file must not be truncated.
+        n_rows: number of tokens in the file, or of pages if the file contains page means.
+        is_shared: whether a copy of the store also uses the file, so that neither store may truncate it.
     """
 
     path: Path | None = None  # set if the file belongs to a saved prompt, and so never changes
@@ -125,7 +125,10 @@ class EntryFile:
         return os.fstat(self._file.fileno()).st_size
 
     def _map_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Check that the rows at `positions` exist, and map the file as items `(n, B, n_kv_heads)`, one per row."""
+        """Check that the rows at `positions` exist, and map the file as items `(n, B, n_kv_heads)`, one per row.
+
+        Raises: EntryFileError: the file is too short, or can't be mapped.
+        """
         n_needed = int(positions.max(initial=0)) + 1
         self._require_size(n_needed * self.layout.token_bytes)
         is_map_too_short = self._map is None or len(self._map) < n_needed
@@ -175,7 +178,7 @@ class SavedFile(EntryFile):
         self._require_size(n_rows * layout.token_bytes)
 
     def _map_rows(self, positions: np.ndarray) -> np.ndarray:
-        """Map the file, and verify the checksums of pieces that have not been read before."""
+        """Map the file, and verify the checksums of the pieces at `positions` that have not been verified yet."""
         rows = super()._map_rows(positions)
         pieces_to_read = positions // self._piece_size
         unchecked_pieces = np.unique(pieces_to_read[self._is_unchecked[pieces_to_read]])

@@ -28,7 +28,7 @@ class FullView(Entries):
         layer: the `AttentionLayer` that the entries belong to.
 
     Attributes:
-        index: ranks the entries. If it is None, entries are ranked by exact votes.
+        index: index that ranks the entries, or None to rank them by exact votes.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class FullView(Entries):
         self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
-        """Return the number of entries in all views."""
+        """Return the number of entries. Entries of a view passed to `followed_by` only count after `extend`."""
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
-        """Return a view of these entries that `extend` can continue into `view`. The index is copied."""
+        """Return a new view of these entries, to which `extend` can add entries from `view`. The index is copied."""
         these_entries = JoinedView([self._joined_view])
         these_entries.limit = len(self)  # because the store may grow
         longer_view = FullView([these_entries, view], self.layer)
@@ -62,7 +62,7 @@ class FullView(Entries):
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
-        """Return the whole buffers of keys and values, or None unless all entries are plain and in memory."""
+        """Return the whole buffers of keys and values, or None if they are quantised, in files or in several stores."""
         return self._joined_view.buffers
 
     def gather(self, positions: mx.array) -> tuple[mx.array, mx.array]:

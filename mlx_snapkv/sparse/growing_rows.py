@@ -25,7 +25,8 @@ from ..entries.quantization import (
 )
 from .entry_file import SpillFile
 
-# Number of entries whose rows stay in memory if there is a spill file: a trade-off between memory and file reads.
+# The rows of this many entries at the start of a text stay in memory even if there is a spill file: a trade-off between
+# memory and file reads.
 ENTRIES_IN_MEMORY = 1 << 16
 ENTRIES_MOVED = 1 << 15  # number of entries whose rows move to the file at a time
 
@@ -144,14 +145,14 @@ class GrowingRows:
             yield from pairwise([start, *inner_edges, stop])
 
     def read(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)`, which must be one of `spans`."""
+        """Return the rows `[start, stop)`, which must be in a single array; see `spans`."""
         stored, first_row, stop_row = self._locate(start, stop)
         return slice_rows(stored, first_row, stop_row)
 
     def read_at_least(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)` for a matrix product, possibly followed by further rows.
+        """Return the rows `[start, stop)` of a single array for a matrix product, possibly followed by further rows.
 
-        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and on other backends it may copy the slice.
+        MLX 0.32 can't multiply by a slice of a quantised array on CUDA. On other backends, it may copy the slice.
         """
         stored, first_row, stop_row = self._locate(start, stop)
         covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)

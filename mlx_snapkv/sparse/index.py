@@ -29,7 +29,7 @@ from .growing_rows import GrowingRows, MakeSpill
 EXACT_ENTRIES = 8192  # tokens rank up to this many entries by exact attention
 MAX_SAMPLED_KEYS = 4096  # maximum number of keys for computing the principal components
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
-MXFP4_GROUP = 32  # components that share a power of two
+MXFP4_GROUP = 32  # number of components that share a power of two
 LOGIT_BYTES = 64 << 20  # maximum size of the float32 logits in one step
 LOGIT_DIVISOR_IN_FILES = 8  # divides `LOGIT_BYTES` if codes are in a file, to save memory
 
@@ -94,20 +94,23 @@ class KeyIndex:
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether `n` is at least twice the number of keys that the components' sample represents.
+        """Return whether `n` keys are at least twice as many as the components' sample represents.
 
-        Late keys differ from early ones, if only by their rotation, so the components gradually stop fitting.
+        Late keys differ from early ones, if only in their rotation, so the components fit them less and less.
         """
         return n >= 2 * self.n_keys_at_sampling
 
     @property
     def state(self) -> list[mx.array]:
-        """Return the arrays to save, without the codes."""
+        """Return the arrays to save, except for the codes, which are saved separately."""
         return [self._mean, self._key_projection, self.query_projection]
 
     @classmethod
     def from_state(cls, state: Any, keys: mx.array, make_spill: MakeSpill) -> KeyIndex | None:
-        """Recreate a saved index without its codes, which `fill` adds. Return None if it does not fit `keys`."""
+        """Recreate a saved index without its codes, which `fill` adds.
+
+        Return None if the state is damaged, or does not fit the shape of `keys`.
+        """
         B, H, _, D = keys.shape
         try:
             mean, key_projection, query_projection = state
@@ -199,10 +202,10 @@ class KeyIndex:
         """Return the logits of keys `[start, stop)`, `(B, n_kv_heads, group * m, n)` float32.
 
         Args:
-            projected: queries projected to components, `(B, n_kv_heads, group * m, components)`.
+            projected: `m` queries per head, projected to components, `(B, n_kv_heads, group * m, components)`.
             start: first key.
             stop: position after the last key.
-            after: arrays to evaluate first, so that only one step's logits are in memory.
+            after: arrays to evaluate first, so that only one span is processed at a time.
         """
         if after:
             projected = mx.depends(projected, list(after))

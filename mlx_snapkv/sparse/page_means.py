@@ -15,7 +15,7 @@ from .options import PAGE_SIZE
 
 
 class PageMeans:
-    """Mean keys of a layer's first pages. If entries are in files, the means of a long text move to a file too."""
+    """Mean keys of a layer's first pages. If entries are in files, a long text's later means are in a file too."""
 
     _means: GrowingRows | None = None  # None until the first means are computed
     _quantization: Quantization | None = None

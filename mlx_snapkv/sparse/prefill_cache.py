@@ -27,7 +27,7 @@ class SparsePrefillKVCache(AttendingCache):
         ranking: selects the entries that a chunk reads.
 
     Attributes:
-        n_read: largest number of earlier entries read by a chunk that chose them, or None if no chunk has chosen yet.
+        n_read: largest number of earlier entries read by a chunk that chose them, or None if no chunk has chosen any.
     """
 
     keys = keys_property(lambda cache: cache.stored.growing)
@@ -45,7 +45,7 @@ class SparsePrefillKVCache(AttendingCache):
 
     @property
     def reads_some(self) -> bool:
-        """Return whether the next chunk reads only some of the entries."""
+        """Return whether the next chunk reads only some of the earlier entries."""
         return self._ranking.reads_some(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

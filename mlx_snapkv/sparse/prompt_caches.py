@@ -37,7 +37,7 @@ def make_caches(model, sparse: Sparse | None) -> list:
 
     Raises:
         SnapKVError: the store does not support the model.
-        UnsupportedModelError: models of this type can't be compressed.
+        UnsupportedModelError: the model can't be compressed, or has no full-attention layer.
     """
     caches = make_prompt_cache(model)
     if sparse is None:
@@ -73,7 +73,8 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
     Caches that already use the right store are shared with the original.
 
-    Raises: SnapKVError: the prompt cache is compressed, the store does not support the model, or can't be written.
+    Raises: SnapKVError: the prompt cache is compressed or is missing entries, or the store does not support the model
+        or can't be written.
     """
     if is_compressed(prompt_cache):
         raise SnapKVError(
@@ -87,7 +88,9 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 
 
 def move_entries(model, caches: list, *, into: list) -> None:
-    """Move the entries of full-attention layers in `caches` into the caches in `into`, which replace the old ones.
+    """Move the entries of full-attention layers to the stores of the empty caches `into`, and update `caches`.
+
+    Caches that are compressed, or already use the right store, are left as they are.
 
     Raises: SnapKVError: a layer's cache is missing entries, or its new store can't be written.
     """
@@ -108,7 +111,8 @@ def caches_to_save(prompt_cache: list) -> list:
 def caches_to_batch(prompt_cache: list) -> list:
     """Return caches that can be batched.
 
-    Stored and quantised entries are unpacked into a `KVCache`. Compressed caches are returned as they are.
+    Entries that are in a store or quantised are unpacked into a `KVCache`. Other caches, and compressed ones, are
+    returned as they are.
     """
 
     def cache_to_batch(cache: Any) -> Any:
@@ -147,7 +151,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
         return empty_cache
     if new_store is None:
         return _plain_cache(source)
-    # Not dequantised, because quantising twice would lose precision.
+    # Move the entries as stored, because dequantising and quantising them again would lose precision.
     empty_cache.fill(source.stored_entries())
     empty_cache.sparse_from = source.sparse_from
     return empty_cache

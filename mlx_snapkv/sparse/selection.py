@@ -28,7 +28,7 @@ def best_positions(scores: mx.array, k: int, first: int = 0) -> mx.array:
     score_bits = mx.view(scores, mx.uint32)
     costs = _costs(score_bits, positions)
     lowest_costs = mx.partition(costs, k - 1, axis=-1)[..., :k]
-    return lowest_costs.astype(mx.uint32)  # keeps the low bits, the positions
+    return lowest_costs.astype(mx.uint32)  # keeps the low 32 bits, which are the positions
 
 
 @partial(mx.compile, shapeless=True)

@@ -34,11 +34,12 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
     A plain in-memory store always has all entries. Entries move to any other store at the end of a prompt, or chunk by
-    chunk during sparse prefill. For full attention, they are read and dequantised again in each call, so that only one
-    layer has plain copies in memory at a time.
+    chunk during sparse prefill. For full attention, each call reads and dequantises them again, so that only one layer
+    has plain copies in memory at a time.
 
     If entries are in files, mlx-lm's `save_prompt_cache` only writes the index without its codes, and the first entry
-    for its shapes. `saved.book` saves the files next to the prompt cache, and opens them when the cache is loaded.
+    to record shapes and dtypes. `saved.book` saves the files next to the prompt cache, and opens them when the cache is
+    loaded.
 
     Args:
         layer: the cache's `AttentionLayer`.
@@ -70,9 +71,9 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         self.growing = self.store.cache if is_plain_memory else KVCache()
 
     def observe(self, first: int, last: int, capacity: int) -> None:
-        """Prepare for a prompt of `capacity` tokens: drop earlier queries, and record those at `[first, last)`.
+        """Prepare for a prompt of `capacity` tokens: drop recorded queries, and record new ones at `[first, last)`.
 
-        The next tokens' rows are allocated at once, so that prefill never reallocates the buffers.
+        Rows for all of the new tokens are allocated at once, so that prefill never reallocates the buffers.
         """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
@@ -161,7 +162,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return stores
 
     def fill(self, entries: Entries) -> None:
-        """Fill this cache with `entries`. It must be empty."""
+        """Fill this cache, which must be empty, with `entries`."""
         if self._grows_in_store:
             self.growing.keys, self.growing.values = entries.dequantized()
             self.growing.offset = len(entries)
@@ -179,7 +180,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             was_offloaded = self._n_stored > n_stored_before
             self.index = index_before  # a turn may have replaced the index
             trim_new_tokens()
-            if was_offloaded:  # restore plain entries: quantised ones would be quantised again
+            if was_offloaded:  # restore plain entries, because the store may have quantised them
                 self.store.truncate(n_stored_before)
                 self.growing = copy.copy(growing_before)
 

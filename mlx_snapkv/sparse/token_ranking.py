@@ -37,7 +37,7 @@ class TokenRanking:
     Attributes:
         view: the prompt's entries, and the answer's older ones that tokens choose among.
         answer: all of the answer's entries.
-        residual: cluster means of unread entries. None before `fit_residual`, or if tokens have nothing to choose.
+        residual: cluster means of unread entries. None before `fit_residual`, or if tokens choose all entries or none.
         n_prompt: number of entries in the prompt.
         n_sink: number of entries in the sink.
         choice_stop: position after the last entry that tokens choose among.
@@ -120,7 +120,7 @@ class TokenRanking:
         if gathered_positions.size > 0:
             parts.append(self.view.gather(gathered_positions))
         if self.answer.offset > 0:
-            # Tokens choose among the answer's earlier entries, and read all of the others.
+            # Tokens choose among the answer's entries before `first_row`, and read all of the others.
             first_row = max(0, self.choice_stop - self.n_prompt)
             parts.append(slice_rows(self.answer_buffers, first_row, self.answer.offset))
         return concatenate_rows(*parts)
@@ -128,7 +128,7 @@ class TokenRanking:
     def choose_up_to(self, stop: int) -> None:
         """Move `choice_stop` to a later position, so that tokens choose among the entries before it.
 
-        New answer entries before it are added to the index and form a new cluster, if index and residual exist.
+        Answer entries that become choosable are added to any index, and form a new cluster of any residual.
         """
         n_in_view = len(self.view)
         reaches_new_entries = stop > n_in_view

@@ -5,8 +5,8 @@ counts are passed in the array `params`, so that kernels are not recompiled when
 
     0 means             4 entries                8 items per split                  11 capacity of codes
     1 chosen entries    5 prompt entries         9 splits                           12 capacity of cluster ids
-    2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 groups of score, see `choose`
-    3 window's start    7 capacity of own_keys
+    2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
+    3 choice_stop       7 capacity of own_keys
 
 A call launches its kernels and no other operations. It passes the caches' whole buffers, including unused rows, because
 MLX would copy a slice.
@@ -31,7 +31,8 @@ SCORE_BLOCK = 1024  # entries per block in `score`
 ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
 SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects the queries again
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
-MAX_MEANS = 4096  # number of counters in the threadgroup memory of `select`
+# Maximum number of cluster means for `select`, which has a counter for each in threadgroup memory.
+MAX_MEANS = 4096
 # Length of `params` and of placeholders. At least 8, because MLX puts shorter arrays into Metal's constant memory.
 N_PARAMS = 14
 NO_SINK = -1e30
@@ -104,7 +105,7 @@ def choose(
         powers: the codes' powers of two, uint8 `(1, n_kv_heads, capacity, K / 32)`.
         n_chosen: number of entries to choose, from 1 to `choice_stop - n_sink`.
         n_sink: number of entries in the sink.
-        choice_stop: start of the window.
+        choice_stop: position after the last entry that can be chosen.
         ids: cluster id of each entry, uint16 `(1, n_kv_heads, n)`, or None without means.
         choosable: number of each cluster's entries in `[n_sink, choice_stop)`, int32 `(1, n_kv_heads, n_means)`, or
             None without means. There can be at most `MAX_MEANS` clusters.
@@ -155,7 +156,7 @@ def attend(
     means: Means | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to the means, the chosen entries, the sink `[0, n_sink)`, and the newest `[choice_stop, n_entries)`.
+    """Attend to the means, the chosen entries, the sink `[0, n_sink)`, and newest entries `[choice_stop, n_entries)`.
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
@@ -165,7 +166,7 @@ def attend(
         n_prompt: number of entries in the prompt.
         n_entries: total number of entries in prompt and answer.
         n_sink: number of entries in the sink.
-        choice_stop: start of the window.
+        choice_stop: position of the first of the newest entries, after the last one that can be chosen.
         positions: positions of the chosen entries, uint32 `(1, n_kv_heads, n_chosen)`, or None if no entry was chosen.
         means: cluster means, or None to ignore unread entries.
         sinks: logits of attention sinks, `(n_heads,)`.

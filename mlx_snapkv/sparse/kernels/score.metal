@@ -1,13 +1,13 @@
   // Score entries for the GROUP query heads of a KV head: compute logits from the MXFP4 codes in the index.
   //
-  // For each KV head, n_groups threadgroups take turns at blocks of SCORE_BLOCK entries. Each code is decoded once for
-  // all query heads.
+  // For each KV head, n_groups threadgroups share the blocks of SCORE_BLOCK entries. Each code is decoded once for all
+  // query heads.
   //
   // Inputs:
   //   queries     (n_heads, D), with the query heads of a KV head adjacent
   //   projection  (n_kv_heads, D, K) float32, projects queries to components
   //   codes       (n_kv_heads, capacity, K / 8) uint32, eight codes per word, starting with the lowest bits
-  //   powers      (n_kv_heads, capacity, K / 32) uint8, powers of two with a bias of 127
+  //   powers      (n_kv_heads, capacity, K / 32) uint8, exponents of the powers of two, with a bias of 127
   // Outputs:
   //   block_maxima  (n_heads, n_blocks) float32, largest logit in each block
   //   offsets       (n_heads, n_scored) half, logit minus the block's maximum, at least -65504

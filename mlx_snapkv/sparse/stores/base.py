@@ -19,7 +19,7 @@ class EntryView(ABC):
     n_entries: int
     # Whether `read` allocates memory. If it does, evaluate each result before reading the next.
     reads_allocate: bool = False
-    make_spill: MakeSpill | None = None  # creates a spill file, if the entries are in files
+    make_spill: MakeSpill | None = None  # creates a spill file; None if the entries are in memory
 
     @property
     def buffers(self) -> tuple[mx.array, mx.array] | None:
@@ -52,8 +52,8 @@ class Store(EntryView):
     in_files: bool = False  # whether entries are in files
     folder: str | None = None  # folder for new files; None means TMPDIR
     cache: Any = None  # the mlx-lm cache that stores the entries, if they are in memory
-    # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. Saved caches take
-    # their shapes from it.
+    # The first entry's key and value, `(B, n_kv_heads, 1, head_dim)` each, if entries are in files. A prompt cache is
+    # saved with this entry alone, to record the shapes and dtypes.
     first_entry: tuple[mx.array, mx.array] | None = None
     nbytes: int  # size in bytes in memory
     file_nbytes: int = 0  # size in bytes in files
@@ -141,7 +141,7 @@ class JoinedView(EntryView):
             has_all_entries = n_in_view == self.n_entries
             if has_all_entries:
                 return view.gather(positions)
-            # Clip positions that belong to other views. This gathers placeholders, which are replaced below.
+            # Clip positions that belong to other views. The entries gathered for clipped positions are discarded.
             view_stop = view_start + n_in_view
             clipped_positions = mx.clip(positions, view_start, view_stop - 1)
             entries = view.gather(clipped_positions - view_start)

@@ -18,7 +18,7 @@ from .base import EntryView, JoinedView, Store
 
 @dataclass(frozen=True)
 class _FilePair(EntryView):
-    """The first `n_entries` entries of a pair of files, with keys and values."""
+    """The first `n_entries` entries of a pair of files, one with keys and one with values."""
 
     files: Sequence[EntryFile]
     n_entries: int = 0
@@ -26,7 +26,7 @@ class _FilePair(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended. No file may be a saved one, or have more entries than this pair."""
+        """Return whether entries can be appended: the files are not saved ones, and have no entries after these."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def read(self, which: int, start: int, stop: int) -> mx.array:

@@ -55,7 +55,7 @@ class MemoryStore(Store):
         return self.cache.keys, self.cache.values
 
     def append(self, entries: Entries) -> None:
-        """Append entries to the cache's buffers, quantised like the store."""
+        """Append entries to the cache's buffers, with the store's quantisation."""
         new_entries = entries.with_quantization(self.quantization)
         new_rows = new_entries.stored_keys, new_entries.stored_values
         n_new = len(new_entries)
