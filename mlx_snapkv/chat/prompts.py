@@ -54,7 +54,7 @@ class Rendering:
 
     @cached_property
     def _cut_pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern for the special tokens that text can be split at, or None if there are none.
+        """Return a pattern for the special tokens that text can be split at. None if the tokenizer has no such token.
 
         Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as that
         token, regardless of the surrounding text.

@@ -88,7 +88,7 @@ EXCLUDED_BY_SAVED_PROMPT = (
     "max_kv_size",
     "kv_memory",
 )
-# With a saved prompt, configured values of these options are ignored, and only typed ones are used.
+# A saved prompt ignores configured values of these options. Only typed values apply.
 STORED_WITH_SAVED_PROMPT = *SETTING_OPTIONS, "kv_bits", "store", "store_dir"
 
 

@@ -86,7 +86,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # With lookahead, these short answers would be decoded from the full cache.
+    # A lookahead would decode these short answers from the full cache.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
@@ -211,7 +211,7 @@ def _decoding_speed_text(model: Any) -> str:
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
-    # With sparse attention, the size counts all entries, plus the ones that a token reads.
+    # For sparse attention, the size counts all entries, plus the ones that a token reads.
     full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"

@@ -53,7 +53,7 @@ def render(
     options: dict[str, Any],
     may_continue: bool = False,
 ) -> Rendered:
-    """Render messages with the first of `REWRITES` that the template accepts.
+    """Render messages with the first rewrite in `REWRITES` that the template accepts.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -63,7 +63,7 @@ def render(
         may_continue: whether the answer continues the text of a final assistant message, if there is one.
 
     Raises: SnapKVError: there is no template, the template does not support `tools`, an option is reserved, or every
-        rewrite fails. In the last case, the error is that of the first rewrite that was tried.
+        rewrite fails. In the last case, it is the first rewrite's error.
     """
     _require_renderable(tokenizer, tools, options)
     options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}

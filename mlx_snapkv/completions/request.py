@@ -225,9 +225,9 @@ def _answer_format(body: ChatBody, prompt: Prompt, tokenizer) -> AnswerFormat | 
 
 
 def _callable_tools(tools: list[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
-    """Return the tools that a forced choice allows: the named one, or all.
+    """Return the tools that a forced choice allows: the named tool, or all tools.
 
-    Raises: SnapKVError: there is none, or a tool has no name.
+    Raises: SnapKVError: there is no such tool, or a tool has no name.
     """
     if choice.function is not None:
         name = choice.function.name

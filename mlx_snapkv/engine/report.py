@@ -91,7 +91,7 @@ class CompressionReport:
 
     @property
     def entries(self) -> int:
-        """Return the largest number in `entries_kept`, or 0 if there is none."""
+        """Return the largest number in `entries_kept`, or 0 without one."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property

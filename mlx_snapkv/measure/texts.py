@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Texts:
     """UTF-8 texts from files and from all non-hidden files in folders.
 
-    The order is that of `paths`, with each folder's files sorted by path.
+    They are in the order of `paths`, with each folder's files sorted by path.
 
     A text's name is its file's path as given or, for a file in a folder, the path relative to that folder.
 

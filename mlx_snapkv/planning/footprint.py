@@ -30,7 +30,7 @@ class Need(NamedTuple):
     kept_bytes: int  # size of the entries after compression, not counting `extra_in_answer`
     cache_bytes_at_end: int  # all caches at the end of the answer, including unused rows
     keeps_shape: bool = False  # whether the caches keep their shape during decoding
-    extra_in_answer: int = 0  # with sparse attention: the prompt's entries, index and means
+    extra_in_answer: int = 0  # entries, index and means of a sparse prompt
     chunk_bytes: int = 0  # activations, scores and copies for one prompt chunk
     step_bytes: int = 0  # copies for one answer token
 

@@ -93,7 +93,7 @@ class FullView(Entries):
         return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Add missing keys to `index`, or build a new index if there is none or the text has outgrown it.
+        """Add missing keys to `index`, or build a new index if `index` is None or the text has outgrown it.
 
         Return None if there are too few keys for an index.
         """

@@ -24,7 +24,7 @@ CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the sa
 CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
 # Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
 LAST_TOKENS = 512
-# With when="faster", at least this many tokens at the start of an answer read all entries.
+# Minimum number of tokens at the start of an answer that read all entries if `when` is "faster".
 FIRST_TOKENS = 16
 LAST_CHOSEN = 16384  # minimum number of entries that the last tokens choose
 # If entries are in files, the last tokens instead choose 4 times as many entries as other chunks.

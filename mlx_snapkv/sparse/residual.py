@@ -33,7 +33,7 @@ TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
 # four times as long. For SmolLM2-135M, it would lower the KL divergence from the full cache's predictions from 0.0090
 # to 0.0077 after a prompt of 1,400 tokens, but make no difference after 6,000.
 FITTING_QUERIES = 4
-# In a long text, full attention to the middle (see `Example`) is estimated from at most this many entries.
+# Full attention to the middle (see `Example`) is estimated from at most this many entries, sampled in long texts.
 SAMPLED_ENTRIES = 1 << 16
 SAMPLED_RUN = 256  # number of adjacent entries in each sample
 

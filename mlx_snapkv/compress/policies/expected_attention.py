@@ -18,9 +18,9 @@ class ExpectedAttention(Policy):
     """Scores each entry by the attention that future queries are expected to give it, times the norm of its value.
 
     Future queries are modelled as normally distributed. Their mean and covariance are those of all pre-RoPE queries
-    after the first `n_sink` (or of the last query, if there are none), rotated by the mean rotation of the next 512
-    positions. A key's expected weight then has a closed form. Weights are normalised with a softmax over the keys after
-    the sink, and averaged over the query heads of a GQA group.
+    after the first `n_sink` (or of the last query, if the prompt is that short), rotated by the mean rotation of
+    the next 512 positions. A key's expected weight then has a closed form. Weights are normalised with a softmax
+    over the keys after the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
         n_sink: number of initial entries that are always kept. The statistics exclude their queries.
