@@ -72,7 +72,7 @@ def entry_count(default: int | str | None, least: int = 0, example: str = "25%")
 
 
 def choice(*values: str, help: str = "") -> Any:
-    """Return a field for one of several words. The first one is the default. See `option` for `help`."""
+    """Return a field that must be one of `values`. The first value is the default. See `option` for `help`."""
     allowed = f"{', '.join(values[:-1])} or {values[-1]}"
     return option(values[0], values.__contains__, allowed, help=help)
 

@@ -143,10 +143,10 @@ class SparseBatchCache(CompressedBatchCache):
 
 
 class EvictingBatchCache(CompressedBatchCache, Quantised):
-    """Evicting caches of several requests, with all entries in shared arrays.
+    """The `EvictingCache`s of several requests, with all entries in shared arrays.
 
     The arrays have shape `(B, n_kv_heads, R, head_dim)`, or the equivalent for quantised entries. Each request has a
-    slot on the batch axis, and `R` is at least the number of rows that the longest request needs. The requests' own
+    slot along the batch axis, and `R` is at least the number of rows that the longest request needs. The requests' own
     caches are empty, but still decide where the next entry goes and when to evict. To evict, a cache temporarily gets
     its entries back. Each request therefore keeps exactly the entries that it would keep outside the batch.
     """

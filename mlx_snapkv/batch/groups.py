@@ -174,7 +174,7 @@ class Single(Group):
 
     @property
     def can_join(self) -> bool:  # type: ignore[override]
-        """Return whether the prompt has been compressed or is left to mlx-lm."""
+        """Return whether the request can decode with others: its prompt is compressed, or left to mlx-lm."""
         return self.job.can_join
 
     def recording(self) -> contextlib.AbstractContextManager[None]:

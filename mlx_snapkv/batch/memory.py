@@ -121,11 +121,11 @@ class Memory:
         return None if has_to_wait else peak_bytes
 
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:
-        """Return the total size of the caches at the end of all answers, including padding.
+        """Return an upper bound on the total size of the caches at the end of all answers, including padding.
 
-        Requests in a group share arrays, so each of them takes as many rows as the longest one. Without a policy, all
-        requests form a single mlx-lm group. Otherwise, sizes in a group differ by at most a factor of 2, or 4 if
-        buffers grow, because growing buffers have unused rows.
+        Requests in a group share arrays, so each request takes as much memory as the longest one. Without a policy, all
+        requests form a single mlx-lm group. Otherwise, only requests of similar size share a group, so padding makes a
+        request at most 2 times as large, or 4 times if its buffers grow, because growing buffers have unused rows.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

@@ -113,7 +113,7 @@ def batch(
 
 
 def _require_policy_for_kv_bits(setting: Setting | None, kv_bits: int | None) -> None:
-    """Reject --kv-bits for full caches. Raises: SnapKVError: --kv-bits is set without a policy."""
+    """Check that --kv-bits is not set without a policy. Raises: SnapKVError."""
     if setting is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 

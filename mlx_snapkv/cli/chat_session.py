@@ -183,7 +183,7 @@ class Session:
 
     @property
     def _generate_keywords(self) -> dict[str, Any]:
-        """Return the `generate_step` keywords for the next turn."""
+        """Return the keyword arguments of `generate_step` for the next turn."""
         conversation = self.conversation
         return {"policy": conversation.policy, **conversation.generation}
 

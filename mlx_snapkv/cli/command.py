@@ -232,7 +232,7 @@ def _stores_in(sparse: Any) -> list[str]:
 
 
 def _mentions_option(message: str, option: str, value: Any) -> bool:
-    """Check whether an error message contains an option, or the start of its value, such as a policy name."""
+    """Return whether an error message mentions an option's flag, or the start of its value, such as a policy name."""
     if flag_of(option) in message:
         return True
     if not isinstance(value, str):

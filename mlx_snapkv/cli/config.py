@@ -28,7 +28,7 @@ Table = dict[str, Any]  # a table of config.toml, with underscores in names
 
 
 class ConfigValue(NamedTuple):
-    """An option's value and its origin, such as a variable or a key in config.toml."""
+    """An option's value and its origin, such as an environment variable or a key in config.toml."""
 
     value: Any
     origin: str
@@ -96,13 +96,13 @@ def _merge_sources(
 def _sources_by_precedence(
     command_path: tuple[str, ...], table: Table, supports_auto: bool
 ) -> list[dict[str, ConfigValue]]:
-    """Return each source's values: variables, the command's table, then enclosing tables.
+    """Return each source's values: environment variables, the command's table, then enclosing tables.
 
     Args:
         command_path: names of the groups that contain the command, then its own name.
         table: the whole config.toml.
         supports_auto: whether the command supports the policy "auto". If not, "auto" is omitted from the sources that
-            all commands share: variables, and the top of config.toml.
+            all commands share: environment variables, and config.toml's top-level keys.
     """
     variables = _variables()
     top_values = _values_in(table, str(config_file()))

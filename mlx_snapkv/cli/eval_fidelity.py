@@ -95,7 +95,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.JUDGED_TOKENS,  # rejects result files in which other tokens were scored
+        "judged": measuring.JUDGED_TOKENS,  # rejects result files of other tokens
     }
     run = partial(
         measuring.run,

@@ -249,7 +249,7 @@ def load_without_weights(name: str, for_mac: bool = False):
     from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
-        # A repository that is not in the local cache is looked up on the hub below.
+        # If the repository is not in the local cache, `repository_without_weights` looks it up on the hub.
         with contextlib.suppress(Exception):
             folder = hf_repo_to_path(name)
     with _explaining_failures("--model", name, folder, "planned"):

@@ -153,7 +153,7 @@ def read_file(option: str, path: str) -> str:
 
 
 def _read_stdin() -> str:
-    """Read text from standard input. Raises: SnapKVError: it is closed, empty or not UTF-8 text."""
+    """Read text from standard input. Raises: SnapKVError: standard input is closed, has no text, or is not UTF-8."""
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     return _decode_all(sys.stdin.buffer, "standard input")

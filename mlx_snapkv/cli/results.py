@@ -1,4 +1,4 @@
-"""Options, methods and result files that evaluations share."""
+"""The evaluation commands' shared code: options, the methods to measure, and writing result files."""
 
 from __future__ import annotations
 

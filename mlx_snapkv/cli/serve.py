@@ -106,7 +106,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """Options for the prefix cache, in memory and in files."""
+    """Options for the prefix cache, in memory and on disk."""
 
     prefix_bytes: Annotated[
         int | None,

@@ -20,7 +20,7 @@ MAX_PREFILL_STARTS = 16
 TOO_LARGE_NOTE = "the tools' parameters are left out: together they are too large to be enforced"
 # Keywords that may allow properties besides those in `properties`.
 MAY_ALLOW_MORE = set("patternProperties minProperties allOf anyOf oneOf $ref const enum".split())
-LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
+LITERAL_KEYWORDS = {"const", "enum", "default", "examples"}  # their values are never schemas
 # Values of `format` that llguidance enforces. JSON Schema allows ignoring all others.
 ENFORCED_FORMATS = set("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is an object that maps names to schemas.
@@ -178,7 +178,7 @@ def _json_calls(schemas: dict[str, Schema]) -> str:
     for name, schema in schemas.items():
         quoted_name = json.dumps(name, ensure_ascii=False)
         text_before_arguments = f'{{"name": {quoted_name}, "arguments": '
-        call_start = json.dumps(text_before_arguments)  # strings in Lark are quoted like JSON's
+        call_start = json.dumps(text_before_arguments)  # Lark quotes strings the way JSON does
         calls.append(f'{call_start} %json {_schema_json(schema)} "}}"')
     return " | ".join(calls)
 

@@ -75,5 +75,5 @@ def continued_text(tokenizer, messages: list[dict[str, Any]], options: dict[str,
 
 
 def ends_in_thoughts(text: str, tokenizer) -> bool:
-    """Return whether `text` starts reasoning without ending it. The tokenizer must have reasoning markers."""
+    """Return whether `text` ends inside unfinished reasoning. The tokenizer must have reasoning markers."""
     return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)

@@ -85,7 +85,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Return the stored keys and values, `(B, n_kv_heads, size(), head_dim)` each."""
         buffers = self.keys, self.values
         is_full = count_rows(buffers) == self._n_entries
-        # Don't slice full buffers: with a second reference, an eviction could not write in place.
+        # Don't slice full buffers. The slice would be a second reference, so evictions could not write in place.
         return buffers if is_full else slice_rows(buffers, 0, self._n_entries)
 
     @property

@@ -190,7 +190,7 @@ class SnapKVCache(EvictingCache):
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window
         is_window_full = n_in_window == self.n_window
-        # A single token overwrites the oldest entry before attending to the cache.
+        # If the window is full, a single token overwrites the oldest entry before it attends, so it needs no mask.
         if N == 1 and (overwrites_nothing or is_window_full):
             return None
         if overwrites_nothing and not return_array:

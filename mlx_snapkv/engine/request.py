@@ -142,7 +142,7 @@ class Request:
         return self.report
 
     def _evict(self) -> None:
-        """Replace `caches` with caches of the entries that the policy keeps, then update the caller's prompt cache.
+        """Replace `caches` with caches that hold only the entries to keep, then update the caller's prompt cache.
 
         The work on all layers is queued without waiting for the device. Python blocks only once, in `note_choices`.
         """
@@ -200,7 +200,7 @@ class Request:
 
 
 def _why_none_evicted(plan: Plan, report: CompressionReport) -> str | None:
-    """With schedule="block", explain why no prompt entries were evicted. In all other cases, return None."""
+    """If schedule="block" and no prompt entries were evicted, explain why. Otherwise, return None."""
     if plan.decode_policy.schedule != "block" or report.entries < plan.n_prompt:
         return None
     reason = uncompressed_reason(plan.n_prompt, plan.prefill_policy)

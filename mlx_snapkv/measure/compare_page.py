@@ -17,7 +17,7 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-# The highest tint, for entries that all heads keep. Tint 0 is for entries that no head keeps.
+# The highest tint, for entries that more than 3/4 of the heads keep. Tint 0 is for entries that no head keeps.
 N_TINTS = 4
 
 

@@ -14,7 +14,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from .reading import Reading
 
-MIN_LOG_PROBABILITY = -1e4  # replaces -inf, so that impossible tokens add 0 to a divergence
+MIN_LOG_PROBABILITY = -1e4  # minimum, because with -inf a divergence would be NaN
 
 
 class Reference:

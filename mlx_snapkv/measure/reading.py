@@ -271,7 +271,7 @@ def read_once(
     Raises: SnapKVError: the model is not supported, or a budget is too small for sink and window.
     """
     unique_policies = dict.fromkeys(policies)
-    # Policies that don't share the reading read the prompt themselves.
+    # Policies that don't share this reading read the prompt on their own.
     recorded_policies = [
         policy for policy in unique_policies if policy is not None and shares_reading(policy)
     ]

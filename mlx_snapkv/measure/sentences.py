@@ -200,7 +200,7 @@ def _token_ranges_of_sentences(
 
 
 def _runs_between_special(is_special: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last token of each run of tokens that are not special."""
+    """Yield the first and last index of each run of non-special tokens."""
     all_tokens = range(len(is_special))
     for are_special, group in itertools.groupby(all_tokens, key=lambda i: bool(is_special[i])):
         if not are_special:

@@ -1,7 +1,7 @@
 """Run one model on several Macs: detect how it is split, and share values from rank 0.
 
-mlx-lm splits the model and MLX sums the shards' results, so all ranks see the same logits. Each rank compresses the
-entries of its own heads or layers.
+mlx-lm splits the model and MLX exchanges the shards' results, so all ranks see the same logits. Each rank compresses
+the entries of its own heads or layers.
 """
 
 import functools

@@ -84,7 +84,7 @@ class AttentionFamily:
         return getattr(module, self.class_name)
 
     def attentions_of(self, layer) -> list[Any]:
-        """Return a decoder layer's attention modules of this family, sorted by name, or `[None]` if it is idle."""
+        """Return the family's attention modules in a layer, sorted by name, or `[None]` if the layer is idle."""
         if self.is_idle(layer):
             return [None]
         attention_class = self.attention_class()

@@ -207,10 +207,10 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return the maximum number of tokens, out of `n_tokens`, whose index and means are in memory.
+        """Return how many of `n_tokens` tokens have their index and means in memory, at most.
 
-        If the entries are in files, index and means beyond the first `ENTRIES_IN_MEMORY` tokens move to a file as well,
-        `ENTRIES_MOVED` tokens at a time.
+        If the entries are in files, the index and means of all tokens after the first `ENTRIES_IN_MEMORY` move to a
+        file as well, `ENTRIES_MOVED` tokens at a time.
         """
         if not in_files(self.config.store):
             return n_tokens
@@ -227,7 +227,7 @@ class Footprint:
             store_bytes = plan.n_prompt * self.sizes.memory_bytes(self.config.store)
             if self.config.store == "memory":
                 return store_bytes
-            # Starting with the first chunk that chooses its entries, entries move to the store chunk by chunk.
+            # Entries stay in the caches until the first chunk that chooses. They then move to the store by chunks.
             return store_bytes + reading.n_before_choice * sum(self.sizes.bytes_by_layer())
         # Caches that evict during prefill are quantised from the start, all others at compression.
         is_quantised = self.config.evicts_in_blocks

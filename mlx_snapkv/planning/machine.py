@@ -36,10 +36,10 @@ class Machine(NamedTuple):
 
 
 def this_machine() -> Machine:
-    """Return the memory of this machine.
+    """Return this machine's memory.
 
     With Metal, the usable memory is the GPU's recommended maximum. Without Metal, it is the available memory plus what
-    MLX already uses, within a container's limit. If the available memory is unknown, all memory is usable.
+    MLX already uses, capped at a container's limit. If the available memory is unknown, all memory counts as usable.
     """
     if mx.metal.is_available():
         info = mx.device_info()

@@ -1,4 +1,4 @@
-"""The plan of a request: a frozen dataclass with every decision, made before the request runs.
+"""A request's plan: a frozen dataclass with the decisions made before the request runs.
 
 Prefill, compression, decoding, memory estimates and messages to the user all follow the plan.
 """

@@ -15,7 +15,7 @@ FUSED = (64, 80, 128)  # head sizes that MLX's fused GPU kernels support (MLX 0.
 
 MAX_SCORE_BYTES = 512 << 20  # size limit for attention scores that are computed together
 SCORES_MEMORY_SHARE = 32  # scores take at most 1/32 of the machine's memory
-MIN_TOKENS_AT_ONCE = 32  # chunks are not split into shorter pieces, however large the scores are
+MIN_TOKENS_AT_ONCE = 32  # chunks of at most this many tokens are not split
 
 
 def on_gpu() -> bool:

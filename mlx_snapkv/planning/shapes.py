@@ -170,7 +170,7 @@ def score_bytes(
     joins_positional_part = family is not None and family.query_factor is not None
     has_positional_scores = is_mla and not joins_positional_part
     has_sinks = not is_mla and family is not None and family.sinks_of(attention) is not None
-    # Arrays of scores that are in memory at the same time.
+    # Number of score arrays that are in memory at the same time.
     n_positional = 1 if has_positional_scores else 0
     if is_fused(head_size):
         n_others = 0

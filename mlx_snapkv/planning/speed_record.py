@@ -1,4 +1,4 @@
-"""The speed record: a small file with this machine's measured token times, by model and text length.
+"""The speed record: a small file of times measured on this machine, by model and sparse setting.
 
 Requests add their measurements. `auto`, `plan`, `doctor` and batches use the record to predict whether sparse attention
 is faster.
@@ -43,7 +43,7 @@ DECODE_FULL = "decode_all"  # an answer token that reads all entries
 DECODE_SPARSE = "decode_few"  # an answer token that reads only the entries it chooses
 READ_FULL = "read_all"  # a prompt token that reads all entries
 READ_SPARSE = "read_few"  # a prompt token in a chunk that reads only the entries it chooses
-SETUP = "setup"  # building the index and the means of a prompt
+SETUP = "setup"  # building the index and the cluster means of a prompt
 
 
 class Measurement(NamedTuple):
@@ -137,7 +137,7 @@ class Speed:
         return sparse_seconds < max_time_ratio * full_seconds
 
     def predict_seconds(self, n_prompt: int, n_answer: int) -> PredictedSeconds | None:
-        """Predict the time of a prompt and its answer.
+        """Predict how long a prompt and its answer take, with sparse attention and with the full cache.
 
         Return None if measurements are missing. If a slope is unknown, assume the worst case for sparse attention.
         """

@@ -136,7 +136,9 @@ class Gate:
             await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
             response_has_started = status != 0
-            if response_has_started:  # too late for an error response; the connection is closed
+            if (
+                response_has_started
+            ):  # too late for an error response: let the server close the connection
                 raise
             await error_response(scope, error)(scope, receive, send_with_id)
         self._count_and_log(scope, status, seconds=time.monotonic() - arrival)

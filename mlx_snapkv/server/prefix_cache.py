@@ -62,7 +62,7 @@ class PrefixCache:
                 return self.fetch(tokens, n_unshared, exact)
             caches = caches_in_file
             self._insert_if_fits(prefix.ids, caches)
-        # Entries from this position on depend on sparse attention. None if no entry does, or if they may be used.
+        # Position of the first entry computed with sparse attention. None without one, or if such entries will do.
         n_exact = first_sparse_position(caches) if exact else None
         if n_exact is not None and n_exact < n_served:
             can_trim = n_exact > 0 and prefix.is_trimmable

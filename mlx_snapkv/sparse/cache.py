@@ -16,8 +16,8 @@ from .attending import AttendingCache
 from .kernels.token import attend_token, why_plain_path
 from .token_ranking import Pair, TokenRanking
 
-# Every token reads all of the newest entries (window and answer). Once there are more than 512, or more than the window
-# plus 256 if that is larger, the oldest 256 of them join the entries that tokens choose among.
+# Every token reads all of the newest entries (window and answer). Once there are more than max(512, window + 256), the
+# oldest 256 of them join the entries that tokens choose among.
 MAX_RECENT = 512
 
 

@@ -164,7 +164,7 @@ class Example:
         sample of the middle.
         """
         n_entries = self.is_read.shape[-1]
-        # Number the runs of `SAMPLED_RUN` adjacent entries. The middle contains `[first_run, stop_run)` in full.
+        # A run is `SAMPLED_RUN` adjacent entries. Runs `[first_run, stop_run)` lie entirely in the middle.
         first_run = math.ceil(self.middle.start / SAMPLED_RUN)
         stop_run = self.middle.stop // SAMPLED_RUN
         n_runs = stop_run - first_run

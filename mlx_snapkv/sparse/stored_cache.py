@@ -33,13 +33,13 @@ _FILES_MISSING = (
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
-    A plain in-memory store always has all entries. Entries move to any other store at the end of a prompt, or chunk by
-    chunk during sparse prefill. For full attention, each call reads and dequantises them again, so that only one layer
-    has plain copies in memory at a time.
+    A plain in-memory store always has all entries. With any other store, entries move to it at the end of a prompt, or
+    chunk by chunk during sparse prefill. For full attention, each call reads and dequantises them again, so that
+    only one layer has plain copies in memory at a time.
 
-    If entries are in files, mlx-lm's `save_prompt_cache` only writes the index without its codes, and the first entry
-    to record shapes and dtypes. `saved.book` saves the files next to the prompt cache, and opens them when the cache is
-    loaded.
+    If entries are in files, mlx-lm's `save_prompt_cache` writes only the index, without its codes, and the first entry,
+    which records shapes and dtypes. `saved.book` saves the files next to the prompt cache, and opens them when the
+    cache is loaded.
 
     Args:
         layer: the cache's `AttentionLayer`.

@@ -8,7 +8,7 @@ from .base import EntryView as EntryView
 from .base import JoinedView as JoinedView
 from .base import Store as Store
 
-# Imported in this order, so that `STORES` lists the stores in memory first.
+# Imported in this order, so that in-memory stores come first in `STORES`.
 # isort: off
 from .memory import MemoryStore as MemoryStore
 from .file import FileStore as FileStore
