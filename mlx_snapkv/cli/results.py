@@ -224,8 +224,8 @@ def methods_to_measure(
         lengths: prompt lengths to measure in tokens, if they are known.
         store: store options for sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, a store is set for policies only or differs from one in `sparse`, or a
-        method would not compress any prompt.
+    Raises: SnapKVError: a value can't be parsed, a store is set for policies only, or a method would not compress any
+        prompt.
     """
     from ..measure.methods import Method, require_compression
 
