@@ -73,7 +73,7 @@ class EntryFile:
     """An open file with rows of a layer. It is closed when this object is deleted.
 
     Attributes:
-        n_rows: number of tokens in the file.
+        n_rows: number of rows per KV head: one per token, except that page means have one per page.
         is_shared: whether copies of a store use the file. A shared file must not be truncated.
     """
 
