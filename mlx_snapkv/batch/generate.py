@@ -125,7 +125,8 @@ def batch_generate(
         if answer.report is not None:
             report_to(answer.report)
     if verbose:
-        print(f"{len(token_lists)} of {len(token_lists)} prompts answered{speed_text(stats)}")
+        n_answered = sum(answer.error is None for answer in answers)
+        print(f"{n_answered} of {len(answers)} prompts answered{speed_text(stats)}")
     return _response(
         tokenizer, answers, stats, return_prompt_caches, return_token_ids, return_logprobs
     )

@@ -294,12 +294,9 @@ class StoreOptions:
     def apply_to(self, setting: Setting | None) -> Setting | None:
         """Return `setting` with these options applied.
 
-        Raises: SnapKVError: --store is set without sparse attention, or an option conflicts with the setting's own
-            value.
+        Raises: SnapKVError: --store is set without sparse attention.
         """
         self.require_sparse(setting)
-        if isinstance(setting, Sparse):
-            self._require_no_conflict(setting)
         return self.fill_defaults_of(setting)
 
     def require_sparse(self, setting: Setting | None) -> None:
@@ -313,19 +310,6 @@ class StoreOptions:
             NamedOption("sparse"),
             NamedOption("store"),
         )
-
-    def _require_no_conflict(self, sparse: Sparse) -> None:
-        """Raise SnapKVError if a flag and `sparse` set the same option to different values."""
-        for name, value in self.flag_values.items():
-            default = getattr(Sparse, name)
-            sparse_value = getattr(sparse, name)
-            if sparse_value not in (default, value):
-                raise SnapKVError(
-                    "--sparse {}={} and {} differ: give only one of them",
-                    name,
-                    sparse_value,
-                    NamedOption(name, value),
-                )
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import SnapKVError
 from . import cache_options, options
-from .command import message_with_flags
+from .command import is_typed, message_with_flags
 
 if TYPE_CHECKING:
     from .chat_session import Session
@@ -37,13 +38,18 @@ def chat(
     from .chat_session import MessageReader, Session
     from .prompt_console import PromptConsole
 
-    generation = cache.generate_keywords(compression.setting)
+    first_compression = compression
+    may_be_sparse = compression.sparse is not None or compression.is_auto
+    if not may_be_sparse and not is_typed(context, "store"):
+        # A configured store waits until /policy selects sparse attention.
+        first_compression = replace(compression, store=None)
+    generation = cache.generate_keywords(first_compression.setting)
     reader = MessageReader(sys.stdin, CommandCompleter())
     model, tokenizer = model_options.load()
     cache.require_supported(model)
     options.seed_sampling(seed)
     console = PromptConsole(quiet)
-    setting = compression.setting_for_task(
+    setting = first_compression.setting_for_task(
         model, "conversation", console.say, vars(cache), sampling.max_tokens
     )
     generation |= sampling.generate_keywords(tokenizer)

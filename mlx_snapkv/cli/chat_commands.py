@@ -22,6 +22,7 @@ from ..planning.units import format_bytes
 from ..saved import require_writable
 from ..sparse.options import Sparse
 from .chat_session import Session
+from .command import values_in_sparse
 from .loading import WITHOUT_LAUNCH
 from .options import SamplingOptions
 from .prompts import read_file
@@ -313,7 +314,11 @@ def _policy(session: Session, text: str) -> None:
             session.sampling.max_tokens,
         )
     elif text != "none":
-        policy = session.compression.fill_defaults_of(setting_named(text))
+        compression = session.compression
+        _, _, options = text.partition(":")
+        if values_in_sparse(options, "store"):  # possibly the default, which --store would replace
+            compression = replace(compression, store=None)
+        policy = compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(
         f"started a new conversation with policy {policy or 'none'}", policy=policy
     )

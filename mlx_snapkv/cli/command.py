@@ -158,8 +158,10 @@ class Command(TyperCommand):
             params.get("sparse") is not None
             or self.name == "compare"  # includes sparse attention by default
             or params.get("policy") == "auto"  # may select sparse attention
+            or self.name == "chat"  # /policy may select it later
         )
-        typed_sparse_names_store = is_typed(ctx, "sparse") and _stores_in(params["sparse"])
+        sparse_stores = values_in_sparse(params.get("sparse"), "store")
+        typed_sparse_names_store = is_typed(ctx, "sparse") and len(sparse_stores) > 0
         if typed_sparse_names_store or not may_use_sparse:
             self._reset_configured(ctx, {"store"})
 
@@ -189,6 +191,7 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Errors about an option from a variable or config.toml name its origin."""
         try:
+            self._reject_conflicting_values(ctx)
             self._reject_options_without_effect(ctx)
             return super().invoke(ctx)
         except SnapKVError as error:
@@ -197,6 +200,16 @@ class Command(TyperCommand):
                 if not is_typed(ctx, name) and _mentions_option(message, name, configured.value):
                     message += f" ({flag_of(name)} is from {configured.origin})"
             raise SnapKVError(message) from error
+
+    def _reject_conflicting_values(self, ctx: Any) -> None:
+        """Reject --store and --store-dir if --sparse has other values, even defaults. Raises: SnapKVError."""
+        for name in ("store", "store_dir"):
+            value = ctx.params.get(name)
+            for sparse_value in values_in_sparse(ctx.params.get("sparse"), name):
+                if value not in (None, sparse_value):
+                    raise SnapKVError(
+                        f"--sparse {name}={sparse_value} and {flag_of(name)} {value} differ: give only one of them"
+                    )
 
     def _reject_options_without_effect(self, ctx: Any) -> None:
         """Reject typed options that would do nothing, or can't be combined with a saved prompt. Raises: SnapKVError."""
@@ -208,7 +221,7 @@ class Command(TyperCommand):
                     )
         # Besides --store, any of these may select the file store: --sparse, /policy in a chat, auto, or a saved prompt.
         may_get_file_store = (
-            "file" in _stores_in(ctx.params.get("sparse"))
+            "file" in values_in_sparse(ctx.params.get("sparse"), "store")
             or self.name == "chat"
             or ctx.params.get("policy") == "auto"
             or ctx.params.get("prompt_cache_file") is not None
@@ -226,9 +239,11 @@ class Command(TyperCommand):
                 )
 
 
-def _stores_in(sparse: Any) -> list[str]:
-    """Return the stores named in --sparse values, such as "file" in "top_k=1024,store=file"."""
-    return re.findall(r"\bstore\s*=\s*(\w+)", str(sparse))
+def values_in_sparse(sparse: str | list[str] | None, name: str) -> list[str]:
+    """Return the values that option `name` has in --sparse values, such as "file" in "top_k=1024, store=file"."""
+    texts = [sparse] if isinstance(sparse, str) else sparse or []
+    options = [option.partition("=") for text in texts for option in text.split(",")]
+    return [value.strip() for option, _, value in options if option.strip() == name]
 
 
 def _mentions_option(message: str, option: str, value: Any) -> bool:

@@ -225,8 +225,8 @@ def methods_to_measure(
         lengths: prompt lengths to measure in tokens, if they are known.
         store: store options for sparse attention.
 
-    Raises: SnapKVError: a value can't be parsed, a store is set without sparse attention or contradicts a value of
-        `sparse`, or a method would compress none of the prompts.
+    Raises: SnapKVError: a value can't be parsed, a store is set without sparse attention, or a method would compress
+        none of the prompts.
     """
     from ..measure.methods import Method, require_compression
 

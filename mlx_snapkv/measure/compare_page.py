@@ -17,8 +17,9 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-# The highest tint, for entries that more than 3/4 of the heads keep. Tint 0 is for entries that no head keeps.
-N_TINTS = 4
+MAX_TINT = (
+    4  # for entries that more than 3/4 of the heads keep; tint 0 is for entries that no head keeps
+)
 
 
 def page(
@@ -100,7 +101,7 @@ def _kept_entries_html(text: str, spans: Sequence[tuple[int, int]], kept: np.nda
     """
     if kept is None:
         return ""
-    tints = np.ceil(kept * N_TINTS).astype(int)
+    tints = np.ceil(kept * MAX_TINT).astype(int)
     html = ""
     start = 0  # first character not yet in `html`
     for tint, tokens in itertools.groupby(range(len(spans)), key=lambda token: tints[token]):

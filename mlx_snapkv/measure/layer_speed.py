@@ -22,8 +22,6 @@ from ..planning.speed_record import DECODE_FULL, DECODE_SPARSE, Measurement, Spe
 from ..sparse.options import Sparse
 from .contenders import make_sparse_cache, random_like
 
-# Raised if the model does not support sparse attention, or if memory runs out.
-FAILURES = SnapKVError, RuntimeError, ValueError
 LENGTHS = (8192, 32_768)  # numbers of entries
 # Number of tokens to evaluate together, to keep the device as busy as a pipelined loop would.
 TOKENS_PER_EVALUATION = 8
@@ -40,7 +38,8 @@ def sparse_pays(model: Any) -> dict[str, BreakEven]:
     speed = speed_of(model, Sparse())
     estimate = Speed()
     if on_gpu() and not {DECODE_FULL, DECODE_SPARSE} <= speed.lines.keys():
-        with contextlib.suppress(*FAILURES):
+        # Fails if the model does not support sparse attention, or if memory runs out.
+        with contextlib.suppress(SnapKVError, RuntimeError, ValueError):
             estimate = layer_speed(model)
     return break_evens(speed, estimate)
 

@@ -18,12 +18,12 @@ class Disk(NamedTuple):
     """A disk that entries are written to.
 
     Attributes:
-        folders: the folders on this disk that entries are written to.
+        folders: the folders on this disk that entries are written to, keyed by the flag that sets them.
         folder_bytes: number of bytes written to each folder.
         free: number of free bytes on the disk.
     """
 
-    folders: tuple[Path, ...]
+    folders: dict[str, Path]
     folder_bytes: int
     free: int
 
@@ -45,7 +45,7 @@ class FileCost:
         disk_texts = []
         for disk in self.disks:
             size = format_bytes(disk.folder_bytes)
-            folders = " and ".join(f"{size} in {folder}" for folder in disk.folders)
+            folders = " and ".join(f"{size} in {folder}" for folder in disk.folders.values())
             disk_texts.append(f"{folders} ({format_bytes(disk.free)} free)")
         return f"reading {self.tokens:,} tokens will write at most {' and '.join(disk_texts)}"
 
@@ -53,9 +53,9 @@ class FileCost:
     def warnings(self) -> list[str]:
         """Return a warning for each disk with too little space."""
         return [
-            f"{disk.folders[0]} does not have enough room: {format_bytes(disk.needed)} will be written and "
-            f"{format_bytes(disk.free)} is free; set --store-dir to another folder, "
-            "or give a shorter text"
+            f"there is not enough room in {' and '.join(map(str, disk.folders.values()))}: "
+            f"{format_bytes(disk.needed)} will be written and {format_bytes(disk.free)} is free; "
+            f"choose another disk with {' or '.join(disk.folders)}, or give a shorter text"
             for disk in self.disks
             if disk.needed > disk.free
         ]
@@ -77,16 +77,15 @@ def file_cost(
     if n_new == 0 or not isinstance(setting, Sparse) or not in_files(setting.store):
         return None
     folder_bytes = EntrySizes(model).file_bytes(setting.store, n_new)
-    folders = [Path(setting.store_dir or tempfile.gettempdir())]
+    folders = {"--store-dir": Path(setting.store_dir or tempfile.gettempdir())}
     if saved_in is not None:
-        folders.append(saved_in)
+        folders["--output"] = saved_in
     disks: dict[int, Disk] = {}  # device number -> disk
-    for folder in folders:
+    for flag, folder in folders.items():
         with contextlib.suppress(OSError):  # some file systems do not report free space
             device = folder.stat().st_dev
             if device not in disks:
                 free = shutil.disk_usage(folder).free
-                disks[device] = Disk(folders=(), folder_bytes=folder_bytes, free=free)
-            disk = disks[device]
-            disks[device] = disk._replace(folders=(*disk.folders, folder))
+                disks[device] = Disk(folders={}, folder_bytes=folder_bytes, free=free)
+            disks[device].folders[flag] = folder
     return FileCost(tokens=n_new, disks=tuple(disks.values())) if disks else None

@@ -33,10 +33,16 @@ def resolve_setting(
 
     Raises: SnapKVError: more than one is set, a value is invalid, or it is "auto"; see `resolve_compress`.
     """
-    if isinstance(policy, Sparse):  # a setting that is already resolved
-        return policy
-    compress = resolve_compress(snapkv, policy)
     sparse_setting = Sparse.from_keyword(sparse)
+    if isinstance(policy, Sparse):  # a setting that is already resolved
+        if sparse_setting is not None:
+            raise SnapKVError(
+                "{} and {} both select sparse attention: give only one",
+                Option("policy"),
+                Option("sparse"),
+            )
+        policy, sparse_setting = None, policy
+    compress = resolve_compress(snapkv, policy)
     if compress is not None and sparse_setting is not None:
         raise SnapKVError(
             "a policy says which entries stay, and {} says which are read while all stay: give only one of them",

@@ -144,7 +144,7 @@ class Speed:
         return self._predict(n_prompt, n_answer, Line.upper_bound, Line.lower_bound)
 
     def is_sparse_slower(self, n_prompt: int, n_answer: int) -> bool:
-        """Return whether sparse attention is known to be no faster than the full cache.
+        """Return whether sparse attention is known to be slower than the full cache.
 
         If prefill or the setup was not measured, only the answer is compared. If a slope is unknown, assume the best
         case for sparse attention.
@@ -156,7 +156,7 @@ class Speed:
                 sparse=self.lines[DECODE_SPARSE].lower_bound(mean_length),
                 full=self.lines[DECODE_FULL].upper_bound(mean_length),
             )
-        return predicted is not None and predicted.sparse >= predicted.full
+        return predicted is not None and predicted.sparse > predicted.full
 
     def tokens_to_repay_setup(self, n_prompt: int) -> float:
         """Return how many answer tokens it takes to make up for building the index and the means.

@@ -250,7 +250,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         return 0 if self.index is None else self.index.codes.nbytes
 
     @property
-    def sample_entries(self) -> tuple:
+    def sample_entries(self) -> tuple[mx.array, mx.array]:
         """Return the first entry if entries are in files, otherwise the entries in `growing`."""
         return self.store.first_entry or self.growing.keys_and_values()
 

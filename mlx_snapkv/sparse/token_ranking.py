@@ -166,15 +166,15 @@ class TokenRanking:
     ) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
-        Do nothing if tokens choose no entries, or all of them.
+        Do nothing if tokens have nothing to choose.
 
         Args:
             queries: the prompt's last queries.
             earlier_clusters: an earlier turn's clusters of the first entries, if any.
         """
         n_choosable = self.choice_stop - self.n_sink
-        reads_all_entries = self.n_chosen in (0, n_choosable)
-        if reads_all_entries:
+        has_no_choice = self.n_chosen in (0, n_choosable)
+        if has_no_choice:
             return
         clusters = self._cluster_all(earlier_clusters)
         queries = queries.latest(FITTING_QUERIES)

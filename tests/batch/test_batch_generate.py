@@ -3,7 +3,8 @@ import inspect
 
 import pytest
 from batch_helpers import alone
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
 from mlx_snapkv.batch.generator import CompressedBatchGenerator, PromptBatch
@@ -64,6 +65,15 @@ def test_without_a_policy_answers_equal_mlx_lms_batch_generate(demo_llama, asked
     assert [report.compressed for report in reports] == [False, False]
     batch_generate(*demo_llama, prompts, max_tokens=3, policy=POLICY, verbose=True)
     assert "2 of 2 prompts answered" in capsys.readouterr().out
+
+
+def test_a_failed_prompt_is_not_counted_as_answered(demo_llama, asked, capsys):
+    prompts = [prompt for prompt, _ in asked[:2]]
+    caches = [None, make_prompt_cache(make_llama(num_hidden_layers=1))]  # one of another model
+    options = {"max_tokens": 2, "policy": "keydiff:budget=4000", "verbose": True}
+    response = batch_generate(*demo_llama, prompts, caches, **options)
+    assert [error is None for error in response.errors] == [True, False]
+    assert "1 of 2 prompts answered" in capsys.readouterr().out
 
 
 def test_empty_prompts_and_conflicting_options_are_refused(demo_llama):

@@ -30,13 +30,13 @@ def run(call, tmp_path, monkeypatch):
     """
     path = tmp_path / "mlx-snapkv" / "config.toml"
 
-    def command(text, *args, **variables):
+    def command(text, *args, stdin=b"", **variables):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         with monkeypatch.context() as patch:
             for name, value in {"XDG_CONFIG_HOME": str(tmp_path), **variables}.items():
                 patch.setenv(name, value)
-            code, out, err = call(*args)
+            code, out, err = call(*args, stdin=stdin)
         return code, out, err.replace(str(path), "FILE")
 
     return command
@@ -130,6 +130,14 @@ def test_a_typed_store_overrides_the_store_in_the_file(run):
         code, out, _ = run(text, *ASK, "-m", "2", *typed, "--json")
         assert code == 0
         assert f",store={store}" in json.loads(out)["compression"]["policy"]
+
+
+def test_a_store_in_the_file_waits_for_a_later_policy_of_a_chat(run):
+    text = 'model = "demo"\nstore = "4bit"\n'
+    lines = b"/policy\n/policy sparse:budget=9\n/policy tova"
+    code, _, err = run(text, "chat", stdin=lines)
+    assert code == 0 and "policy: none\n" in err
+    assert "with policy sparse:budget=9,store=4bit\n" in err and "with policy tova\n" in err
 
 
 def test_a_mistake_in_a_variable_names_it(run):

@@ -57,6 +57,10 @@ generate --prompt x --model demo --sparse "" --policy tova | says which entries 
 generate --prompt x --model demo --sparse top=4          | unknown sparse option 'top' (did you mean 'top_k'?); known:
 generate --prompt x --model demo --policy sparse         | it evicts nothing: give --sparse top_k=2048, for example
 generate --prompt x --model demo --sparse store=4bit --store 8bit | --sparse store=4bit and --store 8bit differ: give
+generate --prompt x --model demo --sparse store=memory --store 8bit | --sparse store=memory and --store 8bit differ
+generate --prompt x --model demo --sparse store=file,store_dir=. --store-dir {} | store_dir=. and --store-dir {} differ
+compare --prompt x --model demo --sparse "" --sparse store=memory --store 4bit | store=memory and --store 4bit differ
+chat --model demo --store 4bit                           | --store 4bit says where sparse attention keeps all entries
 compare --prompt x --model demo --policy tova --store 4bit | but tova evicts: give --sparse instead, or drop --store
 generate --prompt x --model demo --sparse store=foo      | --sparse store=foo: sparse option store must be memory, 8bit
 generate --prompt x --model demo --store memory          | --store memory says where sparse attention keeps all entries
@@ -89,6 +93,7 @@ plan --model demo --memory 16                           | from 1,000,000, such a
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
 eval fidelity --text {}/text --policy tova:budget=9 --output {}/ | is a folder
 bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, sep
+bench --context ""                                       | --context must be whole numbers from 1024 to 10000000, sep
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model

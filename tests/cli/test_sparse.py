@@ -126,12 +126,14 @@ def test_policy_in_a_chat_starts_a_conversation_with_sparse_attention(call, docu
 
 
 def test_flags_of_the_store_apply_to_later_policies_of_a_chat_that_name_none(call):
-    lines = ["/policy sparse:budget=9", "/policy sparse:budget=9,store=4bit", "/policy snapkv"]
+    named = [f"/policy sparse:budget=9,store={store}" for store in ("4bit", "memory")]
+    lines = ["/policy sparse:budget=9", *named, "/policy snapkv"]
     chat = ["chat", "--model", "demo", "--sparse", "budget=8,store=file"]
     code, _, err = call(*chat, "--store", "file", stdin="\n".join(lines).encode())
     policies = re.findall(r"with policy (\S+)", err)
     assert code == 0
-    assert policies == ["sparse:budget=9,store=file", "sparse:budget=9,store=4bit", "snapkv"]
+    in_stores = ["sparse:budget=9,store=file", "sparse:budget=9,store=4bit", "sparse:budget=9"]
+    assert policies == [*in_stores, "snapkv"]
 
 
 @pytest.mark.parametrize("named", ["store=file", "store = file"])

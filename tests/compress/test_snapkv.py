@@ -15,12 +15,18 @@ from mlx_snapkv.planning.settings import resolve_compress
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
-def test_votes_of_sink_and_window_are_not_pooled_into_the_middle(pool):
+@pytest.mark.parametrize(
+    "options, n_sink, n_window",
+    [({"top_k": 5, "n_sink": 4, "n_window": 8}, 4, 8), ({"budget": 4, "n_sink": 4}, 1, 1)],
+)
+def test_votes_of_sink_and_window_are_not_pooled_into_the_middle(pool, options, n_sink, n_window):
+    """A budget that is too small for the sink shrinks it."""
     entries = make_entries(n=6)
-    policy = SnapKV(top_k=5, n_sink=4, n_window=8, obs_window=6, pool_kernel=5, pool=pool)
+    policy = SnapKV(**options, obs_window=6, pool_kernel=5, pool=pool)
+    middle = slice(n_sink, -n_window)
     scores, expected = np.asarray(policy.score(entries)), votes_of(entries)
     for head in range(2):
-        expected[0, head, 4:-8] = reference.pool(expected[0, head, 4:-8], pool, 5)
+        expected[0, head, middle] = reference.pool(expected[0, head, middle], pool, 5)
     assert np.allclose(scores, expected, atol=1e-5)
 
 

@@ -165,6 +165,11 @@ def test_warnings_are_given_only_without_a_gain():
     assert said.startswith("0.50 times as fast as the full cache")
     assert "more memory" in dataclasses.replace(gained, **large).warnings[0]
     assert dataclasses.replace(gained, full_token_seconds=None, **slow).warnings == []
+    # The answer ends with tokens that read all entries: for good, or during a trial.
+    ended_in_full = dataclasses.replace(gained, read_all=[[1, 17], [300, None]])
+    assert ended_in_full.warnings == []
+    (said,) = dataclasses.replace(ended_in_full, **slow).warnings
+    assert said.startswith("sparse attention was 0.50 times as fast as the full cache")
 
 
 def test_tokens_before_and_after_the_compression_are_timed(tokens):

@@ -104,6 +104,7 @@ def test_a_plan_computes_nothing_and_takes_less_than_a_second(demo_llama):
         ("demo", 0, {}, "at least 1 token, got 0"),
         ("demo", 1000, {"kv_bits": 5}, "kv_bits must be 2, 3, 4, 6, 8, got 5"),
         ("deepseek_v32", 1000, {"policy": KEYDIFF}, "can't be compressed"),
+        ("demo", 1000, {"policy": Sparse(), "snapkv": "top_k=9"}, "give only one of them"),
     ],
 )
 def test_impossible_plans_are_refused(name, n, options, words):

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv import SnapKVError, generate_step, plan_memory
+from mlx_snapkv import SnapKVError, Sparse, generate_step, plan_memory
 from mlx_snapkv.planning.config import CompressionConfig
 from mlx_snapkv.planning.request_plan import NO_POLICY_REASON, plan_request
 from mlx_snapkv.planning.settings import setting_named
@@ -51,6 +51,18 @@ def test_a_chunk_that_may_choose_little_still_chooses(llama):
     how = config("sparse:budget=400,read_top_k=0.1%")
     reading = plan_request(llama, how, 2 * N).sparse_reading
     assert reading.reach.n_chosen == 16 and reading.n_before_choice < N
+
+
+@pytest.mark.parametrize(
+    "n_prompt, from_memory, from_files",
+    [(10_000, 16_384, 4096), (200_000, 16_384, 16_384), (1 << 20, 32_768, 32_768)],
+)
+def test_the_last_tokens_choose_no_more_entries_from_files_than_from_memory(
+    n_prompt, from_memory, from_files
+):
+    reach = Sparse().reach(n_prompt)
+    assert reach.for_last_tokens(in_files=False).n_chosen == from_memory
+    assert reach.for_last_tokens(in_files=True).n_chosen == from_files
 
 
 def test_planning_changes_nothing(llama):

@@ -201,6 +201,9 @@ def test_sparse_attention_loses_only_if_that_is_certain():
     assert not Speed().is_sparse_slower(8000, 256)
     one = Speed({DECODE_FULL: line((1000, 0.1)), DECODE_SPARSE: line((1000, 0.11))})
     assert one.is_sparse_slower(1000, 0) and not one.is_sparse_slower(8000, 0)
+    both = line((1000, 0.1), (2000, 0.2))
+    as_fast = Speed({DECODE_FULL: both, DECODE_SPARSE: both})
+    assert not as_fast.is_sparse_slower(8000, 256)
 
 
 def test_break_evens_have_a_length_and_a_basis():

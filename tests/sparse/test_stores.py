@@ -59,6 +59,8 @@ def assert_holds(store, rows):
     positions = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
     wanted = [mx.take_along_axis(x, positions[..., None], axis=2) for x in rows]
     assert_bits_equal(store.gather(positions), wanted)
+    if store.in_files:
+        assert_bits_equal(store.first_entry, [x[:, :, :1] for x in rows])
     assert store.all_entries().quantization == how
     assert_bits_equal(store.all_entries().dequantized(), rows)
 
@@ -72,7 +74,9 @@ def saved(folder, rows):
         path.write_bytes(raw)
         sums = [zlib.crc32(raw[i : i + size]) for i in range(0, len(raw), size)]
         files.append(SavedFile(path, layout, n, np.array(sums, np.uint32), PIECE))
-    return FileStore(files=files, n_entries=n), [file.path for file in files]
+    first_entry = tuple(x[:, :, :1] for x in rows)
+    store = FileStore(files=files, n_entries=n, first_entry=first_entry)
+    return store, [file.path for file in files]
 
 
 KINDS = [
@@ -109,6 +113,7 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
     for store, rows in stores:
         if store.n_entries == 0:
             assert store.nbytes == store.file_nbytes == 0
+            assert store.first_entry is None
             rows = rows_of(5)
             holding(store, rows)
         assert_holds(store, rows)

@@ -113,7 +113,7 @@ class SnapKV(Policy):
         """
         quota = entries.quota or self.quota(len(entries))
         # The entries that votes choose among.
-        middle = slice(self.n_sink, len(entries) - quota.n_window)
+        middle = slice(quota.n_sink, len(entries) - quota.n_window)
         if self.pool == "forward":
             votes, votes_to_pool = mean_and_contrasts(entries)
         else:

@@ -113,6 +113,8 @@ class FileStore(JoinedView, Store):
             for file in last_pair.files:
                 if file.path is None and not file.is_shared:
                     file.truncate(n_left_in_pair)
+        if n == 0:
+            self._first_entry = None
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         """Return a store that shares the files. Shared files are no longer truncated."""
