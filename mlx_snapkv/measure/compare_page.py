@@ -17,9 +17,8 @@ from .sentences import token_spans
 from .tables import Table
 
 COMPARE_HTML = Path(__file__).with_name("compare.html")
-MAX_TINT = (
-    4  # for entries that more than 3/4 of the heads keep; tint 0 is for entries that no head keeps
-)
+# The highest tint, for entries that more than 3/4 of the heads keep. Tint 0 is for entries that no head keeps.
+MAX_TINT = 4
 
 
 def page(
