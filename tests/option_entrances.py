@@ -174,7 +174,9 @@ def refusals():
 def main(folder):
     folder = Path(folder)
     print(mlx_snapkv.__file__)
-    python(*load(str(MODELS["demo"])))
+    model, tokenizer = load(str(MODELS["demo"]))
+    model.set_dtype(mx.float32)  # a CPU computes it faster than half precision
+    python(model, tokenizer)
     commands(folder)
     settings(folder)
     serve(folder)

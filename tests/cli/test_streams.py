@@ -1,5 +1,6 @@
 """Commands whose standard streams are closed, full or not read, and commands interrupted with Ctrl-C."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_helpers
 import pytest
 from command_lines import LEAD, MODULE, PLAIN
 from model_folders import change, demo_with
@@ -39,29 +41,32 @@ def snowy(tmp_path_factory):
     return str(folder)
 
 
-LATIN = [
-    {"PYTHONIOENCODING": "cp1252"},
-    {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-]
+def snowed(model):
+    return ["generate", *model, "-q", "--prompt", LEAD], "", "?82913\n"
 
 
-@pytest.mark.parametrize("settings", LATIN, ids=["cp1252", "C"])
-def test_letters_that_stdout_lacks_are_replaced(snowy, settings):
+@pytest.mark.parametrize("encoding", [("cp1252", "strict"), ("ascii", "surrogateescape")])
+def test_letters_that_stdout_lacks_are_replaced(snowy, encoding, call, monkeypatch):
     model = ["--model", snowy, "-m", "6", "--ignore-chat-template"]
     fact = "The access code of the opal oak is 444444."
     question = f"{fact} What is the access code of the opal oak?\n"
     for args, stdin, wanted in (
-        (["generate", *model, "-q", "--prompt", LEAD], "", "?82913\n"),
+        snowed(model),
         (["generate", *model, "--json", "--prompt", LEAD], "", "82913"),
         (["compare", *model, "--prompt", LEAD], "", "?82913"),
         (["chat", *model[:-1], "-q"], question, "?????"),
     ):
-        done = subprocess.run(
-            [*MODULE, *args], input=stdin.encode(), capture_output=True, env=os.environ | settings
-        )
-        out, err = done.stdout.decode("cp1252"), done.stderr.decode("cp1252", "replace")
-        assert done.returncode == 0 and "Traceback" not in err, err
-        assert wanted in out, (args, out)
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), *encoding))
+        code, _, err = call(*args, stdin=stdin.encode())
+        out = sys.stdout.buffer.getvalue().decode(encoding[0])
+        assert code == 0 and wanted in out, (args, out, err)
+
+
+def test_letters_that_the_locale_lacks_are_replaced(snowy):
+    args, _, wanted = snowed(["--model", snowy, "-m", "6", "--ignore-chat-template"])
+    env = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = subprocess.run([*MODULE, *args], capture_output=True, env=env)
+    assert done.returncode == 0 and wanted in done.stdout.decode("ascii"), done.stderr
 
 
 def test_a_closed_or_full_stdout_is_one_line():
@@ -90,9 +95,9 @@ def test_tokenising_a_long_text_is_announced_and_stops_at_ctrl_c(tmp_path):
     assert interrupted(tokenising, *PLAIN, "--prompt-file", str(file)) == STOPPED
 
 
-def interrupted(ready, *args):
+def interrupted(ready, *args, start=fork_helpers.Popen):
     """Send Ctrl-C to the command as soon as `ready(process)` is true. Return (exit code, stdout, stderr)."""
-    process = subprocess.Popen(
+    process = start(
         [*MODULE, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
@@ -110,7 +115,7 @@ def test_ctrl_c_while_the_program_starts(library):
     def loaded(process):
         return library in Path(f"/proc/{process.pid}/maps").read_text()
 
-    assert interrupted(loaded, *PLAIN) == STOPPED
+    assert interrupted(loaded, *PLAIN, start=subprocess.Popen) == STOPPED
 
 
 def test_ctrl_c_in_an_answer_closes_it_with_the_figures():

@@ -1,5 +1,6 @@
 """Every tool parser of mlx-lm with real model output: arguments arrive as the model meant them, or as text."""
 
+import functools
 import importlib
 import json
 import pkgutil
@@ -165,14 +166,22 @@ def answering():
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
     tokenizer.chat_template = TEMPLATE
 
-    def answer(name, text, step=None, tool=TOOL):
+    @functools.cache
+    def asked(name, tool):
+        """Return the wrapped tokenizer and the request, which takes longer to make than an answer to parse."""
         module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
         start, end = module.tool_call_start, module.tool_call_end
         wrapper = TokenizerWrapper(
             tokenizer, tool_call_start=start, tool_call_end=end, tool_parser=module.parse_tool_call
         )
-        body = parse_body(CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
-        parser = AnswerParser(completion_request(body, wrapper, Defaults()), wrapper)
+        tools = [json.loads(tool)]
+        body = parse_body(CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": tools})
+        return wrapper, completion_request(body, wrapper, Defaults())
+
+    def answer(name, text, step=None, tool=TOOL):
+        wrapper, request = asked(name, json.dumps(tool))
+        parser = AnswerParser(request, wrapper)
+        start, end = wrapper.tool_call_start, wrapper.tool_call_end
         text = text.replace("START", start).replace("END", end)
         step = step or len(text)
         parts = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 from tiny_models import make_llama, make_qwen
 
@@ -188,17 +189,19 @@ def clock(monkeypatch):
 def test_a_prompt_whose_chunks_all_read_everything_counts_as_dense(make, clock, monkeypatch):
     monkeypatch.setattr(reading_pace, "CHUNK_SIZE", N)  # no chunk is long enough to be measured
     chunks, model, reports = clock(slower), make(), []
-    found = steps(model, PROMPT, 3, sparse=BUDGET, on_report=reports.append)
-    wanted = plain(model, PROMPT, 3)
+    monkeypatch.setattr(prompt_plan, "largest_chunk", lambda: CHUNK_SIZE)
+    prompt, cache = PROMPT[: 3 * CHUNK_SIZE], make_prompt_cache(model)
+    options = {"prompt_cache": cache, "on_report": reports.append}
+    found = steps(model, prompt, 3, sparse=BUDGET, **options)
+    wanted = plain(model, prompt, 3)
     assert [token for token, _ in found] == [token for token, _ in wanted]
     assert all(mx.allclose(a, b, atol=1e-3) for (_, a), (_, b) in zip(found, wanted))
     assert reports[0].read_per_chunk is None and "by a chunk" not in str(reports[0])
     assert [(n, chooses) for _, n, chooses in chunks[:3]] == [
-        (SHORT_STEP, False),
-        (SHORT_STEP, False),
-        (SHORT_STEP - 1, False),
+        (CHUNK_SIZE, False),
+        (CHUNK_SIZE, False),
+        (CHUNK_SIZE - 1, False),
     ]
-    cache, _ = prefill(model, PROMPT, sparse=BUDGET)
     assert first_sparse_position(cache) is None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import associations_page
 import evaluate
 import fork_helpers
+import mlx.core as mx
 import policies_page
 import pytest
 import quality_page
@@ -187,6 +188,8 @@ def test_the_python_blocks_of_the_page_run_in_order(readme_run, monkeypatch, cap
     names = {}
     for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(code, "docs/python.md", "exec"), names)
+        if "model" in names:  # a CPU computes float32 several times as fast as this model's dtype
+            names["model"].set_dtype(mx.float32)
     assert (
         capsys.readouterr().out.splitlines()[-1].strip() == "[' 157815', ' 6475938'] [None, None]"
     )

@@ -10,9 +10,23 @@ from mlx_snapkv.errors import SnapKVError
 from scripts import make_ruler
 
 pytest.importorskip("lm_eval", reason="needs pip install 'lm_eval[ruler]'")
-pytest.importorskip("wonderwords", reason="needs pip install 'lm_eval[ruler]'")
+wonderwords = pytest.importorskip("wonderwords", reason="needs pip install 'lm_eval[ruler]'")
 
 LENGTH = 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_pairs():
+    """Give RULER's generators 50 words of each kind for pairs: on import, they sort all pairs of an adjective and a noun.
+
+    There are six million pairs of wonderwords' own words. cwe reads the singular names, and has all words.
+    """
+    own = wonderwords.RandomWord()._categories
+    lists = own | {name: own[name][:50] for name in ("nouns", "verbs", "adjectives")}
+    with pytest.MonkeyPatch.context() as patch:
+        make = functools.partial(wonderwords.RandomWord, **lists)
+        patch.setattr(wonderwords, "RandomWord", make)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +50,7 @@ N_ANSWERS = {"niah_single_2": 1, "vt": 5, "cwe": 10, "fwe": 3}
 
 
 def test_a_row_is_rulers_prompt_in_three_parts(tokenizer, essays):
-    """One test covers all tasks, because importing RULER's generators takes half a minute per process."""
+    """One test covers all tasks, because importing RULER's generators takes some seconds per process."""
     for task, n_answers in N_ANSWERS.items():
         rows = make_ruler.make_rows(task, tokenizer, LENGTH, 2, essays=essays)
         assert len({row["context"] for row in rows}) == 2
