@@ -15,6 +15,7 @@ from ..models.counts import vocabulary_size
 from ..models.trained_length import trained_length
 from .body import Body, ChatBody, Defaults
 from .constraint import Constraint
+from .contents import replace_surrogates
 from .fields import NO_LIMIT
 from .grammar import AnswerFormat, continue_json, json_format, tool_call_format, tool_name
 from .prompt import Prompt, tokenize
@@ -184,7 +185,7 @@ def _warnings(
         has_no_effect = name in FIELDS_WITHOUT_EFFECT or not value or _keeps_whole_context(value)
         if not has_no_effect:
             warnings.append(f"{name[:MAX_FIELD_LENGTH]} is left out: it is not known here")
-    return list(dict.fromkeys(warnings))
+    return list(dict.fromkeys(map(replace_surrogates, warnings)))
 
 
 def _keeps_whole_context(value: Any) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..completions.answer_parser import Reply
-from ..completions.contents import replace_surrogates
 from .api_error import ApiError
 from .requests import Event, Finished, PromptProgress, Started
 
@@ -54,11 +53,7 @@ class ResponseFormatter(ABC):
     @property
     def warnings(self) -> dict[str, list[str]]:
         """Return the response field that reports ignored request fields, or an empty dict."""
-        sentences = [
-            replace_surrogates(warning)
-            for started in self.started.values()
-            for warning in started.warnings
-        ]
+        sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
     @property

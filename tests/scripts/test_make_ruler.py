@@ -17,7 +17,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module", autouse=True)
 def few_pairs():
-    """Give RULER's generators 50 words of each kind for pairs: on import, they sort all pairs of an adjective and a noun.
+    """Give RULER's generators 50 words of each kind for pairs. On import, they sort all pairs of adjectives and nouns.
 
     There are six million pairs of wonderwords' own words. cwe reads the singular names, and has all words.
     """
