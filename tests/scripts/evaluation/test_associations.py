@@ -171,7 +171,7 @@ SPARSE = "sparse:budget=128"
 def records(demo_llama, haystack):
     """Return a data set with one text of four facts, and the records of a run on it."""
     model, tokenizer = demo_llama
-    dataset = associations(tokenizer, haystack, ["contradicting"], [LENGTH * 2], [1])
+    dataset = associations(tokenizer, haystack, ["contradicting"], [LENGTH], [1])
     methods = [Method(setting_named(text)) for text in ("snapkv:budget=12.5%", SPARSE)]
     with StepBars(quiet=True) as bars:
         return measure_associations.measure(model, dataset, methods, Results({}), bars)
