@@ -73,7 +73,7 @@ class RequestsFile:
         self._start = self._stream.tell()
         self.n_lines = sum(1 for _ in self._raw_lines())
         if self.n_lines == 0:
-            raise SnapKVError("the file must hold one JSON object per line, and it is empty")
+            raise SnapKVError("the file must hold one JSON object per line, and it has none")
         if all(line.code == NO_OBJECT for line in self):
             first_line = next(iter(self))
             raise SnapKVError(

@@ -37,7 +37,7 @@ class AnswerParser:
     - A marker inside a call's argument is part of the argument.
     - A marker inside the requested JSON is text.
     - A call inside reasoning does not end the reasoning.
-    - A call that can't be parsed is text, or reasoning if it is inside reasoning.
+    - A call that can't be parsed is text, or reasoning if it ends inside reasoning.
 
     Attributes:
         state: state of the last segment: "normal", "reasoning", "tool", or another state that the tokenizer defines.
@@ -94,15 +94,13 @@ class AnswerParser:
         """Append call text to the current call. Return all other text, and the calls that have ended."""
         parts: list[Reply] = []
         for state, text in segments:
+            self.state = state
             is_call_text = state == "tool" or (state == "normal" and self._answer_is_call)
-            if not is_call_text:
-                parts += self._end_call()
-            if state != self.state:
-                self._call_is_in_reasoning = state == "tool" and self.state == "reasoning"
-                self.state = state
             if is_call_text:
                 self._call_text += text
-            elif text and state == "reasoning":
+                continue
+            parts += self._end_call()
+            if text and state == "reasoning":
                 parts.append(Reply(reasoning=text))
             elif text:
                 parts.append(Reply(text))
@@ -119,6 +117,7 @@ class AnswerParser:
         starts_call = state_after == "tool" and state_before != "tool"
         ends_call = state_before == "tool" and state_after != "tool"
         if starts_call:
+            self._call_is_in_reasoning = state_before == "reasoning"
             self._awaits_json = False
         elif ends_call:
             segments = self._correct_call_end(segments)
@@ -138,7 +137,6 @@ class AnswerParser:
             return [("tool", last_call_text + self._call_end_marker)]
         if self._call_is_in_reasoning:
             self._machine_state = self._machine.make_state("reasoning")
-            return [("tool", last_call_text), ("reasoning", "")]
         return segments
 
     def _drop_markers(self) -> list[Segment]:
@@ -157,18 +155,19 @@ class AnswerParser:
     def _end_call(self, is_complete: bool = True) -> list[Reply]:
         """End the current call, if any. Return the calls parsed from it, or else its text.
 
-        `is_complete` is False if the answer ended without the call's end marker.
+        The text is reasoning if the call is complete and inside reasoning. `is_complete` is False if the answer ended
+        without the call's end marker.
         """
         call_text = self._call_text
         self._call_text = ""
         if not call_text:
             return []
         calls = self._parse_calls(call_text, is_complete)
-        return [Reply(calls=calls)] if calls else [self._reply_of_failed_call(call_text)]
-
-    def _reply_of_failed_call(self, text: str) -> Reply:
-        """Return a failed call's text: as reasoning if the call is inside reasoning, otherwise as text."""
-        return Reply(reasoning=text) if self._call_is_in_reasoning else Reply(text)
+        if calls:
+            return [Reply(calls=calls)]
+        if is_complete and self._call_is_in_reasoning:
+            return [Reply(reasoning=call_text)]
+        return [Reply(call_text)]
 
     def _parse_calls(self, call_text: str, is_complete: bool) -> list[dict[str, Any]]:
         """Parse the calls after a start marker. Small models may write the marker twice."""
@@ -199,10 +198,9 @@ class AnswerParser:
                 break
         text_after_call = call_text[call_end + len(marker) :]
         self._call_text = call_text[:call_end]
-        state_around_call = "reasoning" if self._call_is_in_reasoning else "normal"
-        self._machine_state = self._machine.make_state(state_around_call)
-        # If there is no text before the marker, there is no call, so keep the marker as text or reasoning.
-        parts = self._end_call() or [self._reply_of_failed_call(marker)]
+        self._machine_state = self._machine.make_state()  # outside the call
+        # If there is no text before the marker, there is no call, and the marker is text.
+        parts = self._end_call() or [Reply(marker)]
         return parts + self.parse(text_after_call, is_last=True)
 
 

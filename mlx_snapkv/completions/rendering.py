@@ -22,7 +22,7 @@ from .turns import for_template, merge_into_turns
 # Options of `apply_chat_template` that change the type of its result.
 RESERVED = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask")
 # Options that `render` handles itself, so a client's values are dropped.
-OWN_OPTIONS = ("tools", "continue_final_message")
+OWN_OPTIONS = ("tools", "messages", "conversation", "continue_final_message")
 LONG_GENERATION_PROMPT = 8  # tokens; few templates add more after the last message
 NOT_TOKENS = "chat_template_kwargs must leave the prompt a list of tokens"
 

@@ -70,7 +70,7 @@ def _name_fields(tool: Any) -> dict[str, Any]:
 
     Raises: ValueError: the tool or the nested value is not an object.
     """
-    rule = 'should name a tool by an object such as {"name": "open"}'
+    rule = 'should name a tool as in {"type": "function", "function": {"name": "open"}}'
     require(isinstance(tool, dict), rule, tool)
     nested_fields = tool.get("function") or tool.get("custom") or {}
     require(isinstance(nested_fields, dict), rule, nested_fields)

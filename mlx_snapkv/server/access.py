@@ -179,7 +179,7 @@ class Gate:
             raise ApiError(
                 403,
                 f"the Host header names {host[:80]!r}, which is not this server: if it is, start it with "
-                f"--allow-host {_host_name(host)[:80] or 'NAME'}",
+                f"--allow-host {_as_allowed_host(host)}",
             )
         if origin is None or origin in self._settings.origins:
             return
@@ -243,6 +243,13 @@ def _is_local(host: str) -> bool:
         return host in LOCAL or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _as_allowed_host(host: str) -> str:
+    """Return a Host header's name as --allow-host takes it, or "NAME" if it can't be a name."""
+    name = _host_name(host)
+    name = f"[{name}]" if ":" in name else name
+    return name if len(name) <= 80 and HOST.fullmatch(name) else "NAME"
 
 
 def _host_name(host: str) -> str:

@@ -62,15 +62,17 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: the other API's body. Its unknown fields, except `n`, are passed on.
+        body: the other API's body. Its unknown fields are passed on, except `n` and `top_logprobs`, which this API does
+            not support.
         messages: the parsed messages.
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.
 
     Raises: SnapKVError: the resulting body is invalid.
     """
+    unsupported = "n", "top_logprobs"
     unknown_fields = {
-        name: value for name, value in (body.model_extra or {}).items() if name != "n"
+        name: value for name, value in (body.model_extra or {}).items() if name not in unsupported
     }
     known_fields = {name: value for name, value in fields.items() if value is not None}
     return validate_body(

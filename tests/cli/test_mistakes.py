@@ -85,7 +85,7 @@ cache-prompt --prompt x --model demo -o {}/b.safetensors --store memory --policy
 inspect --prompt x --model demo --policy tova --policy random --policy keydiff | must be given once, or twice to compare
 batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
 batch {}/text -o {}/a.jsonl --model demo                 | one JSON object per line, and line 1 is not JSON
-batch {}/blank -o {}/a.jsonl --model demo                | one JSON object per line, and it is empty
+batch {}/blank -o {}/a.jsonl --model demo                | one JSON object per line, and it has none
 batch {}/requests -o /dev/full --model demo              | is not a regular file
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | in a batch --kv-bits needs a policy
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500

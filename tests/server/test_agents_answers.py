@@ -75,17 +75,10 @@ def test_a_call_within_thoughts_does_not_end_them(scripted):
         assert message["reasoning"] == ("I  it." if made else "I open it it.")
 
 
-@pytest.mark.parametrize(
-    ("written", "thought", "text"),
-    [
-        ("<think>I <tool_call>open it", "I open it", ""),
-        (f"<think>I <tool_call>{TORN}</tool_call> it.</think>Done.", f"I {TORN} it.", "Done."),
-    ],
-)
-def test_a_call_that_does_not_end_within_thoughts_is_a_thought(scripted, written, thought, text):
+def test_an_answer_after_thoughts_about_a_call_is_not_a_thought(scripted):
+    written = "<think>I should use the <tool_call> tag.</think>The answer is 42."
     _, found = scripted.ask(CHAT, answer=written, messages=ASKED)
-    message = found["choices"][0]["message"]
-    assert (message["reasoning"], message["content"] or "") == (thought, text)
+    assert found["choices"][0]["message"]["content"].endswith("The answer is 42.")
 
 
 def test_a_call_that_max_tokens_cuts_is_text(scripted):
@@ -109,6 +102,8 @@ def test_an_answer_of_only_whitespace_is_sent_by_every_api(scripted):
     assert [part.get("text", part.get("content")) for part in parts] == ["\n\n"] * 3
     streamed = scripted.post(RESPONSES, {"input": ASKED, "stream": True}).text
     assert streamed.count("event: response.output_text.delta") == 1
+    _, message = scripted.ask(MESSAGES, answer="<think>\n\n</think>", messages=ASKED)
+    assert message["content"] == []
 
 
 def test_several_texts_get_a_choice_each(served):

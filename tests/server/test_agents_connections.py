@@ -79,6 +79,9 @@ def test_a_host_that_is_not_allowed_names_the_flag_that_allows_it(served):
     headers = {"Host": f"{name}:8080"}
     refused = served.post(TEXT, hello, headers=headers)
     assert refused.status_code == 403 and f"--allow-host {name}" in refused.text
+    for host, advised in (("[fd00::1]:80", "[fd00::1]"), ("a[b", "NAME")):
+        refused = served.post(TEXT, hello, headers={"Host": host})
+        assert refused.status_code == 403 and f"--allow-host {advised}" in refused.text
     with serving(hosts=(name,)) as allowing:
         for own in (headers, headers | {"Origin": f"http://{name}:8080"}, {"Host": name.upper()}):
             assert allowing.post(TEXT, hello, headers=own).status_code == 200

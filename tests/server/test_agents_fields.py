@@ -219,6 +219,8 @@ def test_top_logprobs_without_logprobs_cause_a_warning(agent):
     for fields in ({}, {"logprobs": False}):
         _, found = agent.ask(CHAT, **CHAT_ASKED, top_logprobs=2, **fields)
         assert found["warnings"] == ["top_logprobs is left out: logprobs is not true"]
+    _, found = agent.ask(MESSAGES, **CHAT_ASKED, top_logprobs=2)
+    assert "warnings" not in found
 
 
 def test_an_image_in_an_earlier_answered_turn_becomes_a_note(agent):
