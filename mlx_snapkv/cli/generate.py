@@ -169,15 +169,6 @@ def generate(
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
-        console.announce(
-            model,
-            len(tokens),
-            saved.n_held,
-            shows_kept=False,
-            max_kv_bytes=model_options.max_kv_bytes,
-            max_tokens=max_tokens,
-            **keywords,
-        )
     n_saved = 0 if saved is None else saved.n_tokens
     n_tokens = n_saved + len(tokens) + max_tokens
     console.say_all(cache.notes(keywords["policy"], n_tokens))

@@ -163,13 +163,6 @@ class SavedPrompt:
         return question_tokens
 
     @property
-    def n_held(self) -> int:
-        """Return the number of entries per KV head. It is less than `n_tokens` if a policy has evicted some."""
-        if self._saved_sparse is not None:
-            return self.n_tokens
-        return max(cache.n_entries for cache in layer_caches(self._caches))
-
-    @property
     def policy(self) -> str:
         """Return the setting that compressed the prompt (at loading or before it was saved), or `NO_POLICY`."""
         return self.report.policy if self.report.compressed else self._saved.policy

@@ -96,13 +96,7 @@ def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, mo
     small = ["--policy", "keydiff:budget=128,block=64"]
     assert "this machine" not in call("generate", *text, "-m", "1", *small)[2]
     assert said in call("chat", "--model", "demo", stdin=f"/file {path}\nWho?\n".encode())[2]
-    saved = str(tmp_path / "story.safetensors")
-    assert said in call("cache-prompt", *text, "-o", saved)[2]
-    assert call("cache-prompt", *text, "-o", saved, "--max-kv-bytes", "0")[0] == 0
-    asked = ["--model", "demo", "--prompt-cache-file", saved, "--prompt", "Who?", "-m", "1"]
-    code, out, err = call("generate", *asked)
-    assert code == 2 and not out and said in err
-    assert call("generate", *asked, "--max-kv-bytes", "0")[0] == 0
+    assert said in call("cache-prompt", *text, "-o", str(tmp_path / "story.safetensors"))[2]
 
 
 @pytest.fixture
