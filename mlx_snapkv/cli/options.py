@@ -73,7 +73,7 @@ def format_tokens(n_tokens: int) -> str:
 
 
 def lengths_parser(least: int) -> Callable[[Any], list[int]]:
-    """Return a parser for one or more whole numbers from `least` to `MAX_PROMPT_TOKENS`, separated by commas.
+    """Return a parser for comma-separated whole numbers from `least` to `MAX_PROMPT_TOKENS`.
 
     Duplicates are dropped.
     """
@@ -81,7 +81,7 @@ def lengths_parser(least: int) -> Callable[[Any], list[int]]:
     def parse(text: Any) -> list[int]:
         with contextlib.suppress(ValueError):
             lengths = [int(part) for part in str(text).split(",") if part.strip()]
-            if lengths and all(least <= length <= MAX_PROMPT_TOKENS for length in lengths):
+            if all(least <= length <= MAX_PROMPT_TOKENS for length in lengths):
                 return list(dict.fromkeys(lengths))
         raise BadParameter(
             f"must be whole numbers from {least} to {MAX_PROMPT_TOKENS}, separated by commas"

@@ -93,7 +93,6 @@ plan --model demo --memory 16                           | from 1,000,000, such a
 eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress none of the prompts
 eval fidelity --text {}/text --policy tova:budget=9 --output {}/ | is a folder
 bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, sep
-bench --context ""                                       | --context must be whole numbers from 1024 to 10000000, sep
 eval fidelity --text {}/text                             | needs --policy or --sparse
 generate --prompt x --model demo --quantized-kv-start 0  | does nothing without --kv-bits: add that, or drop
 generate --prompt x --model demo --num-draft-tokens 2    | --num-draft-tokens does nothing without --draft-model
