@@ -202,11 +202,21 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_conflicting_values(self, ctx: Any) -> None:
-        """Reject --store and --store-dir if --sparse has other values, even defaults. Raises: SnapKVError."""
+        """Reject --store and --store-dir if --sparse has other values. Raises: SnapKVError.
+
+        Default values only count if both options are typed.
+        """
+        sparse = ctx.params.get("sparse")
+        if sparse is None:
+            return
+        from ..sparse.options import Sparse
+
         for name in ("store", "store_dir"):
             value = ctx.params.get(name)
-            for sparse_value in values_in_sparse(ctx.params.get("sparse"), name):
-                if value not in (None, sparse_value):
+            are_typed = is_typed(ctx, "sparse") and is_typed(ctx, name)
+            for sparse_value in values_in_sparse(sparse, name):
+                counts = are_typed or sparse_value != getattr(Sparse, name)
+                if counts and value not in (None, sparse_value):
                     raise SnapKVError(
                         f"--sparse {name}={sparse_value} and {flag_of(name)} {value} differ: give only one of them"
                     )

@@ -53,7 +53,7 @@ class FileCost:
     def warnings(self) -> list[str]:
         """Return a warning for each disk with too little space."""
         return [
-            f"there is not enough room in {' and '.join(map(str, disk.folders.values()))}: "
+            f"there is not enough room in {' and '.join(dict.fromkeys(map(str, disk.folders.values())))}: "
             f"{format_bytes(disk.needed)} will be written and {format_bytes(disk.free)} is free; "
             f"choose another disk with {' or '.join(disk.folders)}, or give a shorter text"
             for disk in self.disks

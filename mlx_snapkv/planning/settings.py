@@ -41,6 +41,10 @@ def resolve_setting(
                 Option("policy"),
                 Option("sparse"),
             )
+        if snapkv is True:
+            raise SnapKVError(
+                "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
+            )
         policy, sparse_setting = None, policy
     compress = resolve_compress(snapkv, policy)
     if compress is not None and sparse_setting is not None:

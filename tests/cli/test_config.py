@@ -130,6 +130,11 @@ def test_a_typed_store_overrides_the_store_in_the_file(run):
         code, out, _ = run(text, *ASK, "-m", "2", *typed, "--json")
         assert code == 0
         assert f",store={store}" in json.loads(out)["compression"]["policy"]
+    text = text.replace(
+        "n_window=1", "n_window=1,store=memory"
+    )  # a default, which a store replaces
+    code, out, _ = run(text, *ASK, "-m", "2", "--json")
+    assert code == 0 and ",store=4bit" in json.loads(out)["compression"]["policy"]
 
 
 def test_a_store_in_the_file_waits_for_a_later_policy_of_a_chat(run):

@@ -80,6 +80,7 @@ WRONG = [
     ({"sparse": "top_k=9", "policy": "snapkv"}, "^[^\n]*sparse[^\n]*: give only one of them$"),
     ({"sparse": True, "snapkv": {"top_k": 9}}, "^[^\n]*sparse[^\n]*: give only one of them$"),
     ({"sparse": True, "policy": Sparse()}, "^policy and sparse both select sparse attention: give only one$"),
+    ({"snapkv": True, "policy": Sparse()}, "^snapkv and policy both name a policy: give only one$"),
     ({"sparse": True, "policy": "auto"}, "^policy=auto chooses how entries are used, and so does sparse: give only"),
     ({"sparse": "budget=10%,top_k=9"}, "^sparse options top_k and budget say the same: give only one$"),
     ({"sparse": "top=9"}, "^unknown sparse option 'top'.*; known: top_k, "),
