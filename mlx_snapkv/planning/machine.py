@@ -25,14 +25,14 @@ class Machine(NamedTuple):
     usable: int
 
     @property
+    def without_buffers(self) -> int:
+        """Return the bytes available for weights and requests: usable memory minus MLX's buffer cache."""
+        return self.usable - self.usable // _BUFFERS_SHARE
+
+    @property
     def buffer_limit(self) -> int:
         """Return the size limit for MLX's cache of freed buffers. By default, MLX keeps all of them."""
         return max(_MIN_BUFFERS, self.usable // _BUFFERS_SHARE)
-
-    @property
-    def without_buffers(self) -> int:
-        """Return the bytes available for weights and requests: usable memory minus MLX's buffer cache."""
-        return self.usable - self.buffer_limit
 
 
 def this_machine() -> Machine:

@@ -82,8 +82,6 @@ def test_freed_buffers_are_bounded_by_the_machines_memory(call, monkeypatch):
     assert len(told) == 1 and told[0] <= max(1 << 28, this_machine().memory // 16)
     assert [mac(n << 30).buffer_limit >> 20 for n in (8, 16, 128)] == [341, 682, 6144]
     assert mac(1 << 30).buffer_limit == 1 << 28
-    for machine in (mac(1 << 30), mac(128 << 30)):
-        assert machine.without_buffers == machine.usable - machine.buffer_limit
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ def let_limit_be(monkeypatch, model, limit):
     much = 1 << 40
     let_machine_have(monkeypatch, much)
     taken = machine_room(much) - machine_kv_limit(Footprint(EntrySizes(model), CompressionConfig()))
-    room = limit + taken
-    let_machine_have(monkeypatch, room + Machine(room, room).buffer_limit)
+    let_machine_have(monkeypatch, (limit + taken) * 16 // 15)
 
 
 def machine_room(usable):
