@@ -155,8 +155,8 @@ class BlockFormatter(ResponseFormatter):
             yield from self._add_to_block("text", event.text)
         elif isinstance(event, Finished):
             block = self._open_block
-            is_text = block is not None and block.kind == "text"
-            if is_text and not self.blocks:  # the answer is only whitespace
+            # The answer is only whitespace.
+            if block is not None and block.kind == "text" and not self.blocks:
                 yield from self._send(block)
             yield from self._close_block()
 
