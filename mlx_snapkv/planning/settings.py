@@ -18,10 +18,15 @@ def asks_for_auto(snapkv: Any = None, policy: Any = None) -> bool:
     if snapkv is None or snapkv is False:
         return isinstance(policy, str) and policy.strip() == AUTO
     if policy is not None:
-        raise SnapKVError(
-            "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
-        )
+        raise _both_name_a_policy()
     return snapkv is True
+
+
+def _both_name_a_policy() -> SnapKVError:
+    """Return the error for `snapkv` and `policy` that are both set."""
+    return SnapKVError(
+        "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
+    )
 
 
 def resolve_setting(
@@ -42,9 +47,7 @@ def resolve_setting(
                 Option("sparse"),
             )
         if snapkv is True:
-            raise SnapKVError(
-                "{} and {} both name a policy: give only one", Option("snapkv"), Option("policy")
-            )
+            raise _both_name_a_policy()
         policy, sparse_setting = None, policy
     compress = resolve_compress(snapkv, policy)
     if compress is not None and sparse_setting is not None:
