@@ -52,13 +52,21 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
     while root.parent is not None:
         command_path = (root.info_name, *command_path)
         root = root.parent
-    options = _options_in(root.command)
-    for name, variable in _variables().items():
-        if name not in {*options, *NO_OPTIONS}:
-            warning = f"{variable.origin} names no option{suggestion(name, options)}"
-            print(f"warning: {warning}", file=sys.stderr)
+    _warn_of_unknown_variables(root.command)
     table = _read_config_file(root.command)
     return _merge_sources(context.command, command_path, table)
+
+
+def _warn_of_unknown_variables(root: Any) -> None:
+    """Print a warning for every variable that names no option of any command below `root`."""
+    variables = {name: value for name, value in _variables().items() if name not in NO_OPTIONS}
+    if not variables:  # the usual case, in which the options need not be collected
+        return
+    options = _options_in(root)
+    for name, variable in variables.items():
+        if name not in options:
+            warning = f"{variable.origin} names no option{suggestion(name, options)}"
+            print(f"warning: {warning}", file=sys.stderr)
 
 
 def _merge_sources(
