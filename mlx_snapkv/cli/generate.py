@@ -169,6 +169,7 @@ def generate(
         console.say_all(saved.notes(text))
         encode = partial(saved.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = console.wait_for(encode)
+        saved.require_memory(len(tokens), max_tokens, model_options.max_kv_bytes)
     n_saved = 0 if saved is None else saved.n_tokens
     n_tokens = n_saved + len(tokens) + max_tokens
     console.say_all(cache.notes(keywords["policy"], n_tokens))

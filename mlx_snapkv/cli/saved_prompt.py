@@ -14,7 +14,11 @@ from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
+from ..errors import Option, SnapKVError
+from ..planning.config import CompressionConfig
+from ..planning.kv_limit import NO_KV_LIMIT
+from ..planning.machine import this_machine
+from ..planning.memory_plan import Planner
 from ..planning.settings import Setting, setting_named
 from ..planning.units import format_bytes
 from ..sparse.options import Sparse
@@ -53,6 +57,7 @@ class SavedPrompt:
         """Load the file, check the options, and compress a full cache if a policy is set."""
         requested_setting = compression.resolve()
         self._file = file
+        self._model = model
         self._saved = saved.load(file, model)
         self._compression = compression
         self._caches = self._saved.prompt_cache
@@ -161,6 +166,40 @@ class SavedPrompt:
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
         return question_tokens
+
+    def require_memory(self, n_new: int, max_tokens: int, max_kv_bytes: int | None) -> None:
+        """Check that the saved prompt, a question and its answer fit in memory together.
+
+        Args:
+            n_new: length of the question in tokens.
+            max_tokens: maximum length of the answer in tokens.
+            max_kv_bytes: KV memory limit in bytes. 0 turns off the check. None means this machine's memory.
+
+        Raises: SnapKVError: they do not fit.
+        """
+        if max_kv_bytes == NO_KV_LIMIT:
+            return
+        saved_bytes = kv_bytes(self._caches)
+        planner = Planner(self._model, max_tokens=max_tokens)
+        memory_plan, new_bytes = planner.memory_and_peak(n_new, CompressionConfig())
+        sizes_text = (
+            f"{self._file} has {format_bytes(saved_bytes)} of KV memory, and {n_new} more tokens "
+            f"with an answer of {max_tokens} take {format_bytes(new_bytes)}"
+        )
+        if max_kv_bytes is not None:
+            if saved_bytes + new_bytes > max_kv_bytes:
+                raise SnapKVError(
+                    f"{sizes_text}, but {{}} is {format_bytes(max_kv_bytes)}: raise it",
+                    Option("max_kv_bytes"),
+                )
+            return
+        usable = this_machine().usable
+        if saved_bytes + memory_plan.peak > usable:
+            raise SnapKVError(
+                f"{sizes_text}; with the model, that is {format_bytes(saved_bytes + memory_plan.peak)}, but this "
+                f"machine has {format_bytes(usable)} for models; {{}} answers anyway",
+                Option("max_kv_bytes", str(NO_KV_LIMIT)),
+            )
 
     @property
     def policy(self) -> str:

@@ -4,6 +4,7 @@ import shlex
 import pytest
 from speed_helpers import WINS_LATER, remember
 
+from mlx_snapkv.cli import saved_prompt
 from mlx_snapkv.cli.loading import load_without_weights
 from mlx_snapkv.planning import auto, long_prompts
 from mlx_snapkv.planning.machine import Machine
@@ -97,6 +98,33 @@ def test_other_commands_say_that_a_prompt_will_not_fit(call, story, tmp_path, mo
     assert "this machine" not in call("generate", *text, "-m", "1", *small)[2]
     assert said in call("chat", "--model", "demo", stdin=f"/file {path}\nWho?\n".encode())[2]
     assert said in call("cache-prompt", *text, "-o", str(tmp_path / "story.safetensors"))[2]
+
+
+def test_an_answer_to_a_saved_prompt_has_to_fit_in_memory(call, story, tmp_path, monkeypatch):
+    path, _ = story
+    saved = str(tmp_path / "story.safetensors")
+    assert call("cache-prompt", "--model", "demo", "--prompt-file", str(path), "-o", saved)[0] == 0
+    asked = ["--model", "demo", "--prompt-cache-file", saved, "--prompt", "Who?", "-m", "1"]
+    monkeypatch.setattr(saved_prompt, "this_machine", lambda: Machine(5 * 10**6, 5 * 10**6))
+    code, out, err = call("generate", *asked)
+    assert code == 2 and not out
+    assert f"{saved} has " in err and "has 5 MB for models; --max-kv-bytes 0 answers" in err
+    assert call("generate", *asked, "--max-kv-bytes", "0")[0] == 0
+    code, out, err = call("generate", *asked, "--max-kv-bytes", "1MB")
+    assert code == 2 and not out and "but --max-kv-bytes is 1 MB: raise it" in err
+
+
+@pytest.mark.parametrize(
+    "options, status", [([], 2), (["--policy", "keydiff:budget=128,block=64"], 0)]
+)
+def test_a_saved_prompt_needs_the_memory_of_its_own_entries(call, story, tmp_path, options, status):
+    """The limit is below the size of all entries, and above the size of the entries that a policy keeps."""
+    path, _ = story
+    saved = str(tmp_path / "story.safetensors")
+    text = ["--model", "demo", "--prompt-file", str(path)]
+    assert call("cache-prompt", *text, "-o", saved, *options)[0] == 0
+    asked = ["--model", "demo", "--prompt-cache-file", saved, "--prompt", "Who?", "-m", "1"]
+    assert call("generate", *asked, "--max-kv-bytes", "2MB")[0] == status
 
 
 @pytest.fixture
