@@ -77,7 +77,7 @@ soak: $(VENV)/.installed-dev real-models ## eight agents' sessions on the server
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, reading, rest, associations, long-answers (a day on two cores, 10 GB)
+eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts still found? writes docs/quality, facts, reading, residual, associations, long-answers (a day on two cores, 10 GB)
 	$(RUN) scripts/make_real_models.py --model $(LARGER)
 	for model in smollm2-135m-instruct gemma-3-270m $(LARGER); do \
 		$(RUN) scripts/make_ruler.py real-models/$$model real-models/ruler/$$model --length 2048 --length 4096 || exit; \
@@ -87,8 +87,8 @@ eval: $(VENV)/.installed-dev real-models ## how far do answers move, are facts s
 	$(RUN) scripts/quality_picture.py
 	$(RUN) scripts/measure_facts.py
 	$(RUN) scripts/measure_sparse.py --lengths 2048 4096 --documents 2
-	$(RUN) scripts/measure_rest.py
-	$(RUN) scripts/measure_rest.py --models real-models/$(LARGER) --text real-models/code --documents 2 --out docs/rest-code
+	$(RUN) scripts/measure_residual.py
+	$(RUN) scripts/measure_residual.py --models real-models/$(LARGER) --text real-models/code --documents 2 --out docs/residual-code
 	$(RUN) scripts/measure_associations.py --lengths 2048 --texts 7
 	$(RUN) scripts/measure_associations.py --model real-models/$(LARGER) --lengths 2048 8192 16384 --texts 7 2 1
 	$(RUN) scripts/measure_long_answers.py --models real-models/smollm2-135m-instruct real-models/$(LARGER)

@@ -20,9 +20,9 @@ def reading() -> list[str]:
     return [*measured(result), *table(header, rows)]
 
 
-def rest() -> list[str]:
+def residual() -> list[str]:
     """Return the KL by the means of unread entries, with one column per way to compute the means."""
-    results = [load(name) for name in ("rest", "rest-code")]
+    results = [load(name) for name in ("residual", "residual-code")]
     rows = [row for result in results for row in result["rows"]]
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table_rows = []

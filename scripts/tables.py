@@ -277,7 +277,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "reading": sparse_page.reading,
-    "rest": sparse_page.rest,
+    "residual": sparse_page.residual,
     "losses": sceptics_page.losses,
     "agents": agents,
     "agents-context": agents_context,

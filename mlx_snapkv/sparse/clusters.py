@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Average number of entries per cluster. With smaller clusters, answers would be hardly better, or even worse, because a
-# token that reads the same number of bytes reads more means and fewer entries (measured by scripts/measure_rest.py).
+# Average number of entries per cluster. Smaller clusters made answers hardly better or even worse, because a token that
+# reads the same number of bytes then reads more means and fewer entries (scripts/measure_residual.py measures this).
 CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
 ID_TYPE = mx.uint16  # dtype of cluster ids

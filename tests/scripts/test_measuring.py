@@ -20,7 +20,7 @@ from scripts import (
     measure_books,
     measure_facts,
     measure_long_answers,
-    measure_rest,
+    measure_residual,
     measure_servers,
 )
 from scripts.measure_servers import Answer, tokens_while_all_answer
@@ -40,8 +40,8 @@ def test_measure_facts_asks_for_one_fact_per_turn(demo_llama):
 @pytest.mark.parametrize("way", ["pages of 256", "clusters of 32"])
 def test_grouping_changes_the_clusters_within_its_block(way):
     keys = mx.random.normal((1, 2, 2 * BLOCK_SIZE, 8), key=mx.random.key(1))
-    before, (group, size) = clusters.CLUSTER_SIZE, measure_rest.WAYS[way]
-    with measure_rest.grouping(group, size):
+    before, (group, size) = clusters.CLUSTER_SIZE, measure_residual.WAYS[way]
+    with measure_residual.grouping(group, size):
         made = clusters.cluster_entries(Entries(keys, keys))
         assert made.n_clusters == 2 * BLOCK_SIZE // size
         # Clusters kept between turns must have the new size, too.
@@ -109,9 +109,9 @@ def test_long_answers_are_compared_token_by_token_with_the_full_caches(demo_llam
     rows = [*measure_long_answers.measure(model, tokenizer, [prompt], methods, most)]
     full = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most)]
     assert [row["method"] for row in rows] == [m.name for m in methods] and len(full) == most
-    expected = measure_rest.predictions(model, prompt, full)
+    expected = measure_residual.predictions(model, prompt, full)
     for method, row in zip(methods, rows, strict=True):
-        found = measure_rest.predictions(model, prompt, full, policy=method.policy)[2:]
+        found = measure_residual.predictions(model, prompt, full, policy=method.policy)[2:]
         kl = divergence(expected[2:], found)
         same = mx.argmax(expected[2:], axis=-1) == mx.argmax(found, axis=-1)
         assert [(s["start"], s["stop"], s["n"]) for s in row["spans"]] == [

@@ -1,9 +1,9 @@
-r"""Measure how far answers are from the full cache's, by the means used for unread entries. Writes docs/rest.json.
+r"""Measure how far answers are from the full cache's, by the means used for unread entries. Writes docs/residual.json.
 
     make real-models
-    python scripts/measure_rest.py
-    python scripts/measure_rest.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \
-        --documents 2 --out docs/rest-code; make docs
+    python scripts/measure_residual.py
+    python scripts/measure_residual.py --models real-models/qwen2.5-coder-1.5b-instruct --text real-models/code \
+        --documents 2 --out docs/residual-code; make docs
 
 Texts are joined, because few are long. A piece is read with the full cache. Then each method is fed the tokens that
 follow, and reads the same number of bytes per token: entries chosen by an index of the keys, and means of the
@@ -110,7 +110,7 @@ def main() -> None:
     """Measure each model and length, and add a row for each kind of means."""
     numpy_attention.install()
     index.EXACT_ENTRIES = 0  # use an index for texts of any length
-    parser = result_options(__doc__, "rest")
+    parser = result_options(__doc__, "residual")
     parser.add_argument(
         "--models",
         nargs="+",
