@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from ..errors import SnapKVError
 from .cache_options import parse_settings
 from .loading import load_model
 from .options import lengths_parser
@@ -70,11 +71,20 @@ class BenchOptions:
     def settings(self) -> list[Setting]:
         """Return the settings to measure, by default `BENCH_POLICIES` and `BENCH_SPARSE`.
 
-        Raises: SnapKVError: a value is invalid.
+        Raises: SnapKVError: a value is invalid, or a store is not "memory".
         """
-        if self.policy or self.sparse:
-            return parse_settings(self.policy, sparse=self.sparse)
-        return parse_settings(BENCH_POLICIES, sparse=BENCH_SPARSE)
+        from ..planning.config import CompressionConfig
+
+        if not (self.policy or self.sparse):
+            return parse_settings(BENCH_POLICIES, sparse=BENCH_SPARSE)
+        settings = parse_settings(self.policy, sparse=self.sparse)
+        for setting in settings:
+            store = CompressionConfig(setting).store
+            if store not in (None, "memory"):
+                raise SnapKVError(
+                    f"bench decodes from entries in memory: drop store={store} from {setting}"
+                )
+        return settings
 
 
 def bench(*, options: BenchOptions) -> None:

@@ -23,3 +23,9 @@ def test_bench_prints_tables_and_writes_files(call, tmp_path):
 def test_the_help_names_the_least_lengths(call):
     _, out, _ = call("bench", "--help")
     assert " ".join(out.split()).count(", at least 1024.") == 2
+
+
+def test_entries_are_measured_in_memory_only(call):
+    code, out, err = call("bench", *SMALL, "--sparse", "top_k=40,store=4bit")
+    assert code == 2 and not out
+    assert err.startswith("mlx-snapkv: bench decodes from entries in memory: drop store=4bit from")
