@@ -135,7 +135,7 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
     start = with_pacing(partial(mlx_generate.generate_step, tokens))
     with mlx_generate.wired_limit(model, [mlx_generate.generation_stream]):
-        # mlx-lm's loop samples the next token even if it may not yield one.
+        # mlx-lm's loop samples the next token even with max_tokens=0.
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
             raise AssertionError("mlx-lm yielded a token although max_tokens is 0")
     return next_logprobs[-1]
