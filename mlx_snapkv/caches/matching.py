@@ -19,8 +19,8 @@ KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 def require_match(prompt_cache: list, model) -> None:
     """Check that a prompt cache fits a model.
 
-    The caches must have the right number and classes, and their entries the right number of heads,
-    head size and dtype.
+    These must match: the number and classes of the caches, and the number of heads, head size and
+    dtype of their entries.
 
     Raises: SnapKVError: the prompt cache does not fit.
     """
@@ -115,7 +115,7 @@ def _array_mismatch(
 def _formats_by_path(tree: Any, includes_rows: bool) -> dict[str, str]:
     """Map the path of each array in a tree to a string with the array's dtype and shape.
 
-    If `includes_rows` is false, the shape has no rows.
+    If `includes_rows` is false, the shape leaves out the number of rows.
     """
     formats: dict[str, str] = {}
     for path, leaf in dict(tree_flatten(tree)).items():

@@ -165,13 +165,13 @@ class Conversation:
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the typed text.
 
-        The latest turn is undone exactly if a copy of the state before it was kept. No copy is kept
-        if it would take more memory than the conversation itself, nor for earlier turns or turns
-        loaded from a file. Without a copy, the cache is trimmed to the remaining messages. If that
-        is not possible, as with a compressed cache, the cache is emptied, and the next turn reads
-        the conversation again.
+        If there is a copy of the state before the turn, the turn is undone exactly. A copy is kept
+        only for the turn sent last, and only if it takes no more memory than the conversation.
 
-        Raises: SnapKVError: there is no turn to undo, or no copy was kept and the chat started from
+        If there is no copy, the cache is trimmed to the remaining messages. A cache that can't be
+        trimmed, such as a compressed one, is emptied, and the next turn reads the chat again.
+
+        Raises: SnapKVError: there is no turn to undo, or there is no copy and the chat started from
             an mlx-lm file, which contains no text to read again.
         """
         if not self.user_inputs:

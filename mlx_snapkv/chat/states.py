@@ -93,7 +93,7 @@ def load_saved(
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
-    """Return the notes of a saved conversation or text. An mlx-lm file has none: return `{}`.
+    """Return the notes of a saved conversation or text, or `{}` for an mlx-lm file.
 
     Raises: SnapKVError: the file contains neither a conversation nor a text.
     """
@@ -136,8 +136,8 @@ def _resumed_setting(
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
     """Check that a saved prompt cache can be continued with this setting.
 
-    Raises: SnapKVError: the file is a book, which needs sparse attention, or the prompt cache is
-        compressed, which needs a policy.
+    Raises: SnapKVError: the file is a book and the setting is not sparse attention, or the prompt
+        cache is compressed and the setting is not a policy.
     """
     is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):

@@ -72,8 +72,8 @@ def write_book(
 def named_folder(target: Path) -> Path | None:
     """Return the folder with a book's entries.
 
-    Return None if `target` is not a book. Also return None if `target` was renamed or copied, because the folder then
-    belongs to the original.
+    Return None if `target` is not a book. Also return None if `target` was renamed or copied,
+    because the folder may then belong to the original.
     """
     try:
         name = json.loads(sealed.read_metadata(target)[BOOK_KEY])["folder"]
