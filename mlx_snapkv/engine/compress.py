@@ -131,8 +131,8 @@ def _note_memory(
 ) -> None:
     """Record the dtype and size of the entries after compression.
 
-    With sparse attention, also record the size of the entries in files, and the size of the entries
-    that an answer token does not read.
+    With sparse attention, also record how much is in files, and how much is in memory but not read
+    by an answer token. If the answer evicts in blocks, record the block size.
     """
     if plan.sparse is not None:
         stored_caches = [layer.cache_in(prompt_cache) for layer in layers]

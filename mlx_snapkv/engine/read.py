@@ -41,7 +41,7 @@ def _block_cache(
     prompt_cache: list,
     n_new: int,
 ) -> BlockKVCache:
-    """Create the prefill cache of a layer, for `n_new` more tokens.
+    """Create a layer's prefill cache, for `n_new` more tokens.
 
     A `BlockKVCache` is needed if prefill evicts or accumulates attention, or if the earlier entries
     are compressed or quantised.
@@ -58,8 +58,8 @@ def _block_cache(
         if evicts_once:
             # Keep all entries while the prompt is read.
             quota = Quota(n_expected, quota.n_sink, quota.n_window)
-    # If entries are evicted only once, they are quantised then. But if the earlier entries already
-    # are quantised, the new ones are quantised at once.
+    # If entries are evicted only once, the configured quantisation waits until then, unless the
+    # earlier entries are already quantised.
     is_quantised_later = evicts_once and not earlier_are_quantised
     block_cache = BlockKVCache(
         policy,

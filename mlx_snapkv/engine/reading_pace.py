@@ -68,16 +68,15 @@ class ReadingPace:
         self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:
-        """Return whether the chunk at position `start` chooses entries, if there are enough.
+        """Return whether the chunk at position `start` may choose its entries.
 
-        The answer is the same for all pieces of a chunk.
+        If there are too few to choose from, the chunk reads all of them anyway.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
-        # `start` is within the current chunk, which is being read in pieces.
         if chunk is not None and start < chunk.start + chunk.n_tokens:
-            return chunk.chooses
+            return chunk.chooses  # all pieces of a chunk do the same
         if start >= self._n_prompt:  # the first answer tokens
             return False
         return self._is_sparse_faster or self._is_trial(start)

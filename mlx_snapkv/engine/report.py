@@ -32,8 +32,8 @@ class CompressionReport:
         entries_kept: number of entries per KV head that each layer keeps or, with sparse attention,
             that an answer token reads. None for layers that are left alone, such as sliding-window
             layers.
-        kv_bytes_before: size of a full cache with all tokens read before compression, even if some
-            entries had already been evicted.
+        kv_bytes_before: size of a full, unquantised cache of all tokens read before compression,
+            including tokens whose entries had already been evicted.
         kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
             it except `kv_bytes_staying`.
         kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
@@ -50,9 +50,9 @@ class CompressionReport:
             chunk read all entries.
         read_per_token: largest number of entries per KV head that a sparse answer token reads. None if all tokens read
             all entries.
-        read_all: which answer tokens read all entries, as `[first, last]` pairs of numbers counted
-            from 1. `last` is None if all tokens from `first` on do. Empty unless the answer can
-            switch between full and sparse attention.
+        read_all: runs of answer tokens that read all entries, as `[first, last]` pairs. Tokens are
+            counted from 1. `last` is None if the run lasts until the end of the answer. Empty
+            unless the answer can switch between full and sparse attention.
         means: largest number of cluster means that a token reads in place of unread entries. 0 if
             no means are used.
         plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no answer
@@ -112,7 +112,7 @@ class CompressionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a warning if the answer was slow, and one if it read more than the full cache."""
+        """Return warnings if tokens were slower, or read more bytes, than with the full cache."""
         warnings = []
         speed_warning = self._speed_warning()
         if speed_warning is not None:
@@ -124,8 +124,8 @@ class CompressionReport:
     def _speed_warning(self) -> str | None:
         """Return a warning if tokens were clearly slower than with the full cache, otherwise None.
 
-        If the answer could switch modes, return a warning only if it went back to full attention
-        because sparse attention was slower.
+        If the answer could switch modes, any slowdown counts, but only if the answer ended with full
+        attention.
         """
         if not self.full_token_seconds or not self.token_seconds:
             return None

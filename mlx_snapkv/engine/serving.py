@@ -203,7 +203,7 @@ def _end_adaptive_answer(
 ) -> None:
     """Add measurements to the speed record.
 
-    If no answer token used sparse attention, `on_report` has not been called yet: call it now.
+    If no answer token used sparse attention, also finish the request and report on it.
     """
     request.record_speed(measurements)
     if request.is_compressed:
