@@ -1,1 +1,1 @@
-"""The interface that every layer's cache implements, and adapters for mlx-lm's caches."""
+"""The interface of every layer's cache, adapters for mlx-lm's caches, and a model's layers."""

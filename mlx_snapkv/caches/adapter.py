@@ -18,12 +18,20 @@ def layer_cache(cache: Any) -> LayerCache:
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Return whether a policy can choose among a cache's entries, as in `KVCache` but not in a rotating cache."""
+    """Return whether a policy can choose among a cache's entries.
+
+    This is true for a `KVCache`, but not for a rotating cache.
+    """
     return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
 def full_cache(entries: Entries, sparse_from: int | None = None) -> Any:
-    """Return an mlx-lm cache with these entries, either plain or quantised. For `sparse_from`, see `LayerCache`."""
+    """Return an mlx-lm cache that holds `entries`. The cache is quantised if the entries are.
+
+    Args:
+        entries: the entries of one layer.
+        sparse_from: see `LayerCache`.
+    """
     quantization = entries.quantization
     cache: Any = KVCache()
     if quantization is not None:
@@ -52,7 +60,10 @@ class FullCache(LayerCache):
 
     @property
     def sparse_from(self) -> int | None:  # type: ignore[override]
-        """Return the first sparsely computed position, or None if there isn't one or it has since been trimmed."""
+        """Return the position of the first entry computed with sparse attention.
+
+        Return None if there was no such entry, or if it has been trimmed.
+        """
         position = getattr(self.cache, "sparse_from", None)
         was_trimmed = position is not None and position >= self.cache.offset
         return None if was_trimmed else position
@@ -78,7 +89,7 @@ class FullCache(LayerCache):
         return self.offset
 
     def held(self) -> Entries:
-        """Return the entries, without voters: mlx-lm's caches don't record queries."""
+        """Return the entries. They have no voters, because mlx-lm's caches don't record queries."""
         keys, values = slice_rows(self.sample_entries, 0, self.offset)
         return Entries(keys, values, quantization=self.quantization)
 

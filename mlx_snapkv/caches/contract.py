@@ -15,16 +15,20 @@ from ..entries.quantization import Quantization, Stored, count_bytes, flat_array
 
 
 class LayerCache(ABC):
-    """One layer's cache: either one of this package's caches, or an adapter around mlx-lm's (`adapter.layer_cache`)."""
+    """One layer's cache: one of this package's caches, or an adapter for one of mlx-lm's.
 
-    offset: int  # number of tokens read, and so the next token's position
-    # None if the entries are plain, or quantised by the store.
+    `adapter.layer_cache` creates the adapters.
+    """
+
+    offset: int  # number of tokens read, which is also the next token's position
+    # None if the entries are not quantised, or if the store quantises them.
     quantization: Quantization | None = None
     store: Any = None  # the `Store` that keeps all entries between turns, if there is one
-    is_compressed: bool = False  # whether entries are evicted (now or later), or only some are read
+    # Whether entries have been or will be evicted, or answer tokens read only some of them.
+    is_compressed: bool = False
     # Whether entries are only ever appended, so that the newest tokens can be trimmed.
     grows: bool = False
-    # Whether the cache needs the queries of new tokens, which requires a patched attention class.
+    # Whether the cache needs the queries of new tokens. If so, attention classes must be patched.
     observes: bool = False
     chooses: bool = False  # whether a call reads only the entries that its queries choose
     # Whether a batch can stack the cache's entries with other requests' entries in one array.
@@ -41,7 +45,10 @@ class LayerCache(ABC):
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return any recorded queries and sums over queries, for the caller to evaluate after each decoded token."""
+        """Return arrays that the caller must evaluate after each decoded token.
+
+        They are the recorded queries and sums over queries, if there are any.
+        """
         return ()
 
     @property
@@ -61,7 +68,7 @@ class LayerCache(ABC):
 
     @abstractmethod
     def held(self) -> Entries:
-        """Return the entries in order of position, with the recorded queries, if any, as voters."""
+        """Return the entries in order of position, with any recorded queries as voters."""
 
     def stored_entries(self) -> Entries:
         """Return the entries as stored: quantised, if the cache or its store quantises them."""
@@ -73,7 +80,10 @@ class LayerCache(ABC):
 
     @property
     def in_files(self) -> bool:
-        """Return whether the cache's store uses files. A running request may still have entries in memory."""
+        """Return whether the cache's store uses files.
+
+        During a request, new entries can still be in memory.
+        """
         return self.store is not None and self.store.in_files
 
     @property
@@ -100,9 +110,10 @@ class LayerCache(ABC):
         return self.offset * count_bytes(first_entry)
 
     def restorer(self) -> Callable[[], None]:
-        """Return a function that restores the cache's current state. It can be called more than once.
+        """Return a function that restores the state that the cache has now.
 
-        Caches whose `grows` is true are trimmed. Other caches override this method.
+        The function can be called more than once. It trims the cache, so caches whose `grows` is
+        false override this method.
         """
         assert self.grows, f"a {type(self).__name__} can't be restored"
         offset_before = self.offset
@@ -115,7 +126,11 @@ class LayerCache(ABC):
 
 
 def keys_property(owner_of: Callable[[Any], Any]) -> Any:
-    """Return a property that forwards to `owner_of(cache).keys`, to which mlx-lm's pipelines add a dependency."""
+    """Return a property that reads and writes `owner_of(cache).keys`.
+
+    mlx-lm's pipelines need it: they make the last cache's keys depend on the hidden states sent to
+    the next process, so that evaluating the cache also sends the hidden states.
+    """
 
     def get_keys(cache: Any) -> mx.array:
         return owner_of(cache).keys
@@ -127,7 +142,10 @@ def keys_property(owner_of: Callable[[Any], Any]) -> Any:
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that restores a cache's current attributes. It can be called more than once."""
+    """Return a function that restores the attributes that a cache has now.
+
+    The function can be called more than once.
+    """
     attributes_before = _copy_attributes(vars(cache))
 
     def restore() -> None:
@@ -141,7 +159,7 @@ def _copy_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Copy attributes, including arrays and lists, so that later writes don't affect the copies."""
 
     def copy_leaf(value: Any) -> Any:
-        # A copied array shares its memory until one of the two is written.
+        # The copy and the original share memory until one of them is written to.
         return copy.copy(value) if isinstance(value, mx.array) else value
 
     return tree_map(copy_leaf, attributes)

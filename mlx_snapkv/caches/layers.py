@@ -29,7 +29,8 @@ class AttentionLayer:
     member: int | None  # index of the cache inside a `CacheList`, or None
     attention: Any  # the attention module
     family: AttentionFamily  # describes the module's class
-    # Attention modules of later layers, or of later passes of a looped model, that read the layer's entries.
+    # Other attention modules that read this layer's entries. They belong to later layers or, if the
+    # model loops over its layers, to later passes.
     borrowers: tuple[Any, ...] = ()
     number: int = 0  # index among this process's full-attention layers
 
@@ -72,7 +73,10 @@ class AttentionLayer:
         return self.family.rope_of(self.attention)
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
-        """Undo RoPE for queries `(B, n_heads, n, head_dim)` whose first position is `offset`. The result is float32."""
+        """Undo RoPE for queries `(B, n_heads, n, head_dim)`, and return them as float32.
+
+        `offset` is the position of the first query.
+        """
         rope = self.rope
 
         def undo(rotary_part: mx.array) -> mx.array:
@@ -95,7 +99,7 @@ class AttentionLayer:
 
     def group_heads(self, heads: mx.array, n_kv_heads: int) -> mx.array:
         """Reorder the heads of all `readers`, `(B, n_heads, ...)`, so that the heads of each GQA group are adjacent."""
-        groups_by_reader: list[mx.array] = []  # `(B, n_kv_heads, group size, ...)` each
+        groups_by_reader: list[mx.array] = []  # each has shape `(B, n_kv_heads, group size, ...)`
         for heads_of_reader in mx.split(heads, len(self.readers), axis=1):
             grouped_heads = self.family.group_heads(heads_of_reader, n_kv_heads)
             groups_by_reader.append(mx.unflatten(grouped_heads, 1, (n_kv_heads, -1)))
@@ -107,10 +111,10 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """Return the model's full-attention layers, but not its linear or sliding-window layers.
+    """Return the model's full-attention layers. Linear and sliding-window layers are left out.
 
-    Raises: UnsupportedModelError: the model can't be compressed, it has no full-attention layer, or the prompt cache
-        was not made for it.
+    Raises: UnsupportedModelError: the model can't be compressed or has no full-attention layers, or
+        the prompt cache was made for another model.
     """
     owners = cache_owners(model)
     # Linear layers use an `ArraysCache`, which has no entries.
@@ -150,20 +154,24 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 def sparse_layers(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Return the layers that use sparse attention.
 
-    Layers that lend their entries are left out: borrowers get the entries as arrays, so all readers read all of them.
+    Layers that lend their entries to other layers are left out. The borrowers receive the entries
+    as arrays, so the lender's cache must return all of them.
     """
     return [layer for layer in layers if not layer.borrowers]
 
 
 def token_caches(model) -> list:
-    """Return a model's caches after one token. Nothing is evaluated, so only use their arrays' shapes and dtypes."""
+    """Return the caches of a model that has read one token.
+
+    Nothing is evaluated, so use only the shapes and dtypes of the arrays.
+    """
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     return caches
 
 
 def first_sparse_position(prompt_cache: list) -> int | None:
-    """Return the first position that was computed with sparse attention, or None."""
+    """Return the position of the first entry computed with sparse attention, or None."""
     positions = (cache.sparse_from for cache in layer_caches(prompt_cache))
     return min((position for position in positions if position is not None), default=None)
 
@@ -280,7 +288,8 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def memory_bytes(prompt_cache: list) -> int:
     """Return the size in bytes of all caches in memory, including indexes, linear states and sliding windows."""
-    # Either size may include the other, depending on the cache.
+    # For each cache, the larger size includes the smaller one. Only `nbytes` counts linear states
+    # and sliding windows, and only `kv_nbytes` counts the index of a `StoredKVCache`.
     return sum(
         max(cache.nbytes, layer_cache(cache).kv_nbytes) for cache in all_caches(prompt_cache)
     )

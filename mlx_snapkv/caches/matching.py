@@ -11,14 +11,18 @@ from .adapter import layer_cache
 from .contract import LayerCache
 from .layers import all_caches, attention_layers, is_compressed, slots, token_caches
 
-# Cache classes that have entries and may replace a model's `KVCache`.
+# Cache classes with entries. A loaded cache of one of these classes is accepted where the model has
+# a `KVCache`.
 KV_CACHE_CLASSES = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
 def require_match(prompt_cache: list, model) -> None:
-    """Check that a prompt cache fits a model: number and classes of caches, heads, head size and dtype.
+    """Check that a prompt cache fits a model.
 
-    Raises: SnapKVError: it does not fit.
+    These must match: the number and classes of the caches, and the number of heads, head size and
+    dtype of their entries.
+
+    Raises: SnapKVError: the prompt cache does not fit.
     """
     loaded_slots = slots(prompt_cache)
     model_slots = slots(token_caches(model))
@@ -39,7 +43,9 @@ def require_match(prompt_cache: list, model) -> None:
 
 
 def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
-    """Check that all layers have read the same number of tokens, which must be `n_tokens` unless that is None.
+    """Check that every layer has read `n_tokens` tokens.
+
+    If `n_tokens` is None, check only that all layers have read the same number of tokens.
 
     Raises: SnapKVError: the numbers differ, or no token has been read.
     """
@@ -56,7 +62,7 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def set_missing_layers(prompt_cache: list, model) -> None:
-    """Set `layer` on all compressed caches, because caches loaded from a file lack it."""
+    """Set the `layer` attribute of all compressed caches, because it is not saved in files."""
     if not is_compressed(prompt_cache):
         return
     for layer in attention_layers(model, prompt_cache):
@@ -95,7 +101,7 @@ def _array_mismatch(
 ) -> str | None:
     """Describe the first array whose dtype or shape differs, or return None if all match.
 
-    The number of rows only matters if `compares_rows`.
+    The number of rows is ignored unless `compares_rows` is true.
     """
     loaded_formats = _formats_by_path(loaded_arrays, compares_rows)
     model_formats = _formats_by_path(model_arrays, compares_rows)
@@ -107,7 +113,10 @@ def _array_mismatch(
 
 
 def _formats_by_path(tree: Any, includes_rows: bool) -> dict[str, str]:
-    """Map the path of each array in a tree to its dtype and shape, with or without the number of rows."""
+    """Map the path of each array in a tree to a string with the array's dtype and shape.
+
+    If `includes_rows` is false, the shape leaves out the number of rows.
+    """
     formats: dict[str, str] = {}
     for path, leaf in dict(tree_flatten(tree)).items():
         if isinstance(leaf, mx.array):

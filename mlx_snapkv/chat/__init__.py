@@ -1,1 +1,1 @@
-"""Multi-turn conversations that have compressed caches and can be saved to files."""
+"""Multi-turn conversations with compressed caches. They can be saved to files."""

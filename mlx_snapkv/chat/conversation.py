@@ -50,8 +50,8 @@ class Conversation:
             kept by earlier turns.
         sparse: sparse attention instead of a policy; see `generate_step`.
         system: a system prompt.
-        **options: mlx-lm options for `stream_generate`, used for every answer. With a policy, `kv_bits` and
-            `kv_group_size` apply to compressed entries. Entries are not quantised until a turn is compressed.
+        **options: mlx-lm options for `stream_generate`, used for every answer. With a policy,
+            `kv_bits` and `kv_group_size` take effect only once a turn is compressed.
 
     Attributes:
         policy: the setting, or None for the full cache.
@@ -60,8 +60,9 @@ class Conversation:
         prompt_cache: the caches that the next turn continues from.
         read: tokens of the chat that are in the cache.
         pending_tokens: tokens after `read` that are not in the cache yet. The next turn reads them.
-        n_unknown: number of unknown tokens at the start of `read`, where they are 0. A chat that started from an mlx-lm
-            file has some, because these files contain no tokens.
+        n_unknown: number of tokens at the start of `read` whose ids are unknown. They are stored as
+            0. Only a chat that started from an mlx-lm file has any, because such a file contains no
+            token ids.
         attached: documents to read with the next message.
         user_inputs: for each user message, its documents followed by the typed text.
 
@@ -103,7 +104,7 @@ class Conversation:
 
     @property
     def _config(self) -> CompressionConfig:
-        """Return the config for all turns, without mlx-lm's options."""
+        """Return the config that all turns share. `with_mlx_options` adds mlx-lm's options."""
         return CompressionConfig(self.policy, turns=True)
 
     def reset(self) -> None:
@@ -164,13 +165,14 @@ class Conversation:
     def undo(self) -> str:
         """Undo the last turn, attach its documents again, and return the typed text.
 
-        The latest turn is undone exactly, unless keeping a copy of the state before it would take more memory than the
-        conversation itself. For earlier turns and for turns loaded from a file, the cache is trimmed to the remaining
-        messages if possible, as with a full cache. Otherwise, the cache is emptied, and the next message reads the
-        conversation again.
+        If there is a copy of the state before the turn, the turn is undone exactly. A copy is kept
+        only for the turn sent last, and only if it takes no more memory than the conversation.
 
-        Raises: SnapKVError: there is no turn to undo, or the turn can't be undone exactly and the chat started from an
-            mlx-lm file, which contains no text.
+        If there is no copy, the cache is trimmed to the remaining messages. A cache that can't be
+        trimmed, such as a compressed one, is emptied, and the next turn reads the chat again.
+
+        Raises: SnapKVError: there is no turn to undo, or there is no copy and the chat started from
+            an mlx-lm file, which contains no text to read again.
         """
         if not self.user_inputs:
             raise SnapKVError("the conversation is empty, so there is nothing to undo")
@@ -200,7 +202,7 @@ class Conversation:
         n_shared = common_prefix([remaining_tokens, self.read])
         shared_tokens = self.read[:n_shared]
         earlier_cache = self.prompt_cache
-        self._empty_cache()  # replaced below if the earlier cache can be trimmed
+        self._empty_cache()  # the earlier cache is put back below if it can be trimmed
         may_trim = n_shared > 0 and not is_compressed(earlier_cache)
         if may_trim and trim_to(n_shared, earlier_cache):
             self.read = shared_tokens
@@ -235,17 +237,18 @@ class Conversation:
     ) -> "Conversation":
         """Load a saved conversation, or start a conversation about saved text.
 
-        The system prompt is loaded from the file. mlx-lm files contain it only as part of the cache, so `reset` drops
-        it.
+        The system prompt is loaded from the file. An mlx-lm file contains it only as part of the
+        cache, so it is lost on `reset`.
 
         Args:
             path: a file written by `save`, `mlx-snapkv cache-prompt` or mlx-lm.
             model: the model that filled the cache.
             tokenizer: the model's tokenizer.
             policy: a policy, used if the file was saved without a setting. Otherwise, the file's setting is used.
-            sparse: sparse attention, used if the file was saved without a setting. If the file was saved with sparse
-                attention, only `store` and `store_dir` are used. Entries are moved to that store unless it is "memory".
-            **options: see `Conversation`. Files do not contain mlx-lm's options.
+            sparse: sparse attention, used if the file was saved without a setting. If the file was
+                saved with sparse attention, only `store` and `store_dir` are used. Entries are
+                moved to `store` unless it is "memory".
+            **options: see `Conversation`. They are not saved in files.
 
         Raises: SnapKVError: the file is damaged, belongs to a different model, or can't be used with this setting.
         """
@@ -262,8 +265,8 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """Yield the responses to `tokens`, then add the turn to the conversation.
 
-        If there is no answer, the conversation is restored instead. The previous turn can be undone exactly until this
-        answer's first token.
+        If there is no answer, the conversation is restored instead. Until the first token of the
+        answer arrives, `undo` can still undo the previous turn exactly.
 
         Args:
             messages: the chat, including the new user message.
@@ -315,8 +318,9 @@ class Conversation:
         known_tokens = self.read + self.pending_tokens
         if chat_tokens[: len(known_tokens)] == known_tokens:
             return chat_tokens[len(self.read) :]
-        # The rendered chat does not start with the known tokens, either because the template changes earlier answers or
-        # because tokenizing their text does not give the tokens that were generated.
+        # The rendered chat does not start with the known tokens. Either the template changes
+        # earlier answers, or tokenizing an answer's text does not give the tokens that were
+        # generated. Keep the known tokens, and add only what follows the earlier messages.
         earlier_tokens = self._render(self.messages, add_generation_prompt=False)
         n_shared = common_prefix([earlier_tokens, chat_tokens])
         return self.pending_tokens + chat_tokens[n_shared:]
@@ -324,8 +328,9 @@ class Conversation:
     def _add_tokens(self, tokens: list[int], state_before: StateBeforeTurn) -> None:
         """Add new tokens to `read` if they are in the cache, or else to `pending_tokens`.
 
-        If a step was interrupted after only some layers had read its token, the token is trimmed. If the caches can't
-        be trimmed, they are restored to the state before this turn, and the next turn reads this turn again.
+        If a step was interrupted, some layers may have read one token more than others. That token
+        is trimmed. If the caches can't be trimmed, they are restored to the state before this turn,
+        and the next turn reads this turn again.
         """
         all_tokens = self.read + tokens
         if not trim_to(len(all_tokens), self.prompt_cache):

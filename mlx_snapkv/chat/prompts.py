@@ -49,12 +49,14 @@ class Rendering:
         return [token for piece in pieces for token in self._tokens_by_piece[piece]]
 
     def _encode(self, text: str) -> list[int]:
-        """Encode text without special tokens."""
+        """Encode text, without adding special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     @cached_property
     def _cut_pattern(self) -> re.Pattern[str] | None:
-        """Return a pattern for the special tokens that text can be split at. None if the tokenizer has no such token.
+        """Return a pattern that matches the special tokens at which text can be split.
+
+        Return None if text can't be split.
 
         Only special tokens in the chat template are considered. A token qualifies if its text is always encoded as that
         token, regardless of the surrounding text.
@@ -88,7 +90,7 @@ class Rendering:
         text = token.content
         special_texts = [special.content for special in tokens_by_id.values()]
         beginnings = tuple(text[:length] for length in range(1, len(text)))
-        # A token that ends with the start of this token could be matched first.
+        # A token whose text ends with the beginning of this token's text could be matched first.
         if any(special_text.endswith(beginnings) for special_text in special_texts):
             return False
         # A longer token that contains this token's text would be matched instead.
@@ -102,7 +104,8 @@ class Rendering:
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
     """Return the tokens of a question about a prompt saved by `mlx_lm.cache_prompt`.
 
-    They are the tokens that mlx-lm's `generate` would feed to the model, without a second beginning-of-text token.
+    mlx-lm's `generate` feeds the same tokens to the model, but sometimes adds a second
+    beginning-of-text token.
 
     Raises: SnapKVError: the chat template fails, or omits the question.
     """

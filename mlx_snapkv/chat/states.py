@@ -24,7 +24,8 @@ STATE_FIELDS = (
     "system",
     "n_unknown",
 )
-# Conversation attributes that each turn replaces, except `attached`, which `Conversation.undo` restores.
+# Conversation attributes that a turn replaces. `attached` is left out, because `Conversation.undo`
+# restores it.
 TURN_FIELDS = ("messages", "user_inputs", "read", "pending_tokens", "report")
 
 
@@ -49,7 +50,10 @@ class StateBeforeTurn:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Return whether the copy takes no more memory than the cache. Return False if the cache was empty."""
+        """Return whether the copy takes no more memory than the conversation's cache.
+
+        Return False if nothing had been read before the turn.
+        """
         had_entries = bool(self._fields["read"])
         return had_entries and self.caches.kv_nbytes <= kv_bytes(self._conversation.prompt_cache)
 
@@ -61,7 +65,8 @@ def load_saved(
 
     Returns: The setting, and the conversation's attributes, including `system`.
 
-    Raises: SnapKVError: the file can't be read, contains a different kind of prompt, or can't be used with `policy`.
+    Raises: SnapKVError: the file can't be read, contains neither a conversation nor a text, or
+        can't be used with `policy`.
     """
     prompt = saved.load(path, model)
     notes = _notes_of(prompt, path)
@@ -88,9 +93,9 @@ def load_saved(
 
 
 def _notes_of(prompt: saved.SavedPrompt, path: str | Path) -> dict[str, Any]:
-    """Return the notes of a saved conversation or text, or an empty dict for an mlx-lm file, which has none.
+    """Return the notes of a saved conversation or text, or `{}` for an mlx-lm file.
 
-    Raises: SnapKVError: the file contains a different kind of prompt.
+    Raises: SnapKVError: the file contains neither a conversation nor a text.
     """
     if prompt.is_from_mlx_lm:
         return {}
@@ -106,8 +111,8 @@ def _resumed_setting(
 ) -> Setting | None:
     """Choose the setting for continuing from a file: the file's own, or `policy` if the file has none.
 
-    If `policy` is sparse attention, its store takes precedence over the file's, unless it is the default, "memory".
-    `policy.store_dir` is always used.
+    If both are sparse attention, `policy.store_dir` replaces the file's `store_dir`. `policy.store`
+    replaces the file's `store` unless it is "memory", the default.
 
     Raises: SnapKVError: the setting can't be used with the file's entries.
     """
@@ -129,10 +134,10 @@ def _resumed_setting(
 
 
 def _require_usable(setting: Setting | None, path: str | Path, prompt_cache: list) -> None:
-    """Check that a setting can be used with the entries of a file.
+    """Check that a saved prompt cache can be continued with this setting.
 
-    Raises: SnapKVError: the entries are in files and the setting is not sparse attention, or the prompt is compressed
-        and the setting is not a policy.
+    Raises: SnapKVError: the file is a book and the setting is not sparse attention, or the prompt
+        cache is compressed and the setting is not a policy.
     """
     is_book = bool(caches_in_files(prompt_cache))
     if is_book and not isinstance(setting, Sparse):

@@ -55,7 +55,7 @@ def compress_prompt_cache(
             the second is used.
         queries: for each layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the last `n` tokens. The last
             `obs_window` of them vote. Required by policies that use votes, unless the caches recorded queries.
-        quantization: quantisation of the kept entries. None leaves it unchanged.
+        quantization: quantisation of the kept entries. By default, they stay as they are.
 
     Returns: The report. If nothing was evicted, `reason` says why.
 
@@ -110,8 +110,8 @@ def measuring_compression(
     Args:
         plan: the request's plan.
         layers: the model's full-attention layers.
-        prompt_cache: with sparse attention, the caches that store all entries.
-        caches: the prefill caches. The `with` block replaces them in this list.
+        prompt_cache: the caches that store all entries. Only used with sparse attention.
+        caches: a list of the prefill caches. The `with` block replaces its elements.
         report: the report to update.
     """
     started = time.perf_counter()
@@ -129,7 +129,11 @@ def _note_memory(
     caches: list,
     report: CompressionReport,
 ) -> None:
-    """Record the entries' dtype, and their size after compression: in total, in files, and unread by answer tokens."""
+    """Record the dtype and size of the entries after compression.
+
+    With sparse attention, also record how much is in files, and how much is in memory but not read
+    by an answer token. If the answer evicts in blocks, record the block size.
+    """
     if plan.sparse is not None:
         stored_caches = [layer.cache_in(prompt_cache) for layer in layers]
         report.kv_bytes_staying = sum(cache.kv_nbytes for cache in stored_caches)
@@ -185,7 +189,7 @@ def _split_entries(
     plan: Plan,
     queries: list[mx.array | None] | None = None,
 ) -> tuple[Entries, Entries]:
-    """Split a layer's entries into the prompt's, which the policy scores, and the answer's."""
+    """Return the layer's prompt entries, which the policy scores, and its answer entries."""
     cache = layer.layer_cache_in(caches)
     entries = cache.held()
     entries.layer = layer
@@ -249,9 +253,11 @@ def put_compressed_cache(
 ) -> None:
     """Replace a layer's cache with a cache of the chosen prompt entries.
 
-    The answer's entries are then appended, unless the prompt is a text without an answer.
+    Any entries of the answer are then appended. If the prompt is a text to ask about later, they
+    are dropped instead.
 
-    The full cache is freed once the device has copied the chosen entries, unless the caller holds a reference to it.
+    The full cache is freed once the device has copied the chosen entries, unless the caller holds a
+    reference to it.
     """
     prefill_cache = layer.cache_in(caches)
     policy = plan.decode_policy
@@ -284,7 +290,7 @@ def put_compressed_cache(
 
 
 def _quantized(entries: Entries, plan: Plan) -> Entries:
-    """Quantise entries as configured. By default, their quantisation is left unchanged."""
+    """Quantise entries as configured. By default, they stay as they are."""
     return entries.with_quantization(plan.config.quantization or entries.quantization)
 
 

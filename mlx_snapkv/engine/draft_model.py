@@ -82,7 +82,7 @@ class DraftedAnswer:
         """
 
         def hand_back_caches(report: CompressionReport) -> None:
-            # Compression has replaced the elements of `_main_caches`.
+            # Compression has replaced the caches in `_main_caches`, but not in the caller's list.
             if self._callers_caches is not None:
                 self._callers_caches[:] = self._main_caches + self._draft_caches
             on_report(report)
@@ -95,7 +95,11 @@ class DraftedAnswer:
     def _main_then_drafted(
         self, main_responses: Iterator[GenerationResponse]
     ) -> Iterator[GenerationResponse]:
-        """Yield the main model's responses for the tokens decoded before compression, then those of mlx-lm's loop."""
+        """Yield the whole answer.
+
+        The main model alone decodes the tokens before compression. mlx-lm's speculative loop
+        decodes the rest.
+        """
         started = time.perf_counter()
         self._feed_draft_model(self.prompt)
         draft_seconds = time.perf_counter() - started
@@ -158,7 +162,10 @@ class DraftedAnswer:
         read(self.draft_model, tokens, self._draft_caches, {"prefill_step_size": step_size})
 
     def _processors_after(self, answer_tokens: list[int]) -> list[Callable] | None:
-        """Wrap the logits processors, so that they also see the prompt and `answer_tokens`. Return None without any."""
+        """Wrap the logits processors, so that they also see the prompt and `answer_tokens`.
+
+        Return None if there are no processors.
+        """
         earlier = mx.concatenate([self.prompt, mx.array(answer_tokens, self.prompt.dtype)])
 
         def with_earlier_tokens(processor: Callable) -> Callable:
@@ -188,7 +195,7 @@ def require_trimmable(model, prompt_cache: list | None) -> None:
 
 
 def _untrimmable(caches: list) -> list:
-    """Return the caches that are not `KVCache`s. It may be impossible to trim rejected tokens from them."""
+    """Return the caches that are not `KVCache`s. They can't always trim rejected tokens."""
     return [cache for cache in all_caches(caches) if type(cache) is not KVCache]
 
 

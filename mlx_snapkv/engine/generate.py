@@ -148,8 +148,6 @@ def _plan_main_model(
 ) -> Plan:
     """Plan a prompt of `n_prompt` tokens for the main model.
 
-    A `prompt_cache` in `options` also contains the draft model's caches.
-
     Raises: SnapKVError: the request can't be planned, or rejected drafts can't be trimmed from one of the main model's
         caches.
     """
@@ -162,7 +160,7 @@ def _plan_main_model(
         prompt_cache,
         max_tokens=max_tokens,
         is_embedded=options.get("input_embeddings") is not None,
-        # Look the layers up without the draft model's caches.
+        # Look up the layers in new caches: `prompt_cache` also contains the draft model's caches.
         layers=attention_layers(model, make_prompt_cache(model)),
     )
 
@@ -212,7 +210,8 @@ def encode_prompt(
 ) -> mx.array:
     """Return the prompt's token ids `(T,)`. Text is encoded as in mlx-lm's `stream_generate`.
 
-    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty without `may_be_empty`.
+    Raises: SnapKVError: the prompt is not a sequence of token ids, or is empty although
+        `may_be_empty` is false.
     """
     tokens = text_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
     return token_ids(tokens, may_be_empty)

@@ -16,7 +16,8 @@ from ..caches.matching import set_missing_layers
 from ..models import attention_classes
 from ..models.patch import recording
 
-LONG_CALL = 32  # minimum number of tokens in a call that may take long enough to need pacing
+# Calls of at least this many tokens are evaluated in groups of layers. Shorter calls are fast.
+LONG_CALL = 32
 # Target range for the duration of one evaluation. Shorter evaluations slow prefill down; longer ones delay Ctrl-C.
 MIN_SECONDS = 0.1
 MAX_SECONDS = 0.5
@@ -113,7 +114,10 @@ class Evaluation:
         self._n_layers = 1
 
     def __call__(self, cache: list, on_layers: Callable[[int], None] = lambda n: None) -> None:
-        """Evaluate all caches. After each group but the last, call `on_layers` with the number of layers done."""
+        """Evaluate all caches.
+
+        After each group but the last, call `on_layers` with the number of layers evaluated so far.
+        """
         n_done = 0
         while n_done < len(cache):
             started = time.perf_counter()

@@ -19,17 +19,18 @@ RETRY_GROWTH = 1.5
 
 
 class Pace:
-    """Decides from token times whether the next answer tokens read all entries or only a few.
+    """Decides whether the next answer tokens read all entries or only a few, whichever is faster.
 
     A few tokens are decoded in each mode in quick succession, and their times are compared. Nothing is evicted, so the
     answer can switch modes at any token.
 
     Args:
         n_prompt: prompt length in tokens.
-        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and the means. Sparse
-            attention is first tried after this many tokens, so that an answer of any length takes at most about twice
-            as long as in the better mode. It is tried at the latest once the text has grown by a factor of
-            `RETRY_GROWTH`, but never among the first `FIRST_TOKENS`.
+        tokens_to_repay_setup: number of sparse tokens needed to make up for building the index and
+            the means. Sparse attention is first tried after this many tokens, so that an answer of
+            any length takes at most about twice as long as in the better mode. If the text grows by
+            a factor of `RETRY_GROWTH` before that, sparse attention is tried then. In any case, the
+            first `FIRST_TOKENS` tokens read all entries.
 
     Attributes:
         reads_all: whether the next tokens read all entries.
@@ -51,7 +52,10 @@ class Pace:
 
     @property
     def prefers_all(self) -> bool:
-        """Return whether sparse attention was not clearly faster in the latest comparison, or False without one."""
+        """Return whether full attention won the latest comparison.
+
+        It wins unless sparse attention is clearly faster. Return False before the first comparison.
+        """
         sparse_seconds, full_seconds = self.seconds.get(False), self.seconds.get(True)
         if sparse_seconds is None or full_seconds is None:
             return False

@@ -30,7 +30,7 @@ class Pieces:
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], plan: Plan):
-        """Look up the exact size of the scores if chunks may be split and an upper bound exceeds the limit."""
+        """Find out whether chunks may have to be split, and if so, how large their scores are."""
         self._model = model
         self._layers = layers
         self._pair_bytes = 0  # bytes of scores per (query, entry) pair; if 0, chunks are not split
@@ -38,7 +38,8 @@ class Pieces:
         n_pairs = max(MIN_TOKENS_AT_ONCE, plan.n_new) * plan.n_prompt
         score_bytes_bound = MAX_PAIR_BYTES * n_heads * n_pairs
         self._score_limit = scores_limit()
-        # All ranks must make the same calls. They may have different amounts of memory, so they never split chunks.
+        # All ranks must make the same calls, but each rank's limit depends on its memory. So chunks
+        # are split only if there is a single rank.
         # Policies that evict in blocks already limit both the chunk and the entries before it.
         may_split = n_ranks() == 1 and not plan.config.evicts_in_blocks
         if may_split and score_bytes_bound > self._score_limit:

@@ -40,9 +40,10 @@ def prefill(
 ) -> tuple[list, CompressionReport]:
     """Feed `tokens` to the model, and compress the prompt cache.
 
-    To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to mlx-lm's
-    `generate_step`. If you pass the whole prompt instead, the same entries are kept as in our `generate_step`. For a
-    policy with `lookahead`, the next tokens are decoded greedily so that they can vote, and are then dropped.
+    To decode with mlx-lm directly, pass `prompt[:-1]` here, then pass `prompt[-1:]` and the cache to
+    mlx-lm's `generate_step`. If you pass the whole prompt instead, the same entries are kept as in
+    this package's `generate_step`. For a policy with `lookahead`, the next tokens are decoded
+    greedily so that they can vote, and are then dropped.
 
     With `sparse`, all entries stay in a store, and later requests or conversation turns can continue from them.
 
@@ -135,7 +136,7 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
     start = with_pacing(partial(mlx_generate.generate_step, tokens))
     with mlx_generate.wired_limit(model, [mlx_generate.generation_stream]):
-        # mlx-lm's loop samples the next token even if it may not yield one.
+        # mlx-lm's loop samples the next token even with max_tokens=0.
         for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
             raise AssertionError("mlx-lm yielded a token although max_tokens is 0")
     return next_logprobs[-1]

@@ -13,8 +13,8 @@ from .pace import MAX_TIME_RATIO
 
 RETRY_GROWTH = 2  # the text must grow by this factor before a sparse chunk is tried again
 
-# Kinds of chunks (values of `chooses`) that this process has already read. The first chunk of each kind is not
-# measured, because its time includes compilation.
+# The values of `_Chunk.chooses` for which this process has already read a chunk. The first chunk of
+# each kind is not measured, because its time includes compilation.
 compiled_kinds: set[bool] = set()
 
 
@@ -28,7 +28,7 @@ class _Chunk(NamedTuple):
 
 
 class ReadingPace:
-    """Decides from the speed of earlier chunks whether a prompt chunk chooses entries or reads all of them.
+    """Decides whether a prompt chunk chooses entries or reads all of them, whichever is faster.
 
     The first chunks read all entries and are timed. Then a single chunk chooses its entries. If it takes clearly less
     time per token, all following chunks choose theirs, too. If not, they read all entries, and choosing is tried again
@@ -37,8 +37,8 @@ class ReadingPace:
 
     Args:
         plan: a plan with `sparse_reading`. If the plan does not adapt, all chunks choose their entries.
-        recorded_speed: the speed record. If it says that choosing entries is faster, all chunks of a later turn choose
-            theirs from the start. Empty for a first turn.
+        recorded_speed: this machine's speed record, or an empty record for a first turn. If
+            choosing entries is faster according to the record, all chunks choose their entries.
         clock: returns the current time in seconds.
 
     Attributes:
@@ -68,16 +68,15 @@ class ReadingPace:
         self._next_trial_from = 0  # earliest position for the next trial
 
     def chooses(self, start: int) -> bool:
-        """Return whether the chunk at position `start` chooses entries, provided there are enough to choose from.
+        """Return whether the chunk at position `start` may choose its entries.
 
-        All pieces of a chunk get the same answer.
+        If there are too few to choose from, the chunk reads all of them anyway.
         """
         if not self._adapts:
             return True
         chunk = self._chunk
-        # The current chunk is being read in pieces, and this is another one.
         if chunk is not None and start < chunk.start + chunk.n_tokens:
-            return chunk.chooses
+            return chunk.chooses  # all pieces of a chunk do the same
         if start >= self._n_prompt:  # the first answer tokens
             return False
         return self._is_sparse_faster or self._is_trial(start)

@@ -26,18 +26,21 @@ class CompressionReport:
     If several Macs share the model, all numbers are for this Mac only.
 
     Attributes:
-        policy: the setting, as on the command line, or NO_POLICY.
+        policy: the setting, as written on the command line, or NO_POLICY.
         prompt_tokens: length of the whole prompt in tokens.
         reason: why nothing was compressed, usually with advice. None if entries were evicted or are read sparsely.
-        entries_kept: for each layer with a cache, number of entries kept per KV head or, with sparse attention, read by
-            an answer token. None for layers that are left alone, such as sliding-window layers.
-        kv_bytes_before: size of all tokens' entries at compression, including any that were already evicted.
+        entries_kept: number of entries per KV head that each layer keeps or, with sparse attention,
+            that an answer token reads. None for layers that are left alone, such as sliding-window
+            layers.
+        kv_bytes_before: size of a full, unquantised cache of all tokens read before compression,
+            including tokens whose entries had already been evicted.
         kv_bytes_after: size of all keys, values and indexes in memory after compression. An answer token reads all of
             it except `kv_bytes_staying`.
         kv_bytes_staying: the part of `kv_bytes_after` that an answer token does not read.
         file_bytes: size of all keys, values and indexes in files.
         kv_dtype: type of the entries after compression, such as "float16" or "8 bits".
-        block: if the answer evicts in blocks, how many tokens fit in the cache besides the kept entries.
+        block: number of tokens that fit in the cache besides the kept entries. None unless entries
+            are evicted in blocks during the answer.
         attention_share: share of the voters' attention that went to the kept entries, by layer. None for layers without
             voters.
         prefill_seconds: time from the first chunk to the first answer token.
@@ -47,9 +50,11 @@ class CompressionReport:
             chunk read all entries.
         read_per_token: largest number of entries per KV head that a sparse answer token reads. None if all tokens read
             all entries.
-        read_all: runs of answer tokens that read all entries, if the answer may switch to sparse attention. Each run is
-            a `[first, last]` pair of tokens, counted from 1. `last` is None if the run lasts to the end of the answer.
-        means: largest number of cluster means that a token reads in place of unread entries. 0 without means.
+        read_all: runs of answer tokens that read all entries, as `[first, last]` pairs. Tokens are
+            counted from 1. `last` is None if the run lasts until the end of the answer. Empty
+            unless the answer can switch between full and sparse attention.
+        means: largest number of cluster means that a token reads in place of unread entries. 0 if
+            no means are used.
         plain_path: why sparse attention runs on plain MLX operations. None if GPU kernels are used, or if no answer
             token uses sparse attention.
         auto: the setting that `policy="auto"` selected, and why.
@@ -91,12 +96,12 @@ class CompressionReport:
 
     @property
     def entries(self) -> int:
-        """Return the largest number in `entries_kept`, or 0 without one."""
+        """Return the largest number in `entries_kept`, or 0 if it contains no numbers."""
         return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
     def kv_bytes_read(self) -> int:
-        """Return how many bytes an answer token reads, counting the whole index and unused rows as read."""
+        """Return how many bytes an answer token reads, including the index and unused rows."""
         return self.kv_bytes_after - self.kv_bytes_staying
 
     @property
@@ -107,7 +112,7 @@ class CompressionReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a warning if the answer was slower than with the full cache, and one if it took more memory."""
+        """Return warnings if tokens were slower, or read more bytes, than with the full cache."""
         warnings = []
         speed_warning = self._speed_warning()
         if speed_warning is not None:
@@ -117,9 +122,10 @@ class CompressionReport:
         return warnings
 
     def _speed_warning(self) -> str | None:
-        """Return a warning if tokens were clearly slower, or if slower ones made the answer read all entries again.
+        """Return a warning if tokens were clearly slower than with the full cache, otherwise None.
 
-        Otherwise, return None.
+        If the answer could switch modes, any slowdown counts, but only if the answer ended with full
+        attention.
         """
         if not self.full_token_seconds or not self.token_seconds:
             return None
@@ -130,7 +136,8 @@ class CompressionReport:
             return f"{speed_ratio:.2f} times as fast as the full cache at this length"
         _, last_token = self.read_all[-1]
         ended_with_sparse_attention = last_token is not None
-        # An answer may also end during a trial of full attention, although sparse attention is faster.
+        # Also compare the speeds: an answer that is faster with sparse attention can end while full
+        # attention is being tried.
         if ended_with_sparse_attention or speed_ratio >= 1:
             return None
         return (

@@ -38,7 +38,7 @@ class Request:
 
     Args:
         model: the mlx-lm model.
-        plan: the plan. Its `reason` must be None, because prompts with a reason are left to mlx-lm.
+        plan: the request's plan. `plan.is_left_to_mlx_lm` must be False.
         prompt_cache: the prompt cache that the plan was made for. It is empty or contains earlier turns, compressed or
             not. By default, a new one is created.
         uses_store: with sparse attention, whether the prompt cache already uses the plan's store. If not, its entries
@@ -172,8 +172,8 @@ class Request:
     def tokens_to_repay_setup(self) -> float:
         """Estimate from the speed record how many answer tokens it takes to make up for building the index.
 
-        Return 0 if that is unknown, or in a later turn of a conversation, which only extends the index. Return infinity
-        if sparse attention is not faster.
+        Return 0 if that is unknown, and infinity if sparse attention is not faster. Also return 0
+        in later turns of a conversation, because they only extend the index.
         """
         assert self.plan.sparse is not None
         if self.plan.n_earlier:

@@ -1,4 +1,7 @@
-"""Rolls back a prompt cache. A cache that only grows is trimmed; any other is restored from a copy."""
+"""Rolls back a prompt cache.
+
+Layer caches that only grow are trimmed. Others are restored from a copy.
+"""
 
 from ..caches.layers import all_caches, kv_bytes, layer_caches
 
@@ -6,8 +9,8 @@ from ..caches.layers import all_caches, kv_bytes, layer_caches
 class CacheCopy:
     """A snapshot of a prompt cache, for restoring it later.
 
-    A cache that only grows is not copied, because it can be trimmed. Any other cache is copied. The copy shares the
-    cache's arrays until the cache writes to them.
+    Layer caches that only grow are not copied, because they can be trimmed. Others are copied. A
+    copy shares its arrays with the original until the original writes to them.
     """
 
     def __init__(self, prompt_cache: list):
@@ -29,7 +32,10 @@ class CacheCopy:
 
     @property
     def kv_nbytes(self) -> int:
-        """Return the KV bytes that only this snapshot keeps in memory, because caches were replaced or changed."""
+        """Return how many KV bytes only this snapshot keeps in memory.
+
+        They belong to caches that have been replaced or changed since the snapshot.
+        """
         current_ids = {id(cache) for cache in all_caches(self._prompt_cache)}
         replaced_caches = [
             cache for cache in all_caches(self._caches_before) if id(cache) not in current_ids

@@ -53,7 +53,8 @@ def serve(
         model: the mlx-lm model.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens, or -1 for no limit.
-        config: the config. If it has `turns`, `options` must contain the conversation's prompt cache.
+        config: the request's config. If `config.turns` is true, `options` must contain the
+            conversation's prompt cache.
         on_report: called with the `CompressionReport`.
         options: mlx-lm's keyword arguments for `start`.
         on_kept: called for each layer with the kept entries.
@@ -105,8 +106,8 @@ def require_servable(model, config: CompressionConfig) -> None:
 def _run_in_mlx_lm(start, model, options: dict[str, Any]) -> Iterator[Any]:
     """Return mlx-lm's iterator for a request that is not compressed.
 
-    The prompt cache may still evict, if an earlier request compressed it. In that case, calls are split at evictions,
-    and voting queries are recorded.
+    If an earlier request compressed the prompt cache, the cache can still evict. In that case,
+    calls are split at evictions, and the queries that vote are recorded.
 
     Raises: SnapKVError: the prompt is given as embeddings, and the prompt cache evicts.
     """
@@ -141,7 +142,7 @@ def _adaptive_answer(
 ) -> Iterator[Any]:
     """Yield the items of an answer, switching between full and sparse attention depending on which is faster.
 
-    The index is built when sparse attention is first tried, so short answers need none.
+    The index is built when sparse attention is first tried, so a short answer does not build one.
     """
     pace = Pace(request.plan.n_prompt, request.tokens_to_repay_setup())
     builds_index = request.plan.n_earlier == 0  # later turns only extend it
@@ -200,7 +201,10 @@ def _switch_attention(
 def _end_adaptive_answer(
     request: Request, measurements: list[Measurement], on_report: ReportCallback
 ) -> None:
-    """Add measurements to the speed record. If the answer never switched to sparse attention, report on it now."""
+    """Add measurements to the speed record.
+
+    If no answer token used sparse attention, also finish the request and report on it.
+    """
     request.record_speed(measurements)
     if request.is_compressed:
         return
@@ -224,8 +228,8 @@ def _compressed_answer(
 ) -> Iterator[Any]:
     """Yield the items of an answer, and compress just before yielding the last token that votes.
 
-    If no answer token votes, compress just before yielding the first one. In either case, mlx-lm has already fed the
-    token to the model.
+    If no answer token votes, compress just before yielding the first token. In either case, mlx-lm
+    has already fed that token to the model.
 
     Args:
         items: mlx-lm's iterator, running on the request's model and caches.

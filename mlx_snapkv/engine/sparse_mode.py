@@ -54,7 +54,7 @@ class SparseMode:
         prompt_cache: list,
         pieces: Pieces,
     ):
-        """Create the pace, if prompt chunks may choose entries."""
+        """Create the pace, unless every prompt chunk reads all entries."""
         assert plan.sparse is not None
         self.plan = plan
         self.layers = layers
@@ -84,7 +84,8 @@ class SparseMode:
         for layer in self._choosing_layers:
             stored_cache = layer.cache_in(self._prompt_cache)
             view = FullView([stored_cache.store], layer)
-            # Computing page means reads all keys. If the keys are in files, store the means for later turns.
+            # Computing page means reads all keys. That is slow if the keys are in files, so in that
+            # case, keep the means for later turns.
             means = stored_cache.page_means if stored_cache.in_files else PageMeans()
             ranking = PageRanking(
                 view, means, reading.reach, reading.last_reach, reading.last_from, self.pace.chooses
@@ -95,8 +96,9 @@ class SparseMode:
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """Call the model on a chunk `(1, L)`, and return the logits of its last part.
 
-        A sparse chunk is split into parts, and each part chooses its entries separately. The last part is evaluated
-        only after this method has returned, so the pace stops timing a part when the next one starts.
+        A sparse chunk is split into parts, and each part chooses its entries separately. mlx-lm
+        evaluates the last part only after this method has returned, so the timing of a part ends
+        when the next part starts.
         """
         if self.pace is None:
             return self._call_in_pieces(inputs, cache)
@@ -136,7 +138,7 @@ class SparseMode:
         report.entries_kept = [None] * len(caches)
         report.attention_share = [None] * len(caches)
         for layer in self.layers:
-            # Borrowing layers receive this layer's entries as arrays, so here every token has to read all of them.
+            # Other layers borrow this layer's entries as arrays, so its cache must return them all.
             if layer.borrowers:
                 stored_cache = layer.cache_in(self._prompt_cache)
                 layer.put(caches, full_cache(stored_cache.stored_entries().with_quantization(None)))
@@ -150,7 +152,10 @@ class SparseMode:
         self._note_plain_path(caches, report)
 
     def _note_plain_path(self, caches: list, report: CompressionReport) -> None:
-        """Record why tokens use plain MLX operations instead of GPU kernels, if they do. Check only the first layer."""
+        """If tokens use plain MLX operations instead of GPU kernels, record why.
+
+        Only the first layer is checked.
+        """
         first_layer = self._choosing_layers[0]
         stored_cache = first_layer.cache_in(self._prompt_cache)
         if stored_cache.n_queries:
@@ -159,7 +164,7 @@ class SparseMode:
             report.plain_path = why_plain_path(ranking, one_query)
 
     def use_full_attention(self, caches: list) -> None:
-        """Append the answer's entries so far to the full caches, and put the full caches into `caches`.
+        """Replace `caches` with the full caches, and add the entries of the answer so far to them.
 
         From then on, tokens read all entries until `compress` is called again.
         """
@@ -200,7 +205,10 @@ class SparseMode:
         report.file_bytes = file_bytes(stored_caches)
 
     def _require_no_nan(self) -> None:
-        """Check the last layer's queries and newest keys for NaN, which can't be ranked. Raises: SnapKVError."""
+        """Check that the last layer's queries and newest key contain no NaN, which can't be ranked.
+
+        Raises: SnapKVError.
+        """
         last_cache = self.layers[-1].cache_in(self._prompt_cache)
         if not last_cache.n_queries:
             return
@@ -213,8 +221,8 @@ class SparseMode:
     def full_view(self, layer: AttentionLayer) -> FullView:
         """Return a view of all of a layer's entries, after indexing the new ones.
 
-        If there is no index from earlier turns, or the text has outgrown it, a new one is fitted to the prompt's last
-        queries. A short text has no index.
+        If there is no index from earlier turns, or the text has outgrown that index, a new index is
+        fitted to the prompt's last queries. A short text has no index.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = FullView([cache.store], layer)
@@ -225,7 +233,7 @@ class SparseMode:
     def _make_ranking(self, layer: AttentionLayer) -> TokenRanking:
         """Create the ranking that answer tokens use to choose among a layer's entries.
 
-        The index and the clusters of whole blocks are stored in the layer's cache for later turns.
+        The index and the clusters of complete blocks are kept in the layer's cache for later turns.
         """
         cache = layer.cache_in(self._prompt_cache)
         view = self.full_view(layer)
@@ -239,7 +247,7 @@ class SparseMode:
         return ranking
 
     def _note_read_per_chunk(self, prefill_caches: list, report: CompressionReport) -> None:
-        """Record how many earlier entries a chunk read, if chunks chose entries."""
+        """Record the largest number of earlier entries that a sparse prompt chunk read."""
         if self.plan.sparse_reading is not None:
             report.read_per_chunk = self._choosing_layers[0].cache_in(prefill_caches).n_read
 

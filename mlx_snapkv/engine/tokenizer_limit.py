@@ -1,8 +1,11 @@
-"""Turns off the tokenizer's length warning. This module has no slow imports."""
+"""Turns off the tokenizer's length warning. This is a separate module, so that it imports fast."""
 
 
 def ignore_length_limit(tokenizer) -> None:
-    """Silence transformers' warning about texts longer than the tokenizer's limit, which does not apply here."""
+    """Silence transformers' warning about texts longer than the tokenizer's limit.
+
+    That limit does not apply here.
+    """
     # transformers records here which warnings it has already shown.
     given_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(given_warnings, dict):

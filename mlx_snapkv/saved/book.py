@@ -1,8 +1,9 @@
 """Books: saved prompts that keep their entries in separate files.
 
-The entry files are in a folder next to the prompt's file. Each layer has a file for keys and one for values, plus a
-third one for codes if it has an index. The prompt's file contains the folder's name and a checksum for every piece of
-the entry files, so a book can be opened without reading its keys and values.
+The entry files are in a folder next to the prompt's file. Each layer has a file of keys and a file
+of values. A layer with an index also has a file of codes. The prompt's file contains the folder's
+name, and a checksum for every piece of the entry files. Keys and values are read and verified only
+when they are used.
 """
 
 import base64
@@ -71,8 +72,8 @@ def write_book(
 def named_folder(target: Path) -> Path | None:
     """Return the folder with a book's entries.
 
-    Return None if `target` is not a book. Also return None if `target` was renamed or copied, because the folder then
-    belongs to the original.
+    Return None if `target` is not a book. Also return None if `target` was renamed or copied,
+    because the folder may then belong to the original.
     """
     try:
         name = json.loads(sealed.read_metadata(target)[BOOK_KEY])["folder"]
@@ -130,7 +131,10 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _last_written(path: Path) -> float:
-    """Return when a file, or any file in a folder, was last written to, in seconds since the epoch."""
+    """Return the time of the last write to a file or folder, in seconds since the epoch.
+
+    For a folder, writes to its files count too.
+    """
     paths = [path]
     if path.is_dir():
         paths += path.iterdir()
@@ -248,7 +252,10 @@ def _write_files(folder: Path, caches: list[StoredKVCache], progress: Progress |
 
 
 def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]:
-    """Yield a function `(start, stop) -> rows` for each file of a layer: keys, values and, if indexed, codes."""
+    """Yield a function `(start, stop) -> rows` for each of a layer's files.
+
+    The files are those of `_files_of_layer`, in the same order.
+    """
     for kind in (KEYS, VALUES):
         yield partial(cache.store.read, kind)
     if cache.index is not None:
@@ -258,7 +265,7 @@ def _row_readers(cache: StoredKVCache) -> Iterator[Callable[[int, int], Stored]]
 def _files_of_layer(
     folder: Path, layer_number: int, cache: StoredKVCache, n_entries: int, n_codes: int
 ) -> list[_EntryFile]:
-    """Return a layer's files, for `n_entries` keys and values and, unless `n_codes` is 0, for `n_codes` codes."""
+    """Return a layer's files of keys and values and, unless `n_codes` is 0, its file of codes."""
     key_layout, value_layout = map(Layout.of, cache.sample_entries)
     files = [
         _EntryFile(folder / f"{layer_number:03d}.keys", key_layout, n_entries),

@@ -44,7 +44,7 @@ class SavedPrompt:
     """A prompt loaded from a file.
 
     Attributes:
-        prompt_cache: caches to continue from, with mlx-lm's `generate_step` or with ours.
+        prompt_cache: caches to continue from, with mlx-lm's `generate_step` or this package's.
         tokens: token ids of the prompt. None for files saved by mlx-lm, which do not contain them.
         policy: the setting that compressed the cache, as written on the command line.
         notes: the notes passed to `save`, or mlx-lm's metadata.
@@ -57,7 +57,7 @@ class SavedPrompt:
 
     @property
     def is_from_mlx_lm(self) -> bool:
-        """Return whether mlx-lm saved the file. Such files have no tokens, and different notes."""
+        """Return whether mlx-lm saved the file. Such a file contains no tokens."""
         return self.tokens is None
 
 
@@ -74,8 +74,8 @@ def save(
 ) -> None:
     """Save a prompt cache to a file atomically.
 
-    If the cache's entries are in files, it is saved as a book, with the entries in a folder next to the file. To move a
-    book, move both.
+    If the cache's entries are in files, the cache is saved as a book, with the entries in a folder
+    next to the file. To move a book, move the file and the folder.
 
     Args:
         path: a `.safetensors` file. A file that `save` wrote is replaced. Any other existing file is an error.
@@ -87,8 +87,8 @@ def save(
         progress: for a book, called with the number of bytes written and the total.
         model_fingerprint: the model's `fingerprint`, if it is already known.
 
-    Raises: SnapKVError: the file can't be written, a file that `save` did not write exists there, the cache has a
-        different number of tokens, or several Macs share the model.
+    Raises: SnapKVError: the file can't be written, it exists and `save` did not write it, the cache
+        does not hold `len(tokens)` tokens, or several Macs share the model.
     """
     require_on_one_mac(model, "prompt caches can't be saved")
     path = require_writable(path)
@@ -208,7 +208,7 @@ def _decode(text: str) -> bytes:
 def require_writable(path: str | Path) -> Path:
     """Check that `save` can write to `path`, and return it.
 
-    Raises: SnapKVError: the file can't be written, or a file that `save` did not write already exists there.
+    Raises: SnapKVError: the file can't be written, or it exists and `save` did not write it.
     """
     path = _safetensors_path(path)
     metadata: dict[str, str] = {}
@@ -234,8 +234,9 @@ def _safetensors_path(path: str | Path) -> Path:
 def fingerprint(model) -> str:
     """Hash a model's class and configuration, and each parameter's name, shape, dtype and a sample of its values.
 
-    At most `SAMPLES` evenly spaced values per parameter are hashed, so large models take no longer. Training is
-    detected, because it changes all values. Changes to a few weights may go unnoticed.
+    At most `SAMPLES` evenly spaced values per parameter are hashed, so that large models take no
+    longer. Training is detected, because it changes all values. A change to a few weights can go
+    unnoticed.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = []
