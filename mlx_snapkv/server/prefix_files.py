@@ -1,4 +1,4 @@
-"""On-disk prefixes that outlive the server."""
+"""Prefixes in files, which outlive the server."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class PrefixFiles:
         folder: the folder, created if missing.
         max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
         model: the served model.
-        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files of other models or
-            settings are ignored.
+        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files that were written
+            for another model or setting are ignored.
 
     Attributes:
         prefixes: the usable prefixes, without their caches.
@@ -97,7 +97,7 @@ class PrefixFiles:
             has_same_setting = prompt.notes.get("setting") == self._setting
             if not (has_same_tokens and has_same_setting):
                 raise SnapKVError(f"{path} now holds another prompt")
-            os.utime(path)  # the least recently used files are removed first
+            os.utime(path)  # note the use, because the least recently used files are removed first
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.prefixes.remove(prefix)
@@ -113,7 +113,7 @@ class PrefixFiles:
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Write caches to a file, unless another file covers them. Remove files that the new one covers.
+        """Write caches to a file, unless another file covers their tokens. Remove files that the new file covers.
 
         Failures are logged as warnings.
         """

@@ -10,7 +10,7 @@ from .api_error import ApiError
 from .formatter import ResponseFormatter
 
 RESPONSE_START = b"HTTP/1.1 "  # first bytes of every response
-PROBE_SECONDS = 0.25  # seconds between the first two probes; the interval then doubles
+PROBE_SECONDS = 0.25  # seconds between the first two probes; doubled after each probe
 
 
 class Protocol(H11Protocol):

@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     """The served model and its prefix cache.
 
     Attributes:
-        names: the model's names for clients. The first is the one it was loaded under.
+        names: the model's names for clients. The first is the name that the model was loaded under.
     """
 
     model: Any
@@ -133,8 +133,8 @@ class EngineRequest:
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
-        stored_prefix: what this request stored in the prefix cache at its last checkpoint or, if it has none, after its
-            prompt or answer. None until then.
+        stored_prefix: the prefix that this request has stored at its last checkpoint. A request without checkpoints
+            stores its prefix after the prompt or the answer. None until then.
     """
 
     body: Body

@@ -59,7 +59,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 def _anthropic_tool(value: Any) -> Any:
-    """Convert a tool to Anthropic's format. OpenAI calls the schema `parameters`."""
+    """Convert a tool to Anthropic's format. OpenAI's `parameters` become `input_schema`."""
     tool = unnest_function(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}

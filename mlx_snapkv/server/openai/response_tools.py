@@ -20,7 +20,7 @@ CUSTOM_TOOL_SCHEMA = {
 class Function(BodyModel):
     """A function, or one of Codex's custom tools. A custom tool's argument is plain text.
 
-    The response repeats `parameters`, so its values are `JsonValue`s. These exclude NaN and infinity.
+    `parameters` must not contain NaN or infinity, which `JsonValue` rejects, because the response repeats it as JSON.
     """
 
     type: Literal["function", "custom"]
