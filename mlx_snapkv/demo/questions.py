@@ -1,4 +1,4 @@
-"""Prompts that ask for a hidden fact, and an answer check."""
+"""Prompts that ask for a hidden fact, and a check of the answers."""
 
 import random
 from collections.abc import Callable
