@@ -65,7 +65,7 @@ def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int])
     group_size = _group_size(keys, queries)
     first_voters = n_queries - np.array(voter_counts)[:, None]
     is_voter = np.arange(n_queries) >= first_voters
-    # The same queries vote in each of a GQA group's query heads: `(len(voter_counts), group_size * n_queries)`.
+    # The same queries vote in every query head of a GQA group: `(len(voter_counts), group_size * n_queries)`.
     voter_mask = mx.array(np.tile(is_voter, (1, group_size)).astype(np.float32))
 
     def sum_of_voters(weights: mx.array, rows: slice) -> mx.array:
@@ -76,7 +76,7 @@ def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int])
 
 
 def count_above_average(keys: KeyReader, queries: Queries) -> mx.array:
-    """Count the queries that give each entry at least the average weight.
+    """Count, for each entry, the queries that give it at least the average weight.
 
     The average weight is 1/t for a query that sees t entries.
 

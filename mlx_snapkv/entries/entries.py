@@ -49,9 +49,11 @@ _NO_STATISTICS: Any = Missing(
 class Entries:
     """One layer's KV entries, for a policy to score.
 
-    Besides the attributes, a policy can use properties that are computed on first use: `keys`, `values` and
-    `positions`, and `queries`, `raw_queries`, `attention`, `votes` and `above_average`. The properties from `queries`
-    on raise SnapKVError if no queries were recorded.
+    Besides the attributes, a policy can use these properties, which are computed on first use:
+
+    - `keys`, `values` and `positions`.
+    - `queries`, `raw_queries`, `attention`, `votes` and `above_average`. They raise SnapKVError if no queries were
+      recorded.
 
     Entries are in order of position. MLA layers (`layer.latent`) store latents and positional keys: `keys` concatenates
     the two, and `values` are the latents.
@@ -243,7 +245,10 @@ class Entries:
 
     @cached_property
     def above_average(self) -> mx.array:
-        """Count the queries that give each entry at least the average weight: `(B, n_kv_heads, T)` float32."""
+        """Count, for each entry, the queries that give it at least the average weight.
+
+        Returns: `(B, n_kv_heads, T)` float32.
+        """
         return count_above_average(self.key_reader(), self.voters)
 
     def take(self, indices: mx.array) -> Entries:
@@ -260,7 +265,7 @@ class Entries:
         if (start, stop) == (0, len(self)):
             return self
         part = self._map_arrays(lambda array: array[:, :, start:stop])
-        # Shared votes can't be used, because their keys contain the number of entries but not `start`.
+        # Unless `start` is 0, shared votes can't be used: their keys contain the number of entries, but not `start`.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:

@@ -171,7 +171,8 @@ class Gate:
     def _reject_foreign_pages(self, headers: Headers) -> None:
         """Check that a request does not come from a page on another website.
 
-        Such a page sends its own name as the host (after DNS rebinding) or as the origin.
+        A page on another website sends that site's name in the Host header (after DNS rebinding) or in the Origin
+        header.
 
         Raises: ApiError: the host or the origin is not allowed.
         """
@@ -223,7 +224,7 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Return whether a request uses Anthropic's API or comes from its client library."""
+    """Return whether a request uses Anthropic's API or comes from Anthropic's client library."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 

@@ -101,7 +101,7 @@ class Admission:
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def memory_for(self, body: Body) -> Memory:
-        """Return the `Memory` for a body, depending on whether it sets `full_cache`."""
+        """Return the `Memory` for a body: for full caches if the body sets `full_cache`, otherwise for the setting."""
         return self._full_cache_memory if body.full_cache else self._memory
 
     def memory_need(self, body: Body, request: CompletionRequest) -> Need:

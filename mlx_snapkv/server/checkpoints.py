@@ -14,7 +14,7 @@ from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
 from .requests import EngineRequest, Loaded, StoredPrefix
 
-MIN_CHECKPOINT = 128  # checkpoints and cancelled prompts of fewer tokens are not stored
+MIN_CHECKPOINT = 128  # minimum number of tokens in a stored checkpoint or cancelled prompt
 # Only this many tokens at a prompt's end are searched for the start of reasoning, as in mlx-lm's server.
 MAX_THINK_START = 11
 

@@ -1,4 +1,4 @@
-"""The engine: a thread that reads prompts, decodes requests in a batch, and survives failures."""
+"""The engine: a thread that reads prompts, decodes answers in a batch, and survives failures."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ class News(NamedTuple):
 
     Attributes:
         new_requests: accepted requests, which join the queue.
-        cancelled_numbers: numbers of cancelled requests.
+        cancelled_numbers: the `number` of each cancelled request.
         starts_next: whether the first waiting request leaves the queue. It then starts, unless it is cancelled.
         engine_ends: whether the engine stops.
     """
@@ -50,8 +50,9 @@ class Engine:
     continues with a new batch.
 
     With several Macs, rank 0 receives the requests. Before every step it shares what only it knows: new requests,
-    cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, its
-    process exits, because the other ranks are waiting for it inside the model. mlx.launch then ends their processes.
+    cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, the
+    process of that rank exits, because the other ranks are waiting for it inside the model. mlx.launch then ends the
+    other processes.
 
     Args:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates

@@ -84,7 +84,7 @@ async def _events(
     queue = asyncio.Queue[tuple[int, Event]]()
 
     def put(index: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
     arrival = last_check = time.monotonic()

@@ -122,7 +122,8 @@ class EngineRequest:
     """A request in the engine.
 
     Attributes:
-        put: sends an event to the waiting HTTP handler, from any thread. Does nothing on ranks other than 0.
+        put: sends an event to the HTTP handler that waits for the answer. Can be called from any thread. Does nothing
+            on ranks other than 0.
         http_id: id of the HTTP request, for error messages.
         number: identifies the request on all ranks.
         since: time of arrival, from `time.perf_counter`.

@@ -82,7 +82,7 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Convert a tool choice to Anthropic's format, if it is in one of OpenAI's."""
+    """Convert a tool choice in one of OpenAI's formats to Anthropic's format."""
     choice = {"type": value} if isinstance(value, str) else value
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "required":
@@ -271,7 +271,7 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": stop_reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage. Anthropic's `input_tokens` excludes cached tokens."""
+        """Return the token counts. Anthropic's `input_tokens` excludes cached tokens."""
         started = self.started[0]
         return {
             "input_tokens": started.n_prompt - started.n_cached,

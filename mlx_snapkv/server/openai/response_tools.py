@@ -20,7 +20,7 @@ CUSTOM_TOOL_SCHEMA = {
 class Function(BodyModel):
     """A function, or one of Codex's custom tools. A custom tool's argument is plain text.
 
-    `parameters` must not contain NaN or infinity, which `JsonValue` rejects, because the response repeats it as JSON.
+    The response repeats `parameters` as JSON, which has no NaN or infinity, so its values are `JsonValue`s.
     """
 
     type: Literal["function", "custom"]
