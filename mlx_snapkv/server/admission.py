@@ -101,7 +101,7 @@ class Admission:
             raise prompt_too_long(f"{n_prompt} tokens > {max_prompt} maximum; {advice}")
 
     def memory_for(self, body: Body) -> Memory:
-        """Return the `Memory` for a body: for full caches if the body sets `full_cache`, otherwise for the setting."""
+        """Return the `Memory` for full caches if the body sets `full_cache`, else for `options`."""
         return self._full_cache_memory if body.full_cache else self._memory
 
     def memory_need(self, body: Body, request: CompletionRequest) -> Need:

@@ -12,7 +12,7 @@ from typing import TypeGuard
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
 
-REMEMBERED = 8  # number of system prompts to remember, for clients that take turns
+REMEMBERED = 8  # number of system prompts to remember, because several clients can take turns
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as unrelated
 MIN_REREAD = 400  # warn only if at least this many characters follow the changed line
 MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters

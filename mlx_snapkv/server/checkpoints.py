@@ -26,8 +26,8 @@ class Checkpoints:
     if entries are evicted only after prefill, the full caches are stored after prefill. Caches that are never
     compressed are stored after the answer.
 
-    Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these caches are also stored
-    at checkpoints during prefill.
+    Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these
+    caches are stored at checkpoints during prefill instead.
 
     Args:
         loaded: the served model and its prefix cache.
@@ -35,7 +35,7 @@ class Checkpoints:
     """
 
     def __init__(self, loaded: Loaded, options: dict[str, Any]):
-        """Determine what the setting and the model's cache types allow."""
+        """Determine which caches can be stored, and whether they need checkpoints."""
         self._prefixes = loaded.prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
@@ -52,8 +52,10 @@ class Checkpoints:
         can_trim = model_can_trim and not accumulates_attention
         # Caches that can't be trimmed can't provide a shorter prefix, so copy them during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
-        # Number of tokens at the end of each prompt that never come from the prefix cache. The model has to read at
-        # least one token, and all tokens whose queries vote, because queries are recorded while tokens are read.
+        # Number of tokens at the end of each prompt that never come from the prefix cache. The
+        # model has to read at least one token. Unless entries are evicted during prefill, it also
+        # has to read all tokens whose queries vote, because queries are recorded while tokens are
+        # read.
         self._n_unshared = 1
         if sparse is not None:
             self._n_unshared = N_VOTERS

@@ -19,7 +19,7 @@ from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
 KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before a keep-alive is sent
-POLL_SECONDS = 0.5  # seconds between checks that client and engine are still there
+POLL_SECONDS = 0.5  # seconds between checks that the client and the engine are still there
 
 
 def model_name(request: Request, body: Any) -> str:

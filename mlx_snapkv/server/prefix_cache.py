@@ -43,11 +43,11 @@ class PrefixCache:
     def fetch(self, tokens: list[int], n_unshared: int, exact: bool = False) -> tuple[list, int]:
         """Return a copy of the caches that provide the most tokens of a prompt, and the number of these tokens.
 
-        If the caches were only in a file, also keep them in memory if they fit.
+        Caches that were only in a file are also kept in memory, if they fit.
 
         Args:
             tokens: token ids of the prompt.
-            n_unshared: number of tokens at the end that the request must read itself.
+            n_unshared: number of tokens at the prompt's end that must not come from the caches.
             exact: whether to exclude entries computed with sparse attention.
 
         Returns: `([], 0)` if no prefix fits.

@@ -10,7 +10,7 @@ from .api_error import ApiError
 from .formatter import ResponseFormatter
 
 RESPONSE_START = b"HTTP/1.1 "  # first bytes of every response
-PROBE_SECONDS = 0.25  # seconds between the first two probes; doubled after each probe
+PROBE_SECONDS = 0.25  # seconds between the first two probes; the interval then doubles
 
 
 class Protocol(H11Protocol):
@@ -56,7 +56,10 @@ class ProbingTransport:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write `data` without the bytes already sent. In the first call, `data` must start with RESPONSE_START."""
+        """Write `data`, except the bytes already sent.
+
+        In the first call, `data` must start with RESPONSE_START.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])

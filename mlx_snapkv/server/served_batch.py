@@ -107,7 +107,7 @@ class ServedBatch:
     def remove(self, numbers: Collection[int]) -> None:
         """Remove the cancelled requests with the given numbers.
 
-        If a prompt was being read, its caches are stored for a retry, unless the policy rules this out.
+        If `Checkpoints` allows it, store the caches of a prompt that was being read, for a retry.
         """
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
@@ -182,7 +182,7 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
-        # mlx-lm does not check for stop strings.
+        # mlx-lm does not check for stop strings, so it reports no finish reason for them.
         ended_at_stop_string = response.finish_reason is None
         if ended_at_stop_string:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
@@ -203,8 +203,8 @@ class ServedBatch:
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
         """Send the error to the client, or return the request if it can be restarted.
 
-        If a cached prefix is damaged, it is dropped, and the request is restarted without it, unless its answer has
-        already begun.
+        A damaged cached prefix is dropped. The request is then restarted without the prefix, unless
+        its answer has already begun.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

@@ -82,7 +82,10 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Convert a tool choice in one of OpenAI's formats to Anthropic's format."""
+    """Convert a tool choice in one of OpenAI's formats to Anthropic's.
+
+    Other values are returned unchanged.
+    """
     choice = {"type": value} if isinstance(value, str) else value
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "required":

@@ -81,7 +81,7 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = body_head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # Keyed by answer index: log-probabilities and text offsets of tokens, and numbers of tokens and calls sent.
+        # Keyed by answer index.
         self._token_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._text_offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()

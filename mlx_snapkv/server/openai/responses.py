@@ -74,7 +74,7 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    The response repeats the `JsonValue` fields as JSON. `JsonValue` rejects NaN and infinity, which JSON does not have.
+    `JsonValue` fields can't contain NaN or infinity, because the response repeats them as JSON.
     """
 
     model_config = ConfigDict(extra="allow")
