@@ -41,8 +41,9 @@ class Queries:
 
     Attributes:
         vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
-        indices: for each query, the index of its token's entry, which is the last entry that the query sees. If an
-            answer token votes on the prompt, the index is past the prompt's last entry.
+        indices: for each query, the index of its token's entry, which is the last entry that the
+            query sees. The index can be past the last entry, for example if an answer token votes
+            on the prompt's entries.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
         start: prompt position of the first query. None means `indices.start`, which is correct if no entry was evicted.
@@ -172,7 +173,10 @@ class Recorder:
         self._store_newest_queries(captured)
 
     def _store_newest_queries(self, captured: CapturedQueries) -> None:
-        """Store the chunk's queries at positions `[first, last)`. Of all stored queries, keep the last `newest`."""
+        """Store the chunk's queries at positions `[first, last)`.
+
+        Drop stored queries that are no longer among the `newest`.
+        """
         chunk_start = self.offset - captured.queries.shape[2]
         stop = min(self.last, self.offset)
         start = max(self.first, chunk_start, stop - self.newest)

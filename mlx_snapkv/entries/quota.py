@@ -16,9 +16,9 @@ class Quota:
     n_window: int
 
     def shrunk_to_fit(self) -> Quota:
-        """Shrink sink and window if they don't fit in `entries`.
+        """Return the quota, with sink and window shrunk if they don't fit in `entries`.
 
-        They then take half of `entries`, in the same proportion as before.
+        Together, they then take half of `entries`, in the same proportion as before.
         """
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:
