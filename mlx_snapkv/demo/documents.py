@@ -15,7 +15,7 @@ _WORD_LISTS = json.loads((Path(__file__).parent / "vocabulary.json").read_text(e
 _SENTENCES, _TIMES = _WORD_LISTS.pop("sentences"), _WORD_LISTS.pop("times")
 _WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _WORD_LISTS.items()}
 ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
-# Words for the placeholders in a sentence. There may be two of each kind, such as {person} and {person2}.
+# Words for the placeholders in a sentence. A sentence can have two of each kind, such as {person} and {person2}.
 _WORDS_BY_PLACEHOLDER = {
     "person": _WORDS["people"],
     "place": _WORDS["places"],
@@ -51,7 +51,7 @@ class Fact:
 
 
 def _digit_generator(pattern: str) -> Callable[[random.Random], str]:
-    """Return a function that replaces each "d" in the pattern with a random digit."""
+    """Return a function that returns the pattern with a random digit in place of each "d"."""
     return lambda rng: "".join(
         str(rng.randrange(10)) if character == "d" else character for character in pattern
     )

@@ -1,4 +1,4 @@
-"""Prompts that ask for a hidden fact, and an answer check."""
+"""Prompts that ask for a hidden fact, and a check of the answers."""
 
 import random
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from .documents import Fact, fact_sentence, hide, make_facts
 
 
 def token_counter(tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens in a string, without special tokens."""
+    """Return a function that counts the tokens in a string, excluding special tokens."""
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 

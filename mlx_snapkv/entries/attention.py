@@ -7,9 +7,9 @@ one. Blocks are small because MLX allocates the results of some later blocks in 
 Keys are copied to float32, one head at a time, because MLX rounds the product of half-precision arrays to their dtype.
 float16 overflows above 65,504, and Qwen2.5's logits are larger than that because its keys have large biases. bfloat16
 has fewer than three significant digits, too few to rank large logits. A vote has many queries, so copying the keys is
-cheaper than converting the logits. A decoded token has few queries, and the copy makes it read five times as many
-bytes. This only happens for short texts, because longer ones have an index that ranks their entries
-(`sparse.index.ranks_by_index`).
+cheaper than converting the logits. A decoded token has few queries, and for these the copy is
+expensive: five times as many bytes are read. Only short texts pay this price, because the entries
+of longer texts are ranked by an index (`sparse.index.ranks_by_index`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,10 @@ from .queries import Queries
 from .spans import spans
 
 FLOAT_BYTES = 4
-# Size of one step's float32 arrays. Larger blocks need more memory. With smaller ones, a vote on a GPU would spend
+# Size of a block's float32 arrays. Larger blocks need more memory. With smaller blocks, a vote on a GPU would spend
 # most of its time launching operations.
 BLOCK_BYTES = 8 << 20
-ONE_PASS_BYTES = 64 << 20  # up to this size, logits and float32 keys are computed in one step
+ONE_PASS_BYTES = 64 << 20  # up to this size, all logits and float32 keys form a single block
 
 # Logit of an entry that a query must not see. It is finite because subtracting two infinities gives NaN.
 HIDDEN_LOGIT = -1e30
@@ -65,7 +65,7 @@ def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int])
     group_size = _group_size(keys, queries)
     first_voters = n_queries - np.array(voter_counts)[:, None]
     is_voter = np.arange(n_queries) >= first_voters
-    # The same queries vote in each of a GQA group's query heads: `(len(voter_counts), group_size * n_queries)`.
+    # The same queries vote in every query head of a GQA group: `(len(voter_counts), group_size * n_queries)`.
     voter_mask = mx.array(np.tile(is_voter, (1, group_size)).astype(np.float32))
 
     def sum_of_voters(weights: mx.array, rows: slice) -> mx.array:
@@ -76,7 +76,7 @@ def latest_votes(keys: KeyReader, queries: Queries, voter_counts: Sequence[int])
 
 
 def count_above_average(keys: KeyReader, queries: Queries) -> mx.array:
-    """Count the queries that give each entry at least the average weight.
+    """Count, for each entry, the queries that give it at least the average weight.
 
     The average weight is 1/t for a query that sees t entries.
 
@@ -113,8 +113,9 @@ def _sum_over_blocks(
     Args:
         keys: reads keys `(B, n_kv_heads, T, head_dim)`.
         queries: the queries with their indices.
-        sum_queries: takes the softmax weights `(B, n, n_rows, T)` of a block of `n` KV heads, and the block's slice
-            `rows` of the `group_size * n_queries` queries per KV head. Returns `(B, n, m, T)`.
+        sum_queries: takes a block's softmax weights `(B, n, n_rows, T)` for `n` KV heads, and
+            `rows`, the block's slice of each KV head's `group_size * n_queries` queries. Returns
+            `(B, n, m, T)`.
     """
     group_size = _group_size(keys, queries)
     sums: list[mx.array] = []  # one per slice of KV heads
@@ -152,7 +153,7 @@ def _blocks(keys: KeyReader, queries: Queries) -> Iterator[tuple[slice, list[sli
 
 
 def _float32_queries(queries: Queries, kv_heads: slice, group_size: int) -> Queries:
-    """Return, as float32, the queries and sinks of the query heads that share the given KV heads."""
+    """Return the queries and sinks of the heads that share the given KV heads, as float32."""
     query_heads = slice(group_size * kv_heads.start, group_size * kv_heads.stop)
     vectors = queries.vectors[:, query_heads].astype(mx.float32)
     sinks = None

@@ -49,27 +49,30 @@ _NO_STATISTICS: Any = Missing(
 class Entries:
     """One layer's KV entries, for a policy to score.
 
-    Besides the fields below, a policy can use `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`,
-    `votes` and `above_average`, which are computed on first use. The last five raise SnapKVError if no queries were
-    recorded.
+    Besides the attributes, a policy can use these properties, which are computed on first use:
+
+    - `keys`, `values` and `positions`.
+    - `queries`, `raw_queries`, `attention`, `votes` and `above_average`. They raise SnapKVError if no queries were
+      recorded.
 
     Entries are in order of position. MLA layers (`layer.latent`) store latents and positional keys: `keys` concatenates
     the two, and `values` are the latents.
 
     Attributes:
-        stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)`, or the arrays of quantised entries.
+        stored_keys, stored_values: `(B, n_kv_heads, T, head_dim)` each, or the arrays of quantised entries.
         voting_queries: the queries that vote, or None if no queries were recorded.
         explicit_positions: uint32 `(B, n_kv_heads, T)`, positions in the prompt. None means the first `T` positions.
         received_attention: `(B, n_kv_heads, T)` float32, attention received so far, or None if it was not counted.
         quantization: quantisation of the stored entries, or None if they are plain.
-        layer: the `AttentionLayer`, with mlx-lm's attention module as `.attention`, its RoPE (or None) as `.rope`, and
-            its index among this process's full-attention layers as `.number`. Without a layer, all of these raise
-            SnapKVError.
-        statistics: `Statistics` of the queries. Its attributes raise SnapKVError if the policy does not request
-            statistics.
+        layer: the `AttentionLayer`. `.attention` is mlx-lm's attention module, `.rope` is the layer's RoPE or None, and
+            `.number` is the layer's index among this process's full-attention layers. If the layer is missing, these
+            attributes raise SnapKVError.
+        statistics: `Statistics` of the queries. If the policy does not request statistics, the attributes of
+            `statistics` raise SnapKVError.
         quota: numbers of entries to keep per KV head, or None if unknown.
         shared_votes: cache of computed votes, keyed by number of entries, query indices and voter counts.
-        reads_allocate: whether reads allocate memory. If they do, evaluate each block before reading the next.
+        reads_allocate: whether reading entries allocates memory. If so, each block is evaluated before the next one is
+            read.
     """
 
     stored_keys: Stored
@@ -163,7 +166,7 @@ class Entries:
         """
 
         def map_block(start: int, stop: int, previous_result: list[mx.array]) -> mx.array:
-            # Don't name the original keys, or they would stay in memory beside their float32 copy.
+            # Don't assign the original keys to a variable, or they would stay in memory beside their float32 copy.
             keys = self.read_keys(start, stop, after=previous_result).astype(mx.float32)
             return function(keys)
 
@@ -242,7 +245,10 @@ class Entries:
 
     @cached_property
     def above_average(self) -> mx.array:
-        """Count the queries that give each entry at least the average weight: `(B, n_kv_heads, T)` float32."""
+        """Count, for each entry, the queries that give it at least the average weight.
+
+        Returns: `(B, n_kv_heads, T)` float32.
+        """
         return count_above_average(self.key_reader(), self.voters)
 
     def take(self, indices: mx.array) -> Entries:
@@ -255,11 +261,11 @@ class Entries:
         return replace(selected_entries, voting_queries=None, shared_votes=None)
 
     def between(self, start: int, stop: int) -> Entries:
-        """Return the entries `[start, stop)`. The queries keep their indices."""
+        """Return the entries `[start, stop)`. Query indices still refer to the original entries."""
         if (start, stop) == (0, len(self)):
             return self
         part = self._map_arrays(lambda array: array[:, :, start:stop])
-        # Shared votes are keyed by the number of entries, but not by their start.
+        # Unless `start` is 0, shared votes can't be used: their keys contain the number of entries, but not `start`.
         return part if start == 0 else replace(part, shared_votes=None)
 
     def _map_arrays(self, function: Callable[[mx.array], mx.array]) -> Entries:
@@ -288,7 +294,7 @@ class Entries:
         )
 
     def release(self) -> None:
-        """Drop keys and values, and cached results such as `votes`, so that MLX can free their memory."""
+        """Drop the keys, the values and cached results such as `votes`, so that MLX can free the memory."""
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)

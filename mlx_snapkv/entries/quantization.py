@@ -59,7 +59,7 @@ def requested_quantization(mlx_lm_kwargs: dict[str, Any]) -> Quantization | None
 
 
 def without_quantization(mlx_lm_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return mlx-lm's keyword arguments without the ones that request quantisation."""
+    """Return mlx-lm's keyword arguments, except those for quantisation."""
     return {name: value for name, value in mlx_lm_kwargs.items() if name not in KV_KEYWORDS}
 
 
@@ -82,20 +82,20 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
 
 
 def flat_arrays(stored: Stored) -> list[mx.array]:
-    """Return the arrays that make up stored entries, or a pair of keys and values, as a flat list."""
+    """Return a flat list of the arrays in stored entries. `stored` can also be a pair of keys and values."""
     if isinstance(stored, mx.array):
         return [stored]
     return [array for part in stored for array in flat_arrays(part)]
 
 
 def count_rows(stored: Stored) -> int:
-    """Return the number of rows of stored entries, or of a pair of keys and values."""
+    """Return the number of rows in stored entries. `stored` can also be a pair of keys and values."""
     first_array, *_ = flat_arrays(stored)
     return first_array.shape[2]
 
 
 def count_bytes(stored: Stored) -> int:
-    """Return the size in bytes of stored entries, or of a pair of keys and values."""
+    """Return the size of stored entries in bytes. `stored` can also be a pair of keys and values."""
     return sum(array.nbytes for array in flat_arrays(stored))
 
 
@@ -119,7 +119,7 @@ def write_rows(buffers: Stored, rows: int | mx.array, entries: Stored) -> None:
 
     Args:
         buffers: buffers `(B, n_kv_heads, n_rows, head_dim)`, or their quantised parts.
-        rows: the first entry's row, or uint32 `(n,)` with a row for each entry.
+        rows: row of the first entry, if the rows are consecutive. Otherwise, the row of each entry, uint32 `(n,)`.
         entries: `n` entries, in the same format as the buffers.
     """
     target_rows = slice(rows, rows + count_rows(entries)) if isinstance(rows, int) else rows
@@ -157,7 +157,7 @@ def group_sizes_dividing(head_sizes: Iterable[int]) -> list[int]:
 def fitting_group_sizes(head_sizes: Iterable[int], option: Option) -> list[int]:
     """Return the supported group sizes that divide all of `head_sizes`.
 
-    Raises: SnapKVError: no group size does; the message names the user's `option`.
+    Raises: SnapKVError: there is no such group size. The message names the user's `option`.
     """
     sorted_sizes = sorted(set(head_sizes))
     group_sizes = group_sizes_dividing(sorted_sizes)

@@ -41,7 +41,9 @@ class Queries:
 
     Attributes:
         vectors: post-RoPE queries, `(B, n_heads, n, head_dim)`, with the heads of a GQA group adjacent.
-        indices: index of each query's own entry, the last one that the query sees. May be past the last entry.
+        indices: for each query, the index of its token's entry, which is the last entry that the
+            query sees. The index can be past the last entry, for example if an answer token votes
+            on the prompt's entries.
         scale: scale of the attention logits.
         sinks: logits of attention sinks, `(n_heads,)`. A sink takes a share of the softmax but has no entry.
         start: prompt position of the first query. None means `indices.start`, which is correct if no entry was evicted.
@@ -120,8 +122,8 @@ class Recorder:
             first: first position whose query is recorded.
             last: position after the last recorded query.
             newest: number of most recent queries to keep. None keeps all.
-            statistics_from: first position whose pre-RoPE query is added to the statistics. None turns them off. The
-                last position is `last - 1`, whose query is always added. Statistics require a `layer`.
+            statistics_from: first position whose pre-RoPE query is added to the statistics. None turns statistics off.
+                The query at `last - 1` is always added. Statistics require a `layer`.
         """
         self.first, self.last = first, last
         self.newest = math.inf if newest is None else newest
@@ -140,7 +142,7 @@ class Recorder:
         return bool(self._queries_by_reader)
 
     def record(self, captured: CapturedQueries) -> None:
-        """Record a call's queries. If several layers share the entries, wait for all of them and join their heads.
+        """Record a call's queries. If several layers share the entries, wait for all layers and join their heads.
 
         Raises: SnapKVError: another layer reads the entries, but the cache does not know about it.
         """
@@ -160,7 +162,7 @@ class Recorder:
             self._record_chunk(captured._replace(queries=queries))
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
-        """Pass a chunk's queries to the `on_queries` callback and the statistics, and store the ones to be recorded."""
+        """Pass a chunk's queries to the `on_queries` callback, add them to the statistics, and store the newest."""
         self.scale = captured.scale
         self.sinks = captured.sinks
         callback = _callback.get()
@@ -171,7 +173,10 @@ class Recorder:
         self._store_newest_queries(captured)
 
     def _store_newest_queries(self, captured: CapturedQueries) -> None:
-        """Store the chunk's queries at positions `[first, last)`, and drop all but the `newest` ones."""
+        """Store the chunk's queries at positions `[first, last)`.
+
+        Drop stored queries that are no longer among the `newest`.
+        """
         chunk_start = self.offset - captured.queries.shape[2]
         stop = min(self.last, self.offset)
         start = max(self.first, chunk_start, stop - self.newest)
@@ -222,7 +227,7 @@ class Recorder:
     def make_voters(
         self, queries: mx.array, positions: range, entries_shape: tuple[int, ...]
     ) -> Queries:
-        """Convert queries to voters, with entry indices in place of positions.
+        """Return `Queries` that can vote, with entry indices computed from the positions.
 
         Args:
             queries: `(B, n_heads, n, head_dim)`, with heads in the model's order.
@@ -272,12 +277,12 @@ class Recorder:
 
     @property
     def n_queries(self) -> int:
-        """Return the number of queries in memory, which may exceed `newest`."""
+        """Return the number of queries in memory, which can exceed `newest`."""
         return sum(queries.shape[2] for queries in self._queries)
 
     @property
     def recorded(self) -> list[mx.array]:
-        """Return the recorded queries and sums over queries, for the caller to evaluate after each decoded token."""
+        """Return the recorded queries and the sums over queries. The caller evaluates them after each decoded token."""
         return [*self._queries, *self.moments.sums]
 
     def inherit_queries(self, other_cache: Any) -> None:

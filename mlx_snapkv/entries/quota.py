@@ -1,4 +1,4 @@
-"""How many entries a layer keeps, or a token reads."""
+"""The number of entries that a layer keeps, or that a token reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Quota:
     n_window: int
 
     def shrunk_to_fit(self) -> Quota:
-        """Shrink sink and window in proportion if they don't fit. Together they then take half of `entries`."""
+        """Return the quota, with sink and window shrunk if they don't fit in `entries`.
+
+        Together, they then take half of `entries`, in the same proportion as before.
+        """
         n_always_kept = self.n_sink + self.n_window
         if n_always_kept <= self.entries:
             return self

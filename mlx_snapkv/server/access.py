@@ -84,7 +84,10 @@ class Settings:
 
 
 class AllowedOrigins(CORSMiddleware):
-    """Starlette's CORS middleware, for requests from allowed origins only. All others go to `Gate` unchanged."""
+    """Starlette's CORS middleware, applied only to requests from allowed origins.
+
+    Requests from other origins go to `Gate` unchanged.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer preflights and add CORS headers to responses, if the request's origin is allowed."""
@@ -136,20 +139,19 @@ class Gate:
             await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
             response_has_started = status != 0
-            if (
-                response_has_started
-            ):  # too late for an error response: let the server close the connection
-                raise
+            if response_has_started:
+                raise  # too late for an error response, so let the server close the connection
             await error_response(scope, error)(scope, receive, send_with_id)
         self._count_and_log(scope, status, seconds=time.monotonic() - arrival)
 
     def _require_access(self, scope: Scope, headers: Headers) -> None:
-        """Check the key if the server has one, and otherwise the host and the origin. Reject preflights.
+        """Check the key. If the server has no key, check the host and the origin instead.
 
         Raises: ApiError: the request is not allowed.
         """
         is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        if is_preflight and "origin" in headers:  # `AllowedOrigins` answers those of allowed pages
+        # `AllowedOrigins` has already answered the preflights of allowed pages.
+        if is_preflight and "origin" in headers:
             raise _page_not_allowed(headers["origin"])
         key = self._settings.api_key
         if key is None:
@@ -169,7 +171,8 @@ class Gate:
     def _reject_foreign_pages(self, headers: Headers) -> None:
         """Check that a request does not come from a page on another website.
 
-        Such a page sends its own name as the host (after DNS rebinding) or as the origin.
+        A page on another website sends that site's name in the Host header (after DNS rebinding) or in the Origin
+        header.
 
         Raises: ApiError: the host or the origin is not allowed.
         """
@@ -195,14 +198,15 @@ def _page_not_allowed(origin: str) -> ApiError:
 
 
 def _normalize_request(scope: Scope) -> Scope:
-    """Return the scope with its path as the routes expect it: at most one `/v1`, and no trailing slash.
+    """Return the scope with a path that the routes recognise, and with GET instead of HEAD.
 
-    Clients can thus use a base URL with or without `/v1`. HEAD requests become GET requests.
+    API paths get exactly one `/v1`, so clients can use a base URL with or without it. Trailing
+    slashes are removed.
     """
     path = re.sub("^https?://[^/]*", "", scope["path"])  # clients using a proxy send the whole URL
     path = re.sub("/{2,}", "/", path)
     path = path.rstrip("/") or "/"
-    path = re.sub("^(/v1)+(?=/v1/)", "", path)  # the base URL may end in /v1 as well
+    path = re.sub("^(/v1)+(?=/v1/)", "", path)  # the client added /v1 to a base URL with /v1
     first_folder, _, _ = path.removeprefix("/").partition("/")
     if first_folder in UNDER_V1:
         path = f"/v1{path}"
@@ -211,7 +215,7 @@ def _normalize_request(scope: Scope) -> Scope:
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """Return an error response, in Anthropic's format for its paths and clients and in OpenAI's for all others."""
+    """Return an error response, in Anthropic's format for Anthropic's API and clients, otherwise in OpenAI's."""
     api_error = as_api_error(error, scope["state"]["request_id"])
     if api_error.status_code in (404, 405):
         api_error.detail = f"{api_error.detail}: {scope['method']} {scope['path'][:200]}"
@@ -220,7 +224,7 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Return whether a request uses Anthropic's API or comes from its client library."""
+    """Return whether a request uses Anthropic's API or comes from Anthropic's client library."""
     return scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope)
 
 
@@ -246,7 +250,7 @@ def _is_local(host: str) -> bool:
 
 
 def _as_allowed_host(host: str) -> str:
-    """Return a Host header's name as --allow-host takes it, or "NAME" if it can't be a name."""
+    """Return the name in a Host header as a value for --allow-host, or "NAME" if it is not a valid name."""
     name = _host_name(host)
     name = f"[{name}]" if ":" in name else name
     return name if len(name) <= 80 and HOST.fullmatch(name) else "NAME"

@@ -61,10 +61,9 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
         sentence = describe_error(first_error | {"loc": location_in_body}, error.body)
         return ApiError(400, sentence)
     if isinstance(error, HTTPException):
-        cause = error.__cause__
+        cause = error.__cause__  # set if FastAPI could not read the body
         if cause is None:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
-        # FastAPI could not read the body.
         has_long_integer = type(cause) is ValueError  # Python limits the number of digits
         if has_long_integer:
             return ApiError(400, "the body has a number of too many digits")

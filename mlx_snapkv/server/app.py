@@ -51,7 +51,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            allow_private_network=True,  # an allowed page may be on the public internet
+            allow_private_network=True,  # for allowed pages on the public internet
             expose_headers=(OPENAI_ID_HEADER, ANTHROPIC_ID_HEADER),
         )
     return app
@@ -106,7 +106,8 @@ class _Server(uvicorn.Server):
         # Don't wait yet. Stopping the engine fails open requests, and uvicorn then waits for their responses.
         self._engine.stop(0)
         await super().shutdown(sockets)
-        # After SIGTERM, the process exits when this method returns, so wait until the engine has told the other ranks.
+        # After SIGTERM, the process exits when this method returns, so wait until the engine has
+        # told the other ranks to stop.
         await asyncio.to_thread(self._engine.stop, GRACE)
 
 

@@ -19,7 +19,7 @@ def limit_body(receive: Receive, max_bytes: int, encoding: str = "") -> Receive:
         encoding: the request's `Content-Encoding` header.
 
     Raises:
-        ApiError: the encoding is unknown. The returned function raises it if the body is too large or can't be
+        ApiError: the encoding is unknown. The returned function raises ApiError if the body is too large or can't be
             decompressed.
     """
     compression = _compression(encoding)

@@ -12,7 +12,7 @@ from typing import TypeGuard
 from ..completions.body import Body, ChatBody
 from .log import LoggedOnce
 
-REMEMBERED = 8  # number of system prompts to remember, as several clients may take turns
+REMEMBERED = 8  # number of system prompts to remember, because several clients can take turns
 MAX_CHANGED_LINES = 3  # prompts that differ in more lines count as unrelated
 MIN_REREAD = 400  # warn only if at least this many characters follow the changed line
 MAX_LINE_LENGTH = 60  # maximum length of a line in the warning, in characters
@@ -23,7 +23,7 @@ def drop_volatile_lines(body: Body, names: Iterable[str]) -> None:
     any_name = "|".join(map(re.escape, names))
     if not any_name or not _starts_with_system_prompt(body):
         return
-    blanks = r"[^\S\n]*"  # on the same line
+    blanks = r"[^\S\n]*"  # any whitespace except newlines
     volatile_line = rf"\s*(?:{any_name}){blanks}:.*\n*"
     leading_lines = re.compile(rf"\A(?:{volatile_line})+", re.IGNORECASE)
     first_message = body.messages[0]
@@ -74,10 +74,10 @@ class ChangingLines:
 
 
 def _first_changed_line(old_lines: list[str], new_lines: list[str]) -> int | None:
-    """Return the index of the first line that differs, or None if it is not worth a warning.
+    """Return the index of the first line that differs, or None if the difference is not worth a warning.
 
-    A warning is worthwhile if both prompts have the same number of lines, few lines differ, and the text to be read
-    again is long.
+    A warning is worthwhile if both prompts have the same number of lines, only a few lines differ, and a lot of
+    text follows the first change.
     """
     if len(old_lines) != len(new_lines):
         return None

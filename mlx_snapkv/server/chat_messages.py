@@ -62,8 +62,8 @@ def chat_body(body: BaseModel, messages: list[Message], tools: Any, **fields: An
     """Return a chat completion body with the given messages, tools and fields.
 
     Args:
-        body: the other API's body. Its unknown fields are passed on, except `n` and `top_logprobs`, which this API does
-            not support.
+        body: the Messages or Responses body. Unknown fields are passed on, except `n` and `top_logprobs`, which the
+            server supports only for completions.
         messages: the parsed messages.
         tools: tools in OpenAI's format. May be None or empty.
         **fields: fields of the chat completion. Fields that are None are omitted.

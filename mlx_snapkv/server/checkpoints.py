@@ -1,4 +1,4 @@
-"""Decide which of a request's caches to store in the prefix cache, and which prefix a request may continue."""
+"""Decide which caches to store in the prefix cache, and which cached prefix a request can continue from."""
 
 from itertools import takewhile
 from typing import Any
@@ -14,17 +14,20 @@ from ..planning.config import CompressionConfig
 from ..sparse.options import N_VOTERS
 from .requests import EngineRequest, Loaded, StoredPrefix
 
-MIN_CHECKPOINT = 128  # checkpoints and cancelled prompts of fewer tokens are not stored
+MIN_CHECKPOINT = 128  # minimum number of tokens in a stored checkpoint or cancelled prompt
 # Only this many tokens at a prompt's end are searched for the start of reasoning, as in mlx-lm's server.
 MAX_THINK_START = 11
 
 
 class Checkpoints:
-    """Stores caches in the prefix cache and fetches them, as far as the policy and the model allow.
+    """Stores requests' caches in the prefix cache, and fetches them for later requests.
 
-    If a policy evicts only after prefill, it compresses a copy of the caches, so the prefix cache gets all of the
-    prompt's entries. If it evicts during prefill, only compressed caches are left. They are stored after the answer, as
-    are caches that no policy compresses.
+    If entries are evicted during prefill, the compressed caches are stored after the answer. With sparse attention, or
+    if entries are evicted only after prefill, the full caches are stored after prefill. Caches that are never
+    compressed are stored after the answer.
+
+    Some full caches can't be trimmed to the tokens that a later prompt shares. Copies of these
+    caches are stored at checkpoints during prefill instead.
 
     Args:
         loaded: the served model and its prefix cache.
@@ -32,7 +35,7 @@ class Checkpoints:
     """
 
     def __init__(self, loaded: Loaded, options: dict[str, Any]):
-        """Determine what the setting and the model's cache types allow."""
+        """Determine which caches can be stored, and whether they need checkpoints."""
         self._prefixes = loaded.prefixes
         self._tokenizer = loaded.tokenizer
         config, _ = CompressionConfig.from_keywords(options)
@@ -41,15 +44,18 @@ class Checkpoints:
         sparse = config.sparse
         self._reads_sparsely = sparse is not None and sparse.read == "sparse"
         self._keeps_all_entries = not config.evicts_in_blocks
-        # If all queries vote, a trim can't take back the votes of the tokens that it removes.
+        # If all queries vote, trimming removes tokens but not their votes.
         accumulates_attention = (
             compress is not None and compress.decode_policy.accumulates_attention
         )
         model_can_trim = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         can_trim = model_can_trim and not accumulates_attention
-        # Caches that can't be trimmed can't provide a shorter prefix, so copies are made during prefill.
+        # Caches that can't be trimmed can't provide a shorter prefix, so copy them during prefill.
         self._needs_checkpoints = self._keeps_all_entries and not can_trim
-        # Each request reads this many of its last tokens itself, so that its voting queries are its own.
+        # Number of tokens at the end of each prompt that never come from the prefix cache. The
+        # model has to read at least one token. Unless entries are evicted during prefill, it also
+        # has to read all tokens whose queries vote, because queries are recorded while tokens are
+        # read.
         self._n_unshared = 1
         if sparse is not None:
             self._n_unshared = N_VOTERS
@@ -61,7 +67,8 @@ class Checkpoints:
         if self._must_not_share_caches(request.body):
             return [], 0
         prompt = request.completion_request.prompt
-        # A prompt within the budget is answered with full attention, so its prefix must be exact as well.
+        # A prompt that fits the budget is answered with full attention, so its prefix must not come from sparse
+        # attention.
         is_answered_exactly = self._setting is not None and self._setting.fits(len(prompt))
         caches, n_cached = self._prefixes.fetch(prompt, self._n_unshared, exact=is_answered_exactly)
         if request.body.full_cache and is_compressed(caches):
@@ -69,15 +76,18 @@ class Checkpoints:
         return caches, n_cached
 
     def _must_not_share_caches(self, body: Body) -> bool:
-        """Return whether a request can't share caches, because other requests' entries depend on sparse attention."""
+        """Return whether a request needs its own caches: it wants the full cache, but other requests read sparsely."""
         return bool(body.full_cache) and self._reads_sparsely
 
     def checkpoint_lengths(self, body: Body, prompt: list[int]) -> list[int]:
         """Return the prompt lengths at which copies of the caches are stored, in ascending order.
 
-        There are up to two checkpoints. One is `_n_unshared - 1` tokens before the end of the system messages, so that
-        even a request with a one-token question reads its last `_n_unshared` tokens itself. The other is before the
-        last `_n_unshared` tokens, and before the start of reasoning if the template starts it in the prompt.
+        There are up to two checkpoints:
+
+        - For prompts with the same system messages: `_n_unshared - 1` tokens before the end of these messages. Even a
+          prompt with a one-token question can continue from there.
+        - For prompts that repeat or continue this one: before the last `_n_unshared` tokens. If the template starts
+          reasoning in the prompt, the checkpoint is also before the start of reasoning.
         """
         if not self._needs_checkpoints or not isinstance(body, ChatBody):
             return []
@@ -101,7 +111,10 @@ class Checkpoints:
         return self._keeps_all_entries and not self._must_not_share_caches(request.body)
 
     def insert_cancelled(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
-        """Store the caches of a cancelled request, if they have enough tokens but none of the last `_n_unshared`."""
+        """Store the caches of a cancelled request, so that a retry does not read the same tokens again.
+
+        Do nothing if the caches have too few tokens, or include any of the prompt's last `_n_unshared` tokens.
+        """
         prompt = request.completion_request.prompt
         max_length = len(prompt) - self._n_unshared
         if MIN_CHECKPOINT <= len(tokens) <= max_length:
@@ -116,8 +129,8 @@ class Checkpoints:
     def _set_stored(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Record what a request has stored.
 
-        Keep a reference to the caches only if they will be written to a file, because a reference keeps evicted caches
-        in memory.
+        Keep a reference to the caches only if they will be written to a file. Any reference keeps the caches in
+        memory, even after the prefix cache has evicted them.
         """
         caches_to_write = [] if self._prefixes.files is None else caches
         request.stored_prefix = StoredPrefix(tokens, caches_to_write)
@@ -127,7 +140,7 @@ class Checkpoints:
 
         Also write the stored caches to a file, if prefixes are kept on disk.
         """
-        # Other requests can't use a full cache if their own are compressed during prefill or read sparsely.
+        # Other requests can't continue from a full cache if they evict entries during prefill or read sparsely.
         others_need_different_caches = self._reads_sparsely or not self._keeps_all_entries
         if request.body.full_cache and others_need_different_caches:
             return

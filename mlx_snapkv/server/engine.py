@@ -1,4 +1,4 @@
-"""The engine: a thread that reads prompts, decodes requests in a batch, and survives failures."""
+"""The engine: a thread that reads prompts, decodes answers in a batch, and survives failures."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .requests import Accepted, EngineRequest, Loaded
 from .served_batch import ServedBatch
 
-EXCHANGE_SECONDS = 0.1  # seconds between exchanges while all ranks are idle
+EXCHANGE_SECONDS = 0.1  # seconds between broadcasts from rank 0 while all ranks are idle
 
 
 class News(NamedTuple):
@@ -32,7 +32,7 @@ class News(NamedTuple):
 
     Attributes:
         new_requests: accepted requests, which join the queue.
-        cancelled_numbers: numbers of cancelled requests.
+        cancelled_numbers: the `number` of each cancelled request.
         starts_next: whether the first waiting request leaves the queue. It then starts, unless it is cancelled.
         engine_ends: whether the engine stops.
     """
@@ -50,8 +50,9 @@ class Engine:
     continues with a new batch.
 
     With several Macs, rank 0 receives the requests. Before every step it shares what only it knows: new requests,
-    cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, its
-    process exits, because the other ranks are waiting for it inside the model. mlx.launch then ends their processes.
+    cancelled requests, whether the next request may start, and whether to stop. If a step fails on one rank, the
+    process of that rank exits, because the other ranks are waiting for it inside the model. mlx.launch then ends the
+    other processes.
 
     Args:
         load: loads the model. It is called in the engine's thread, because MLX binds arrays to the thread that creates
@@ -207,7 +208,7 @@ class Engine:
         self.metrics.track(self)
 
     def _run_round(self) -> None:
-        """If idle, wait for a request. Then start waiting requests that may start, and run one step of the batch."""
+        """If idle, wait for a request. Then start requests while there is room, and run one step."""
         is_idle = not self.batch.running and not self._waiting_requests
         if is_idle:
             self._wait_for_request()
@@ -225,8 +226,8 @@ class Engine:
     def _wait_for_request(self) -> None:
         """Wait for a new request or for `stop`.
 
-        With several Macs, all ranks pause briefly between exchanges. A rank blocked in the collective operation
-        would keep a CPU core busy.
+        With several Macs, each rank returns after at most `EXCHANGE_SECONDS`, and then takes part in a broadcast from
+        rank 0. Without the pause, waiting for the broadcast would keep a CPU core busy.
         """
         if rank() != 0:
             time.sleep(EXCHANGE_SECONDS)
@@ -240,7 +241,7 @@ class Engine:
         news = from_first_rank(self._collect_news)
         self._cancelled_numbers = news.cancelled_numbers
         self._must_end = news.engine_ends
-        if rank() != 0:  # rank 0 has already done this
+        if rank() != 0:  # on rank 0, `_collect_news` has already done this
             for request in news.new_requests:
                 self._build_completion_request(request)
             self._waiting_requests.extend(news.new_requests)
@@ -293,7 +294,7 @@ class Engine:
             return False
         first_waiting = self._waiting_requests[0]
         if first_waiting.number in self._cancelled_numbers:
-            return True  # so that it leaves the queue
+            return True  # a cancelled request needs no room, and only leaves the queue
         running = list(self.batch.running.values())
         kv_bytes = self.batch.generator.prompt_cache_nbytes
         return self._admission.admit(first_waiting, running, kv_bytes)

@@ -1,4 +1,4 @@
-"""Answer an HTTP request: submit its bodies to the engine, and turn the engine's events into a response."""
+"""Answer an HTTP request: pass it to the engine, and turn the engine's events into a response."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from .formatter import ResponseFormatter
 from .requests import Accepted, EngineRequest, Event, Finished
 
 KEEP_ALIVE_SECONDS = 5.0  # seconds without an event before a keep-alive is sent
-POLL_SECONDS = 0.5  # seconds between checks for a lost client or engine
+POLL_SECONDS = 0.5  # seconds between checks that the client and the engine are still there
 
 
 def model_name(request: Request, body: Any) -> str:
-    """Return the model's name in the response: the body's or, by default, the name it was loaded under."""
+    """Return the model name for the response: the body's or, by default, the name that the model was loaded under."""
     return replace_surrogates(body.model or request.app.state.engine.loaded.names[0])
 
 
@@ -58,8 +58,8 @@ async def respond(
         first_chunks += [text.encode() for text in formatter.handle(index, event)]
         if isinstance(event, Accepted):
             n_accepted += 1
-        # An error can have its own HTTP status only until the stream starts. The stream starts when all requests have
-        # started, or when all are accepted but some have to wait.
+        # Once the stream has started, an error can't have its own HTTP status. So start it only when all requests
+        # have started, or when all are accepted but some have to wait.
         all_started = len(formatter.started) == n_answers
         some_wait = event is None and n_accepted == n_answers
         if stream and (all_started or some_wait):
@@ -84,7 +84,7 @@ async def _events(
     queue = asyncio.Queue[tuple[int, Event]]()
 
     def put(index: int, event: Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
     arrival = last_check = time.monotonic()

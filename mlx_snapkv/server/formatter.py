@@ -52,7 +52,7 @@ class ResponseFormatter(ABC):
 
     @property
     def warnings(self) -> dict[str, list[str]]:
-        """Return the response field that reports ignored request fields, or an empty dict."""
+        """Return a response field that reports ignored request fields, or {} if none were ignored."""
         sentences = [warning for started in self.started.values() for warning in started.warnings]
         return {"warnings": list(dict.fromkeys(sentences))} if sentences else {}
 
@@ -155,7 +155,7 @@ class BlockFormatter(ResponseFormatter):
             yield from self._add_to_block("text", event.text)
         elif isinstance(event, Finished):
             block = self._open_block
-            # The answer is only whitespace.
+            # If the answer is only whitespace, nothing has been sent yet.
             if block is not None and block.kind == "text" and not self.blocks:
                 yield from self._send(block)
             yield from self._close_block()
@@ -165,8 +165,9 @@ class BlockFormatter(ResponseFormatter):
     ) -> Iterator[str]:
         """Add text to the open block, or to a new one if the open block is of a different kind.
 
-        A new block is sent once it has a visible character, together with any whitespace before that character. If the
-        whole answer is whitespace, its last block is sent at the end.
+        A new block is sent once it has a visible character, together with the whitespace before
+        that character. Blocks of whitespace are dropped, except a text block at the end of an
+        answer that is only whitespace.
         """
         if not text:
             return

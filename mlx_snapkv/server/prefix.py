@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_REREAD_SHARE = 1 / 16  # maximum share of a covered prefix that has to be reread
+# A prefix covers another one if at most this share of the other prefix would have to be read again.
+MAX_REREAD_SHARE = 1 / 16
 
 
 @dataclass(eq=False)
@@ -31,7 +32,7 @@ class Prefix:
         """Return the length of the common prefix with `ids`."""
         n_compared = min(len(ids), len(self.ids))
         is_same = ids[:n_compared] == self.ids[:n_compared]
-        # `argmin` finds the first False. One is appended in case all are equal.
+        # `argmin` finds the first False. Append a False in case all ids are equal.
         return int(np.argmin(np.append(is_same, False)))
 
     def n_usable(self, ids: np.ndarray) -> int:
@@ -44,9 +45,9 @@ class Prefix:
         return n_shared if self.is_trimmable or shares_whole_prefix else 0
 
     def covers(self, other: Prefix) -> bool:
-        """Return whether these caches can replace `other`'s: at most 1/16 of `other`'s tokens would have to be reread.
+        """Return whether this prefix can replace `other`: at most 1/16 of `other`'s tokens would be read again.
 
-        Always False unless both prefixes are trimmable.
+        Prefixes that can't be trimmed never cover others, and are never covered.
         """
         if not (self.is_trimmable and other.is_trimmable):
             return False

@@ -1,4 +1,4 @@
-"""The prefix cache: caches of earlier prompts, for prompts that start with the same tokens."""
+"""The prefix cache: KV caches of earlier prompts, for later prompts that start with the same tokens."""
 
 import copy
 from collections.abc import Callable
@@ -17,11 +17,13 @@ from .prefix_files import PrefixFiles
 
 
 class PrefixCache:
-    """Prefix caches in memory, oldest first, and in files.
+    """KV caches of earlier prompts, in memory and in files.
 
-    Caches that can be trimmed are used for any prompt that shares their first tokens, other caches (such as compressed
-    ones) only for prompts that start with all of their tokens. When the limit is exceeded, prefixes that another one
-    covers (older prompts about the same document) are evicted first, then the oldest.
+    Caches that can be trimmed are used for any prompt that shares their first tokens. Other caches, such as compressed
+    ones, are used only for prompts that start with all of their tokens.
+
+    When the limit is exceeded, prefixes that are covered by another one are evicted first, such as older prompts about
+    the same document. Then the oldest prefixes are evicted.
 
     Attributes:
         max_bytes: limit for caches in memory and in temporary files. Arrays shared by two caches count twice.
@@ -36,16 +38,16 @@ class PrefixCache:
         """Start with no prefixes in memory."""
         self.max_bytes = max_bytes
         self.files = files
-        self._prefixes: list[Prefix] = []
+        self._prefixes: list[Prefix] = []  # oldest first
 
     def fetch(self, tokens: list[int], n_unshared: int, exact: bool = False) -> tuple[list, int]:
-        """Return a copy of the caches that provide the most tokens of a prompt, and how many they provide.
+        """Return a copy of the caches that provide the most tokens of a prompt, and the number of these tokens.
 
-        Caches that were only in a file are then kept in memory as well, if they fit.
+        Caches that were only in a file are also kept in memory, if they fit.
 
         Args:
             tokens: token ids of the prompt.
-            n_unshared: number of tokens at the end that the request must read itself.
+            n_unshared: number of tokens at the prompt's end that must not come from the caches.
             exact: whether to exclude entries computed with sparse attention.
 
         Returns: `([], 0)` if no prefix fits.
@@ -58,24 +60,25 @@ class PrefixCache:
         caches = prefix.caches
         if self.files is not None and not caches:
             caches_in_file = self.files.read(prefix)
-            if caches_in_file is None:  # the file is unusable, and `read` has dropped the prefix
+            if caches_in_file is None:
+                # The file is unusable, and `read` has dropped the prefix. Use the next best one.
                 return self.fetch(tokens, n_unshared, exact)
             caches = caches_in_file
             self._insert_if_fits(prefix.ids, caches)
-        # Position of the first entry computed with sparse attention. None without one, or if such entries will do.
-        n_exact = first_sparse_position(caches) if exact else None
-        if n_exact is not None and n_exact < n_served:
-            can_trim = n_exact > 0 and prefix.is_trimmable
+        # If `exact`, use only the entries before the first one that was computed with sparse attention.
+        sparse_from = first_sparse_position(caches) if exact else None
+        if sparse_from is not None and sparse_from < n_served:
+            can_trim = sparse_from > 0 and prefix.is_trimmable
             if not can_trim:
                 return [], 0
-            n_served = n_exact
+            n_served = sparse_from
         caches_of_request = copy.deepcopy(caches)
         trim_prompt_cache(caches_of_request, len(prefix.ids) - n_served)
         return caches_of_request, n_served
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Store the caches for `tokens`. Log a warning if they exceed the limit on their own."""
-        # An unevaluated array would keep the whole batch's inputs alive.
+        # Unevaluated arrays would keep the inputs of the whole batch alive.
         mx.eval([cache.state for cache in caches])
         fits = self._insert_if_fits(as_ids(tokens), caches)
         if not fits:
@@ -85,9 +88,9 @@ class PrefixCache:
             log.warning("%s tokens are not kept for later prompts: %s", f"{len(tokens):,}", why)
 
     def _insert_if_fits(self, ids: np.ndarray, caches: list) -> bool:
-        """Store caches, drop prefixes that they replace, and evict others until the limit is met.
+        """Store caches, drop the prefixes that they replace, and evict others until the limit is met.
 
-        Returns: False, without changing anything, if the caches exceed the limit on their own.
+        If the new caches exceed the limit on their own, change nothing and return False.
         """
         if _size_in_bytes(caches) > self.max_bytes:
             return False
@@ -125,7 +128,9 @@ class PrefixCache:
 
 
 def _evict(prefixes: list[Prefix], max_bytes: int, bytes_of: Callable[[list], int]) -> list[Prefix]:
-    """Evict covered prefixes, then the oldest, until the limit is met. Return the remaining ones.
+    """Evict prefixes until the rest fit in `max_bytes`, and return the rest.
+
+    Prefixes that are covered by another one are evicted first, then the oldest.
 
     Args:
         prefixes: the prefixes, oldest first.
@@ -142,7 +147,7 @@ def _evict(prefixes: list[Prefix], max_bytes: int, bytes_of: Callable[[list], in
 
 
 def _next_to_evict(prefixes: list[Prefix]) -> Prefix:
-    """Return the first prefix that another one covers, or else the oldest."""
+    """Return the oldest prefix that is covered by another one, or the oldest of all if none is covered."""
 
     def is_covered(prefix: Prefix) -> bool:
         return any(other.covers(prefix) for other in prefixes if other is not prefix)

@@ -1,4 +1,4 @@
-"""On-disk prefixes that outlive the server."""
+"""Prefixes in files, which outlive the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .prefix import Prefix, as_ids, longest_prefix
 
 NAME_DIGITS = 32  # number of hexadecimal digits in a file name
 FILE_PATTERN = "[0-9a-f]" * NAME_DIGITS + ".safetensors"
-ABANDONED_SECONDS = 3600  # unfinished files not written to for this long are removed at startup
+# At startup, unfinished files are removed if they were not written to for this long.
+ABANDONED_SECONDS = 3600
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -44,8 +45,8 @@ class PrefixFiles:
         folder: the folder, created if missing.
         max_bytes: limit for all prefixes in the folder, including those of other settings and servers.
         model: the served model.
-        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files of other models or
-            settings are ignored.
+        setting: everything that entries depend on besides the model: tokenizer, policy, store. Files that were written
+            for another model or setting are ignored.
 
     Attributes:
         prefixes: the usable prefixes, without their caches.
@@ -97,7 +98,7 @@ class PrefixFiles:
             has_same_setting = prompt.notes.get("setting") == self._setting
             if not (has_same_tokens and has_same_setting):
                 raise SnapKVError(f"{path} now holds another prompt")
-            os.utime(path)  # the least recently used files are removed first
+            os.utime(path)  # mark it as used: the least recently used files are removed first
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
             self.prefixes.remove(prefix)
@@ -113,7 +114,7 @@ class PrefixFiles:
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Write caches to a file, unless another file covers them. Remove files that the new one covers.
+        """Write caches to a file, unless another file covers their tokens. Remove files that the new file covers.
 
         Failures are logged as warnings.
         """
@@ -146,7 +147,10 @@ class PrefixFiles:
         self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the least recently used prefixes until the rest fit the limit. The newest is always kept."""
+        """Remove the least recently used prefixes until the rest fit the limit.
+
+        The most recently used prefix is always kept.
+        """
         newest_first = []  # (time of the last use, path, bytes) of each prefix
         for path in self._folder.glob(FILE_PATTERN):
             with contextlib.suppress(OSError):  # another server may have removed it

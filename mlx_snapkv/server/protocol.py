@@ -56,7 +56,10 @@ class ProbingTransport:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """Write `data` without the bytes already sent. In the first call, `data` must start with RESPONSE_START."""
+        """Write `data`, except the bytes already sent.
+
+        In the first call, `data` must start with RESPONSE_START.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._transport.write(data[self._n_sent :])

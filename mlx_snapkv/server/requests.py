@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     """The served model and its prefix cache.
 
     Attributes:
-        names: the model's names for clients. The first is the one it was loaded under.
+        names: the model's names for clients. The first is the name that the model was loaded under.
     """
 
     model: Any
@@ -122,7 +122,8 @@ class EngineRequest:
     """A request in the engine.
 
     Attributes:
-        put: sends an event to the waiting HTTP handler, from any thread. Does nothing on ranks other than 0.
+        put: sends an event to the HTTP handler that waits for the answer. Can be called from any thread. Does nothing
+            on ranks other than 0.
         http_id: id of the HTTP request, for error messages.
         number: identifies the request on all ranks.
         since: time of arrival, from `time.perf_counter`.
@@ -133,8 +134,8 @@ class EngineRequest:
         checkpoints: prompt lengths at which copies of the caches are stored for other prompts.
         answer: the answer so far, set when the request starts.
         report: the compression report. None until the prompt has been read.
-        stored_prefix: what this request stored in the prefix cache at its last checkpoint or, if it has none, after its
-            prompt or answer. None until then.
+        stored_prefix: the prefix that this request has stored at its last checkpoint. A request without checkpoints
+            stores its prefix after the prompt or the answer. None until then.
     """
 
     body: Body

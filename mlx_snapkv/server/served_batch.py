@@ -105,7 +105,10 @@ class ServedBatch:
             return [], 0
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Remove cancelled requests. The part of a prompt that has been read may be stored for a retry."""
+        """Remove the cancelled requests with the given numbers.
+
+        If `Checkpoints` allows it, store the caches of a prompt that was being read, for a retry.
+        """
         uids = [uid for uid, request in self.running.items() if request.number in numbers]
         for uid in uids:
             request = self.running.pop(uid)
@@ -120,7 +123,7 @@ class ServedBatch:
     def step(self) -> list[EngineRequest]:
         """Decode a token of each answer, read a prompt chunk, and send the resulting events to the clients.
 
-        Returns: requests to restart, because the prefix that they continued is damaged.
+        Returns: requests that must be restarted because their cached prefix is damaged.
         """
         if not self.running:
             return []
@@ -149,7 +152,7 @@ class ServedBatch:
         is_at_checkpoint = response.end_of_segment and n_read in request.checkpoints
         if is_at_checkpoint:
             caches_and_tokens = self.generator.read_so_far(response.uid)
-            if caches_and_tokens is not None:  # the chunk has not failed
+            if caches_and_tokens is not None:  # None if the chunk has failed
                 caches, tokens = caches_and_tokens
                 self._checkpoints.insert_checkpoint(request, tokens, caches)
         request.put(PromptProgress(n_read, n_prompt))
@@ -179,7 +182,8 @@ class ServedBatch:
 
     def _finish(self, request: EngineRequest, response: Any) -> None:
         """Send the end of an answer, store its caches, and remove the request."""
-        ended_at_stop_string = response.finish_reason is None  # mlx-lm ignores stop strings
+        # mlx-lm does not check for stop strings, so it reports no finish reason for them.
+        ended_at_stop_string = response.finish_reason is None
         if ended_at_stop_string:
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
@@ -197,9 +201,10 @@ class ServedBatch:
         request.put(Finished(request.answer, report))
 
     def _fail_or_restart(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
-        """Send the error to the client. If only a cached prefix is damaged, return the request for a restart instead.
+        """Send the error to the client, or return the request if it can be restarted.
 
-        A damaged prefix is dropped. A request is not restarted once its answer has begun.
+        A damaged cached prefix is dropped. The request is then restarted without the prefix, unless
+        its answer has already begun.
         """
         if isinstance(error, EntryFileError) and error.path is not None:
             log.warning("a prefix is not used: %s", error)

@@ -59,7 +59,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 def _anthropic_tool(value: Any) -> Any:
-    """Convert a tool to Anthropic's format. OpenAI calls the schema `parameters`."""
+    """Convert a tool to Anthropic's format. OpenAI's `parameters` become `input_schema`."""
     tool = unnest_function(value)
     if isinstance(tool, dict) and "parameters" in tool and "input_schema" not in tool:
         return tool | {"input_schema": tool["parameters"] or {}}
@@ -82,7 +82,10 @@ AnyTool = Annotated[
 
 
 def _anthropic_choice(value: Any) -> Any:
-    """Convert a tool choice to Anthropic's format, if it is in one of OpenAI's."""
+    """Convert a tool choice in one of OpenAI's formats to Anthropic's.
+
+    Other values are returned unchanged.
+    """
     choice = {"type": value} if isinstance(value, str) else value
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "required":
@@ -271,7 +274,7 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": stop_reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage. Anthropic's `input_tokens` excludes cached tokens."""
+        """Return the token counts. Anthropic's `input_tokens` excludes cached tokens."""
         started = self.started[0]
         return {
             "input_tokens": started.n_prompt - started.n_cached,

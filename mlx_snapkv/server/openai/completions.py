@@ -60,7 +60,7 @@ class CompletionFormatter(ResponseFormatter):
     Args:
         model: the model's name in the response.
         is_chat: whether these are chat completions.
-        with_usage: whether a stream ends with the usage.
+        with_usage: whether a stream ends with the token counts.
         n_answers: number of answers per prompt.
         uses_functions: whether the client sends `functions`, the predecessor of `tools`.
     """
@@ -73,7 +73,7 @@ class CompletionFormatter(ResponseFormatter):
         n_answers: int,
         uses_functions: bool,
     ):
-        """Set the fields that all chunks share, including the id, and start with nothing sent."""
+        """Create the fields that are the same in all chunks, such as the id."""
         super().__init__()
         self._is_chat = is_chat
         self._with_usage = with_usage
@@ -81,7 +81,7 @@ class CompletionFormatter(ResponseFormatter):
         self._uses_functions = uses_functions
         self._head = body_head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        # Keyed by answer index: the tokens' log-probabilities and text offsets, and counts of sent tokens and calls.
+        # Keyed by answer index.
         self._token_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._text_offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._n_sent_tokens: Counter[int] = Counter()
@@ -174,10 +174,13 @@ class CompletionFormatter(ResponseFormatter):
         }
 
     def _usage_and_report(self) -> dict[str, Any]:
-        """Return the usage (counting each prompt once), the first answer's compression report, and any warnings."""
+        """Return the token counts, the first answer's compression report, and any warnings.
+
+        A prompt with several answers is counted once.
+        """
         report = self.finished[0].report
-        # Answers to the same prompt are consecutive, so each prompt's first answer has an index that is a multiple of
-        # `n_answers`.
+        # Answers to the same prompt have consecutive indices, so the index of each prompt's first answer is a
+        # multiple of `n_answers`.
         first_started = [
             started for index, started in self.started.items() if index % self._n_answers == 0
         ]

@@ -20,7 +20,7 @@ CUSTOM_TOOL_SCHEMA = {
 class Function(BodyModel):
     """A function, or one of Codex's custom tools. A custom tool's argument is plain text.
 
-    The response repeats `parameters`, so its values are `JsonValue`s. These exclude NaN and infinity.
+    `parameters` can't contain NaN or infinity, because the response repeats them as JSON.
     """
 
     type: Literal["function", "custom"]

@@ -74,7 +74,7 @@ Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 class ResponsesBody(BodyModel):
     """The body of `/v1/responses`. Unknown fields are passed on to the chat completion.
 
-    The response repeats all `JsonValue` fields. This type excludes NaN and infinity.
+    `JsonValue` fields can't contain NaN or infinity, because the response repeats them as JSON.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -143,7 +143,7 @@ class ResponsesFormatter(BlockFormatter):
 
     @property
     def keep_alive(self) -> str:
-        """Return a real event. Codex ignores comments, and ends a stream after 300 seconds without an event."""
+        """Return an event, because Codex ignores comments and ends a stream after 300 seconds without an event."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def end(self) -> Iterator[str]:
@@ -177,7 +177,7 @@ class ResponsesFormatter(BlockFormatter):
         return self._event("response.failed", response=response)
 
     def block_start(self, block: Block) -> Iterator[str]:
-        """Yield the events for a new item and, unless it is a call, for its only part."""
+        """Yield the events that start an item and, unless the item is a call, its only part."""
         yield self._output_item_event("added", block)
         if block.kind != "call":
             yield self._block_event("content_part.added", block, part=_content_part(block))
@@ -193,7 +193,10 @@ class ResponsesFormatter(BlockFormatter):
         yield self._block_event(delta_kind, block, delta=text, **_empty_logprobs(block))
 
     def block_stop(self, block: Block) -> Iterator[str]:
-        """Yield an item's whole text, then the end of its part (calls have none) and of the item."""
+        """Yield the events that end an item: its whole text, the end of its part, and the end of the item.
+
+        Calls have no parts.
+        """
         done_kind = f"{PART_TYPES[block.kind]}.done"
         if self._calls_custom_tool(block):
             yield self._block_event(
@@ -213,7 +216,7 @@ class ResponsesFormatter(BlockFormatter):
         return self._event(f"response.output_item.{change}", output_index=block.index, item=item)
 
     def _called_tool(self, block: Block) -> OfferedTool | None:
-        """Return the tool that a block calls, or None if it is not a call or the client has no such tool."""
+        """Return the tool that a block calls, or None if the block is not a call or names an unknown tool."""
         if block.call is None:
             return None
         return self._tools_by_full_name.get(block.call["function"]["name"])
