@@ -56,8 +56,8 @@ COMMANDS = (
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
-        # A backspace character keeps typer from rewrapping the lines after it. These raw docstrings
-        # contain a backslash and a "b" instead.
+        # A backspace character keeps typer from rewrapping the lines after it. The raw docstrings
+        # contain a backslash and a "b" in its place.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)

@@ -68,8 +68,8 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
 # "--pipeline / --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Maps an option to the option that it requires, and to texts. The required option's value must
-# contain at least one of the texts. If there are no texts, any value is allowed.
+# Option -> (required option, texts). The required option's value must contain at least one of the
+# texts. If there are no texts, any value is allowed.
 REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_group_size": ("kv_bits", ()),
     "quantized_kv_start": ("kv_bits", ()),
@@ -135,10 +135,10 @@ class Command(TyperCommand):
     def _reset_values_without_effect(self, ctx: Any) -> None:
         """Reset configured values that have no effect, and change the policy "none" to None.
 
-        A saved prompt has its own setting, so configured values that would change it are reset. If
-        --snapkv, --policy or --sparse was typed, the configured values of all three are reset. A
-        configured store is reset if sparse attention can't be used, or if a typed --sparse names a
-        store.
+        A saved prompt has its own setting, so configured values that conflict with a saved prompt
+        are reset. If --snapkv, --policy or --sparse was typed, the configured values of all three
+        are reset. A configured store is reset if sparse attention can't be used, or if a typed
+        --sparse names a store.
 
         Raises: SnapKVError: --policy none was typed for `compare`, but there is no configured
             setting to override.
@@ -191,7 +191,7 @@ class Command(TyperCommand):
                     formatter.write_dl(flags_and_help)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An error about a configured option says where its value comes from."""
+        """Run the command. An error about a configured option says where the value comes from."""
         try:
             self._reject_conflicting_values(ctx)
             self._reject_options_without_effect(ctx)
@@ -206,8 +206,8 @@ class Command(TyperCommand):
     def _reject_conflicting_values(self, ctx: Any) -> None:
         """Reject a --store or --store-dir that contradicts --sparse. Raises: SnapKVError.
 
-        If --sparse names the default value, another value is rejected only if both options were
-        typed.
+        If --sparse names a default value, a different --store or --store-dir is rejected only if
+        both options were typed.
         """
         sparse = ctx.params.get("sparse")
         if sparse is None:
@@ -254,7 +254,7 @@ class Command(TyperCommand):
 
 
 def values_in_sparse(sparse: str | list[str] | None, name: str) -> list[str]:
-    """Return every value of the option `name` in one or more values of --sparse.
+    """Return the values that the option `name` has in --sparse, which may be repeated.
 
     For example, `store` has the value "file" in "top_k=1024, store=file".
     """

@@ -21,8 +21,8 @@ PREFIX = "MLX_SNAPKV_"
 # less specific sources.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
-# Variables that are not options, without `PREFIX`. They set the path of the speed record and the
-# folder that contains models for tests.
+# Names (without `PREFIX`) of variables that set no option: the path of the speed record, and the
+# folder with models for tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
 Table = dict[str, Any]  # a table of config.toml, with underscores in names
@@ -175,7 +175,7 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
         location: prefix for error messages.
 
     Raises: SnapKVError: a name is neither an option nor a command of the group, an option's value
-        is a table, or the value is a list but the option is not repeatable.
+        is a table, or it is a list but the option is not repeatable.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()

@@ -43,7 +43,7 @@ class PromptConsole:
         self.say_all(f"warning: {warning}" for warning in warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
-        """Call `work`, which tokenises text, in a thread. Return its result or raise its exception.
+        """Run `work`, which tokenises text, in a thread. Return its result or raise its exception.
 
         The main thread stays free to react to Ctrl-C. A status line is shown if tokenising takes a
         while.
@@ -56,7 +56,7 @@ class PromptConsole:
             except BaseException as error:
                 future.set_exception(error)
 
-        # Ctrl-C can't stop the thread, so make it a daemon: the process can exit before it ends.
+        # Ctrl-C can't stop the thread. As a daemon, it does not keep the process from exiting.
         threading.Thread(target=run, daemon=True).start()
         wait([future], STATUS_DELAY)
         if not future.done():
