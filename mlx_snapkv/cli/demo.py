@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-CHUNK_SHARE = 8  # each chunk of the prompt reads 1/8 of the entries
+CHUNK_SHARE = 8  # each chunk of the prompt chooses 1/8 of the entries to read
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",
@@ -52,8 +52,8 @@ def demo(
 ) -> None:
     """Hide facts in a long document, ask for them with three kinds of cache, and time decoding.
 
-    The first cache keeps all entries. The second keeps the 1/16 that the first question chooses, so
-    it can answer that question, but the entries that later questions need are gone. The third uses
+    The first cache keeps all entries. The second keeps the 1/16 that the first question chooses. It
+    can answer that question, but the entries that later questions need are gone. The third uses
     sparse attention: all entries stay, and every token of an answer chooses 1/16 of them to read.
     """
     from rich.console import Console
