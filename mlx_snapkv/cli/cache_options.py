@@ -252,7 +252,7 @@ class AutoPolicyOptions(PolicyOptions):
 
 
 def _field_of_sparse(name: str) -> Any:
-    """Return a field with the metadata of the `Sparse` option `name`, and None as its default."""
+    """Return a dataclass field with default None and the metadata of the `Sparse` option `name`."""
     return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
 
 
@@ -278,7 +278,7 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Return `setting` with these options in place of its default values.
+        """Return `setting` with these options where it has default values.
 
         Only sparse attention has a store, so a policy or None is returned unchanged.
         """
@@ -364,7 +364,8 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
             generation: options for mlx-lm's `generate_step`.
             max_tokens: maximum answer length in tokens. None uses mlx-lm's default.
 
-        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none of the candidates.
+        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none
+            of the settings that auto chooses from.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS

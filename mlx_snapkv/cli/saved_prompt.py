@@ -129,7 +129,7 @@ class SavedPrompt:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """Yield notes: --policy auto has no effect, or `text` repeats the saved text."""
+        """Yield a note if --policy auto is set, and one if `text` repeats the saved text."""
         if self._compression.is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()
