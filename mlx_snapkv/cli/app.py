@@ -56,7 +56,8 @@ COMMANDS = (
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity,))):
     for function in commands:
-        # Typer does not rewrap paragraphs that start with a backspace character.
+        # A backspace character keeps typer from rewrapping the lines after it. The raw docstrings
+        # contain a backslash and a "b" in its place.
         text = cleandoc(function.__doc__ or "").replace("\\b\n", "\b\n")
         summary, *_ = text.split("\n\n")
         command = with_options(function)
@@ -79,8 +80,9 @@ def root(
 def main(commands: typer.Typer = app) -> None:
     """Run the command line and exit.
 
-    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130. Each prints one line
-    on stderr, except a closed output pipe, which prints nothing. Bugs in the program print a traceback.
+    User errors exit with status 2, system errors such as a full disk with 1, and Ctrl-C with 130.
+    Each prints one line on stderr. A closed output pipe exits with 1 and prints nothing. A bug in
+    the program prints a traceback.
     """
     process.open_standard_descriptors()
     process.allow_many_files()
@@ -92,7 +94,7 @@ def main(commands: typer.Typer = app) -> None:
         fail("standard output is closed, so the answer can't be written", status=1)
     temporary_folder = os.environ.get("TMPDIR")
     if temporary_folder and not os.path.isdir(temporary_folder):
-        # MLX would fail without explanation.
+        # MLX fails without explanation if this folder does not exist.
         fail(f"TMPDIR must be a folder, got {temporary_folder}")
     try:
         status = commands(standalone_mode=False)
@@ -115,7 +117,8 @@ def main(commands: typer.Typer = app) -> None:
             raise
         fail(advice, status=1)
     except Exception as error:
-        # Newer versions of typer vendor click, so recognise usage errors by their method, not by their class.
+        # Newer versions of typer contain a copy of click, so the class of usage errors depends on
+        # the version. Recognise them by their method instead.
         if hasattr(error, "format_message"):
             fail(error.format_message())
         process.restore_stderr()

@@ -42,7 +42,7 @@ class FileOptions:
     quiet: options.Quiet = False
 
     def open_requests(self) -> BinaryIO:
-        """Open the requests, from a file or stdin. Raises: SnapKVError: they can't be read."""
+        """Open the request file, or stdin. Raises: SnapKVError: it can't be read."""
         if self.requests == "-" and sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         if self.requests == "-":
@@ -113,7 +113,7 @@ def batch(
 
 
 def _require_policy_for_kv_bits(setting: Setting | None, kv_bits: int | None) -> None:
-    """Check that --kv-bits is not set without a policy. Raises: SnapKVError."""
+    """Require a policy if --kv-bits is set. Raises: SnapKVError."""
     if setting is None and kv_bits is not None:
         raise SnapKVError("in a batch --kv-bits needs a policy: add --policy, or drop --kv-bits")
 

@@ -90,7 +90,7 @@ class BenchOptions:
 def bench(*, options: BenchOptions) -> None:
     """Measure prefill and decoding speed by context length.
 
-    The contenders are the full cache, mlx-lm's options, policies and sparse attention.
+    Compare the full cache, mlx-lm's options, policies and sparse attention.
     """
     from ..engine.wired_memory import hold_memory
     from ..measure.contenders import RANDOM, decode_quota, make_random_model

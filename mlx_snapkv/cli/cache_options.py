@@ -123,7 +123,7 @@ class MLXCacheOptions(CacheOptions):
             )
 
     def require_supported(self, model: Any, draft_model: str | None = None) -> None:
-        """Check that the model supports the options and that they can be combined.
+        """Check that the model supports the options, and that the options can be combined.
 
         Raises: SnapKVError: the model does not support an option, or --max-kv-size is combined with --draft-model or
             --kv-bits.
@@ -240,7 +240,7 @@ class AutoPolicyOptions(PolicyOptions):
     def resolve(self) -> Setting | None:
         """Return the selected policy or sparse attention.
 
-        Return None for the full cache, or if auto will choose later.
+        Return None for the full cache, or if --policy auto will choose the setting later.
 
         Raises: SnapKVError: a value can't be parsed, or several options select a setting.
         """
@@ -252,7 +252,7 @@ class AutoPolicyOptions(PolicyOptions):
 
 
 def _field_of_sparse(name: str) -> Any:
-    """Return a dataclass field for a `Sparse` option that has its own flag."""
+    """Return a dataclass field with default None and the metadata of the `Sparse` option `name`."""
     return field(default=None, metadata=Sparse.__dataclass_fields__[name].metadata)
 
 
@@ -278,9 +278,9 @@ class StoreOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def fill_defaults_of(self, setting: Setting | None) -> Setting | None:
-        """Return sparse attention with these options in place of a default `store` or `store_dir`.
+        """Return `setting` with these options where it has default values.
 
-        Other settings are returned unchanged.
+        Only sparse attention has a store, so a policy or None is returned unchanged.
         """
         if not isinstance(setting, Sparse):
             return setting
@@ -320,7 +320,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
     def setting(self) -> Setting | None:
         """Return the selected setting with its store options.
 
-        Return None for the full cache, or if auto will choose later.
+        Return None for the full cache, or if --policy auto will choose the setting later.
 
         Raises: SnapKVError: an option can't be parsed, or options conflict.
         """
@@ -354,7 +354,7 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
         generation: dict[str, Any],
         max_tokens: int | None = None,
     ) -> Recommendation | None:
-        """Choose a setting for --policy auto and print the choice on one line. Return None without auto.
+        """Choose and print a setting for --policy auto. Return None if --policy is not auto.
 
         Args:
             model: loaded model, or a model's name.
@@ -364,7 +364,8 @@ class CompressionOptions(StoreOptions, AutoPolicyOptions):
             generation: options for mlx-lm's `generate_step`.
             max_tokens: maximum answer length in tokens. None uses mlx-lm's default.
 
-        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none of the candidates.
+        Raises: SnapKVError: the model is shared by several Macs, can't be loaded, or supports none
+            of the settings that auto chooses from.
         """
         from ..planning.auto import resolve
         from ..planning.prompt_plan import MAX_TOKENS

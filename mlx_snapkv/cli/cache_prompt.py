@@ -1,4 +1,4 @@
-"""`mlx-snapkv cache-prompt`: read a long text once, and save its KV cache."""
+"""`mlx-snapkv cache-prompt`: read a long text once and save its KV cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def cache_prompt(
         "time": now.isoformat(),
     }
     is_sparse = config.sparse is not None
-    # Record sparse attention even if a short text was not compressed, because answers continue with it.
+    # Record sparse attention even if the text was too short for it, because answers that continue
+    # from the file will use it.
     saved_policy = report.policy if report.compressed or is_sparse else NO_POLICY
     save = partial(saved.save, path, model, caches, tokens, saved_policy, notes)
     files_text = _save_with_bar(path, save, console)
@@ -93,7 +94,7 @@ def cache_prompt(
 
 
 def _save_with_bar(path: Path, save: Callable[[Any], None], console: PromptConsole) -> str:
-    """Call `save(progress)` with a progress bar. Describe the written files for the closing line."""
+    """Call `save` with a progress bar's callback. Return a description of the written files."""
     from .progress import writing_bar
 
     replacement_text = ", replacing the earlier file" if path.exists() else ""

@@ -41,7 +41,7 @@ def chat(
     first_compression = compression
     may_be_sparse = compression.sparse is not None or compression.is_auto
     if not may_be_sparse and not is_typed(context, "store"):
-        # A configured store waits until /policy selects sparse attention.
+        # Ignore a configured store for now. It applies once /policy selects sparse attention.
         first_compression = replace(compression, store=None)
     generation = cache.generate_keywords(first_compression.setting)
     reader = MessageReader(sys.stdin, CommandCompleter())
@@ -84,8 +84,8 @@ def _handle_message(session: Session, message: str) -> None:
 
     Raises:
         StopIteration: the command ends the chat.
-        SnapKVError: a message or command of a script fails.
-        KeyboardInterrupt: Ctrl-C interrupts a script.
+        SnapKVError: the message or command fails, and the input is not a terminal.
+        KeyboardInterrupt: Ctrl-C was pressed, and the input is not a terminal.
     """
     from .chat_commands import run_command
 

@@ -49,7 +49,7 @@ CHAT_COMMANDS: dict[str, Command] = {}
 
 
 def _command(synopsis: str = "", *completions: str) -> Callable[[Handler], Handler]:
-    """Register a function as a slash command. A function named `_files` becomes /files.
+    """Return a decorator that registers a slash command. A function named `_files` becomes /files.
 
     Args:
         synopsis: the arguments, as shown in the help; `FILE` means a file name.
@@ -204,7 +204,8 @@ def _compare(session: Session, _: str) -> None:
         raise SnapKVError("the evicted entries are gone: chat with --sparse")
     policy = conversation.policy
     try:
-        # Reread the last turn with full attention. Entries from earlier turns stay as sparse attention computed them.
+        # Only the last turn is read again with full attention. The entries of earlier turns stay,
+        # although they were computed with sparse attention.
         conversation.policy = Sparse(budget="100%", read="dense")
         is_same = _answer_again(session)
     finally:
@@ -316,7 +317,8 @@ def _policy(session: Session, text: str) -> None:
     elif text != "none":
         compression = session.compression
         _, _, options = text.partition(":")
-        if values_in_sparse(options, "store"):  # possibly the default, which --store would replace
+        if values_in_sparse(options, "store"):
+            # `text` names a store, so --store must not replace it, even if it is the default.
             compression = replace(compression, store=None)
         policy = compression.fill_defaults_of(setting_named(text))
     session.start_new_conversation(

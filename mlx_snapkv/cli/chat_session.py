@@ -26,7 +26,7 @@ from .options import SamplingOptions
 from .prompt_console import PromptConsole
 from .prompts import require_text
 
-# The chat does not announce the disk space for turns of up to this many tokens.
+# Maximum length of a short turn in tokens. The disk space of short turns is not announced.
 MAX_SHORT_TURN = 2048
 
 
@@ -38,7 +38,7 @@ class MessageReader:
     passes the same input to all.
 
     Args:
-        stream: standard input. None (closed) is an error.
+        stream: standard input. None if it is closed, which is an error.
         completer: completes words with Tab in a terminal.
 
     Attributes:
@@ -167,7 +167,8 @@ class Session:
     def attach(self, text: str) -> int:
         """Attach a document to the next message and return its length in tokens."""
         conversation = self.conversation
-        # Count in `wait_for`, but attach here: after Ctrl-C, the thread of `wait_for` would still attach the document.
+        # Count tokens in `wait_for`, but attach the document here. The thread of `wait_for` keeps
+        # running after Ctrl-C, so it would attach a document that the user no longer wants.
         n_tokens = self.console.wait_for(partial(conversation.count, text))
         conversation.attached.append(text)
         n_read_before = len(conversation.read)
@@ -266,7 +267,8 @@ class Session:
     def start_new_conversation(self, message: str, **changes: Any) -> None:
         """Start a new conversation if the current one may be discarded, and print `message`.
 
-        A setting from a loaded file is not kept.
+        If the current conversation was loaded from a file with its own setting, the new one does
+        not keep that setting.
 
         Args:
             message: line to print.
@@ -306,7 +308,7 @@ class Session:
     def _predict_file_cost(self, n_new_tokens: int) -> FileCost | None:
         """Predict the disk space that a turn of `n_new_tokens` takes.
 
-        Return None for short turns, if no entries go to files, or if the free space is unknown.
+        Return None if the turn is short, no entries go to files, or the free space is unknown.
         """
         is_short = n_new_tokens <= MAX_SHORT_TURN
         if is_short:

@@ -68,8 +68,8 @@ def _option_parameters(option_group: Any) -> Iterator[inspect.Parameter]:
 # "--pipeline / --no-pipeline".
 _TYPE_OR_NEGATION = re.compile(r" <.*>| / --no-\S+")
 
-# Option -> the option that it requires, and texts of which the required option's value must contain at least one. An
-# empty tuple allows any value.
+# Option -> (required option, texts). The required option's value must contain at least one of the
+# texts. If there are no texts, any value is allowed.
 REQUIRED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_group_size": ("kv_bits", ()),
     "quantized_kv_start": ("kv_bits", ()),
@@ -105,8 +105,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, with values from variables and config.toml as defaults.
 
-        Raises: SnapKVError: config.toml or an option's value is invalid, or --policy none does nothing. Other usage
-            errors raise typer's exceptions.
+        Raises: SnapKVError: config.toml or an option's value is invalid, or --policy none has no
+            effect. Other usage errors raise typer's exceptions.
         """
         configured_values = self.config_values(ctx)
         ctx.meta["config"] = configured_values
@@ -133,13 +133,15 @@ class Command(TyperCommand):
         return ctx.meta["config"].get(option.name)
 
     def _reset_values_without_effect(self, ctx: Any) -> None:
-        """Reset configured values that have no effect.
+        """Reset configured values that have no effect, and change the policy "none" to None.
 
-        A saved prompt has its own setting, so only typed options change it. If any of `SETTING_OPTIONS` was typed, the
-        configured values of all three are reset. A configured store is reset if no sparse attention may use it, or if a
-        typed --sparse names a store. The policy "none" becomes None.
+        A saved prompt has its own setting, so configured values that conflict with a saved prompt
+        are reset. If --snapkv, --policy or --sparse was typed, the configured values of all three
+        are reset. A configured store is reset if sparse attention can't be used, or if a typed
+        --sparse names a store.
 
-        Raises: SnapKVError: "none" was typed for `compare`, and overrides no configured setting.
+        Raises: SnapKVError: --policy none was typed for `compare`, but there is no configured
+            setting to override.
         """
         params = ctx.params
         if params.get("prompt_cache_file") is not None:
@@ -189,7 +191,7 @@ class Command(TyperCommand):
                     formatter.write_dl(flags_and_help)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Errors about an option from a variable or config.toml name its origin."""
+        """Run the command. An error about a configured option says where the value comes from."""
         try:
             self._reject_conflicting_values(ctx)
             self._reject_options_without_effect(ctx)
@@ -202,9 +204,10 @@ class Command(TyperCommand):
             raise SnapKVError(message) from error
 
     def _reject_conflicting_values(self, ctx: Any) -> None:
-        """Reject --store and --store-dir if --sparse has other values. Raises: SnapKVError.
+        """Reject a --store or --store-dir that contradicts --sparse. Raises: SnapKVError.
 
-        Default values only count if both options are typed.
+        If --sparse names a default value, a different --store or --store-dir is rejected only if
+        both options were typed.
         """
         sparse = ctx.params.get("sparse")
         if sparse is None:
@@ -229,7 +232,8 @@ class Command(TyperCommand):
                     raise SnapKVError(
                         f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
                     )
-        # Besides --store, any of these may select the file store: --sparse, /policy in a chat, auto, or a saved prompt.
+        # Without --store, the file store can still be selected by --sparse, /policy in a chat,
+        # --policy auto, or a saved prompt.
         may_get_file_store = (
             "file" in values_in_sparse(ctx.params.get("sparse"), "store")
             or self.name == "chat"
@@ -250,7 +254,10 @@ class Command(TyperCommand):
 
 
 def values_in_sparse(sparse: str | list[str] | None, name: str) -> list[str]:
-    """Return the values that option `name` has in --sparse values, such as "file" in "top_k=1024, store=file"."""
+    """Return the values that the option `name` has in --sparse, which may be repeated.
+
+    For example, `store` has the value "file" in "top_k=1024, store=file".
+    """
     texts = [sparse] if isinstance(sparse, str) else sparse or []
     options = [option.partition("=") for text in texts for option in text.split(",")]
     return [value.strip() for option, _, value in options if option.strip() == name]

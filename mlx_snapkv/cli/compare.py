@@ -81,7 +81,7 @@ def compare(
     model, tokenizer, tokens = prompt.load(model_options, console)
     if not (compare_options.policy or compare_options.sparse):
         methods = _default_methods(len(tokens), store)
-    # The full cache needs the most memory.
+    # Check only the full cache, which needs the most memory.
     LongPrompts(model, max_tokens=max_tokens).require_memory(
         len(tokens), max_kv_bytes=model_options.max_kv_bytes
     )

@@ -17,11 +17,12 @@ else:
     import tomli as tomllib
 
 PREFIX = "MLX_SNAPKV_"
-# Options that determine a request's setting. A more specific source that sets one of them overrides all three.
+# Options that determine a request's setting. If a source sets one of them, all three are ignored in
+# less specific sources.
 SETTING_OPTIONS = {"snapkv", "policy", "sparse"}
 SECRET = "api_key"
-# Names (without the prefix) of variables that set no option: the path of the speed record, and the folder with models
-# for tests.
+# Names (without `PREFIX`) of variables that set no option: the path of the speed record, and the
+# folder with models for tests.
 NO_OPTIONS = {"speed_record", "real_models"}
 
 Table = dict[str, Any]  # a table of config.toml, with underscores in names
@@ -35,7 +36,10 @@ class ConfigValue(NamedTuple):
 
 
 def config_file() -> Path:
-    """Return the path of config.toml in XDG_CONFIG_HOME or, by default, ~/.config. The file may not exist."""
+    """Return the path of config.toml, which need not exist.
+
+    The file is in XDG_CONFIG_HOME or, by default, ~/.config.
+    """
     folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(folder) / "mlx-snapkv" / "config.toml"
 
@@ -43,7 +47,7 @@ def config_file() -> Path:
 def config_values(context: Any) -> dict[str, ConfigValue]:
     """Return the configured values of a command's options, keyed by parameter name.
 
-    Print a warning for every variable that names no option.
+    Print a warning for every MLX_SNAPKV_ variable that matches no option.
 
     Raises: SnapKVError: config.toml can't be read, or has an unknown key or an invalid value.
     """
@@ -58,9 +62,9 @@ def config_values(context: Any) -> dict[str, ConfigValue]:
 
 
 def _warn_of_unknown_variables(root: Any) -> None:
-    """Print a warning for every variable that names no option of any command below `root`."""
+    """Print a warning for every MLX_SNAPKV_ variable that matches no option of any command."""
     variables = {name: value for name, value in _variables().items() if name not in NO_OPTIONS}
-    if not variables:  # the usual case, in which the options need not be collected
+    if not variables:  # the usual case: no need to collect the options
         return
     options = _options_in(root)
     for name, variable in variables.items():
@@ -104,7 +108,9 @@ def _merge_sources(
 def _sources_by_precedence(
     command_path: tuple[str, ...], table: Table, supports_auto: bool
 ) -> list[dict[str, ConfigValue]]:
-    """Return each source's values: environment variables, the command's table, then enclosing tables.
+    """Return the values of each source, most specific first.
+
+    The order is: environment variables, the command's table, then the enclosing tables.
 
     Args:
         command_path: names of the groups that contain the command, then its own name.
@@ -146,7 +152,8 @@ def _values_in(table: Table, location: str) -> dict[str, ConfigValue]:
 def _read_config_file(root: Any) -> Table:
     """Read and check config.toml. Return an empty table if it does not exist.
 
-    Raises: SnapKVError: the file can't be read, is not valid TOML, or fails `_checked_table`.
+    Raises: SnapKVError: the file can't be read, is not valid TOML, or is rejected by
+        `_checked_table`.
     """
     path = config_file()
     try:
@@ -167,8 +174,8 @@ def _checked_table(table: Table, group: Any, location: str) -> Table:
         group: the command or group that the table applies to.
         location: prefix for error messages.
 
-    Raises: SnapKVError: a name is neither an option nor a command of the group, or an option's value is a table, or a
-        list although the option is not repeatable.
+    Raises: SnapKVError: a name is neither an option nor a command of the group, an option's value
+        is a table, or it is a list but the option is not repeatable.
     """
     subcommands = {
         name.replace("-", "_"): command for name, command in getattr(group, "commands", {}).items()

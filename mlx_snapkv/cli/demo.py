@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..planning.settings import Setting
 
 REDUCTION = 16  # keep 1/16 of the entries, or read 1/16 per token
-CHUNK_SHARE = 8  # a prompt chunk chooses to read 1/8 of the entries
+CHUNK_SHARE = 8  # each chunk of the prompt chooses 1/8 of the entries to read
 FULL_NAME, SNAPKV_NAME, SPARSE_NAME = (
     "full cache",
     f"1/{REDUCTION} kept",
@@ -50,10 +50,11 @@ def demo(
         typer.Option(metavar="FILE", help="Save the document to this file, to ask more about it."),
     ] = None,
 ) -> None:
-    """Hide facts in a long document, ask for them with all entries, 1/16 kept or 1/16 read, and time decoding.
+    """Hide facts in a long document, ask for them with three kinds of cache, and time decoding.
 
-    The first question chooses which entries are kept, so it can still be answered. The entries that later questions
-    need are gone. With sparse attention, all entries stay, and every token chooses which ones to read.
+    The first cache keeps all entries. The second keeps the 1/16 that the first question chooses. It
+    can answer that question, but the entries that later questions need are gone. The third uses
+    sparse attention: all entries stay, and every token of an answer chooses 1/16 of them to read.
     """
     from rich.console import Console
     from rich.progress import track
@@ -86,7 +87,7 @@ def _chat_options(n_prompt: int) -> dict[str, dict[str, Any]]:
     from ..sparse.options import Sparse
 
     budget = n_prompt // REDUCTION
-    # A lookahead would decode these short answers from the full cache.
+    # No lookahead, because it would decode these short answers from the full cache.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     sparse = Sparse(budget=budget, read_top_k=n_prompt // CHUNK_SHARE, when="always")
     return {FULL_NAME: {}, SNAPKV_NAME: {"policy": snapkv}, SPARSE_NAME: {"sparse": sparse}}
@@ -211,7 +212,7 @@ def _decoding_speed_text(model: Any) -> str:
     step_seconds = time_steps_in_turn(model, caches, DECODED_STEPS)
     # Ignore the first step, which is slower.
     full_seconds, *other_seconds = [median(seconds[1:]) for seconds in step_seconds]
-    # For sparse attention, the size counts all entries, plus the ones that a token reads.
+    # Sparse attention's size covers all entries. The few that one token reads are counted twice.
     full_size, *other_sizes = [format_bytes(entries_bytes(cache)) for cache in caches]
     snapkv_text, sparse_text = [
         f"{1000 * seconds:.1f} ms and {size} ({full_seconds / seconds:.1f} times as fast)"

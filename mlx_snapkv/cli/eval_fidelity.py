@@ -65,7 +65,8 @@ class FidelityOptions:
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """Compare a model's predictions after a compressed prompt and after the full prompt, on your own texts.
 
-    No questions with known answers are needed. Policies that choose after prefill share one pass over each piece.
+    No questions with known answers are needed. Policies that choose after prefill share one pass
+    over each piece of text.
 
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy keydiff:budget=25%
     """
@@ -83,7 +84,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         print(f"Skipped files that are not UTF-8 text: {texts.n_unread}.", file=sys.stderr)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    # The first token after a piece is fed to the model, and the following ones are scored.
+    # The first token after a piece is only fed to the model. The tokens after it are scored.
     n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     questions = options.question or list(QUESTIONS)
@@ -95,7 +96,8 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "texts": texts.digest,
         "questions": questions,
-        "judged": measuring.JUDGED_TOKENS,  # rejects result files of other tokens
+        # Recorded so that a result file with scores of other tokens is rejected.
+        "judged": measuring.JUDGED_TOKENS,
     }
     run = partial(
         measuring.run,

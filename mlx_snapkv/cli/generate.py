@@ -133,7 +133,8 @@ def generate(
     from .saved_prompt import SavedPrompt
 
     max_tokens = sampling.max_tokens
-    # A prompt may have been saved with sparse attention, so with a saved prompt --store is allowed without --sparse.
+    # `compression.setting` rejects --store without --sparse. With a saved prompt it is allowed,
+    # because the prompt may have been saved with sparse attention.
     setting = compression.setting if prompt_cache_file is None else compression.resolve()
     keywords = {"policy": setting, **cache.generate_keywords(setting)}
     text = from_first_rank(prompt.read)
@@ -252,7 +253,7 @@ class _Answer:
         drafted_text = ""
         if drafted_share is not None:
             drafted_text = f" ({drafted_share:.0%} of the tokens were drafted)"
-        # The first token's time counts as prompt time.
+        # The first token's time counts as prompt time, so a single token has no generation speed.
         is_timed = response.generation_tokens > 1 and response.generation_tps > 0
         speed_text = f"{response.generation_tps:.1f} tokens/s" if is_timed else "too short to time"
         console.say(
@@ -265,7 +266,7 @@ class _Answer:
 
     @property
     def _continued_prompt(self) -> SavedPrompt | None:
-        """Return the saved prompt if the answer reads all entries in its caches, otherwise None."""
+        """Return the saved prompt, or None if there isn't one or sparse attention is used."""
         has_setting = self.keywords["policy"] is not None
         return None if has_setting else self.saved
 

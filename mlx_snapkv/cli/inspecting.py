@@ -132,7 +132,11 @@ def _print_inspection(inspection: Inspection) -> None:
 
 
 def _print_sentences(sentences: Sequence[Sentence], console: Console) -> None:
-    """Print the top sentences, each with its share of the votes or the share of its entries that was chosen."""
+    """Print the top sentences, one per line.
+
+    Each line shows the sentence's share of the votes or, if the policy has no votes, the share of
+    its entries that was chosen.
+    """
     from ..measure.inspection_page import SHOWN_SENTENCES
 
     top_sentence = sentences[0]

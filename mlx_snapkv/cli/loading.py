@@ -93,7 +93,7 @@ def _explaining_failures(option: str, name: str, folder: Path, action: str) -> I
     Args:
         option: flag that names the model, for messages.
         name: the folder, repository or embedded model.
-        folder: folder of that name, which may not exist.
+        folder: the model's folder, which need not exist if `name` is a repository.
         action: see `loading_problem`.
     """
     try:
@@ -146,8 +146,8 @@ def _start_ranks(pipeline: bool | None) -> int:
 
     Only rank 0 prints, and all ranks share a sampling seed.
 
-    Raises: SnapKVError: the command supports only one process, --pipeline is set for a single process, or the other
-        processes can't be reached.
+    Raises: SnapKVError: there are several processes but the command supports only one, --pipeline
+        is set but there is only one process, or the other processes can't be reached.
     """
     import mlx.core as mx
 
@@ -171,7 +171,7 @@ def _start_ranks(pipeline: bool | None) -> int:
 
 
 def require_one_process(**options: Any) -> None:
-    """Check that none of these options is set if there are several processes. Raises: SnapKVError."""
+    """Raise SnapKVError if there are several processes and any of these options is set."""
     from ..models.distributed import n_ranks
 
     for name, value in options.items():
@@ -238,7 +238,8 @@ def load_without_weights(name: str, for_mac: bool = False):
 
     Args:
         name: the folder, repository or embedded model.
-        for_mac: whether to keep half precision even if this machine has no GPU. It has no effect on embedded models.
+        for_mac: whether to keep half precision, as on a Mac, even if this machine has no GPU.
+            Embedded models are converted anyway.
 
     Raises: SnapKVError: the model does not exist, or mlx-lm can't load it.
     """
@@ -261,7 +262,7 @@ def load_without_weights(name: str, for_mac: bool = False):
 
 
 def _folder_of(name: str, option: str) -> Path:
-    """Return the model's folder. It may not exist if `name` is a repository name.
+    """Return the model's folder. If `name` is a repository name, the folder need not exist.
 
     Raises: SnapKVError: the folder has no config.json, or it does not exist and `name` is not a repository name.
     """

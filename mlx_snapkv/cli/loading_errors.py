@@ -31,7 +31,7 @@ def loading_problem(name: str, folder: Path, error: Exception, action: str) -> s
 
     Args:
         name: folder or repository, as typed by the user.
-        folder: folder of that name, which may not exist.
+        folder: the model's folder, which need not exist if `name` is a repository.
         error: the loader's exception.
         action: "loaded", or "planned" if only the configuration and weight headers were needed.
     """

@@ -1,4 +1,7 @@
-"""Options shared by several commands, and parsers for their values. The dataclasses are for `with_options`."""
+"""Options shared by several commands, and parsers for their values.
+
+`with_options` adds the dataclasses' fields to a command as options.
+"""
 
 import contextlib
 import functools
@@ -105,7 +108,7 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
 
 
 def parse_json_object(text: Any) -> dict[str, Any]:
-    """Parse text as a JSON object. Raises: BadParameter: it is not one."""
+    """Parse text as a JSON object. Raises: BadParameter: the text is not a JSON object."""
     with contextlib.suppress(ValueError):
         value = json.loads(str(text))
         if isinstance(value, dict):
@@ -240,7 +243,8 @@ class DraftOptions:
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """Load the draft model, if any, and return the `stream_generate` keywords for it.
 
-        Raises: SnapKVError: it can't be loaded, or its vocabulary size differs from the main model's (`tokenizer`).
+        Raises: SnapKVError: the draft model can't be loaded, or its vocabulary size differs from
+            the main model's (`tokenizer`).
         """
         from .loading import load_model
 
@@ -299,7 +303,7 @@ class SamplingOptions:
 
         Raises: SnapKVError: the option does not exist, or the value is invalid.
         """
-        name = name.lstrip("-").replace("-", "_")  # the flag is accepted, too
+        name = name.lstrip("-").replace("-", "_")  # accepts --top-p, too
         names = list(vars(self))
         if name not in names:
             commands = ", ".join(f"/set {known_name}" for known_name in names)
@@ -343,8 +347,8 @@ def adapt_tokenizer(
 ) -> None:
     """Add end-of-answer tokens (text or ids) and chat-template options to a tokenizer, in place.
 
-    Raises: SnapKVError: the tokenizer has no such token, or an option in `template_options` is set by the command
-        itself.
+    Raises: SnapKVError: the tokenizer does not have one of the tokens, or `template_options`
+        contains an option that the command sets itself.
     """
     for token in extra_eos_token or []:
         if not _has_token(tokenizer, token):
@@ -360,7 +364,7 @@ def adapt_tokenizer(
 
 
 def _has_token(tokenizer: Any, token: str) -> bool:
-    """Check whether the vocabulary contains a token, which may be an id or text."""
+    """Check whether the vocabulary contains a token, given as its id or its text."""
     if token.isdecimal():
         return int(token) < len(tokenizer)
     return token in tokenizer.get_vocab()

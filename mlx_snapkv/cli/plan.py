@@ -57,9 +57,10 @@ def plan(
 ) -> None:
     r"""Show how much memory prompts will take, what fits, and which setting to use, without loading any weights.
 
-    It also says at what length sparse attention becomes faster on this machine, as measured by earlier requests or, on
-    a GPU, estimated. Only the model's configuration and weight headers are read, or downloaded from a Hugging Face
-    repository. docs/benchmarks.md explains the arithmetic.
+    It also says at what length sparse attention becomes faster on this machine. The speeds come
+    from earlier requests or, on a GPU, from an estimate. Only the model's configuration and weight
+    headers are read, or downloaded from a Hugging Face repository. docs/benchmarks.md explains the
+    arithmetic.
 
     \b
       mlx-snapkv plan --model demo

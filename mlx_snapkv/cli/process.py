@@ -12,7 +12,10 @@ MAX_OPEN_FILES = 4096  # macOS shells allow 256, and --store file opens four fil
 
 
 def open_standard_descriptors() -> None:
-    """Open the null device for closed standard descriptors. Otherwise, the next opened file would reuse them."""
+    """Open the null device for each closed standard descriptor.
+
+    Otherwise, the next file that is opened would get the descriptor's number.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -100,9 +103,10 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_on_interrupt() -> None:
-    """Make Ctrl-C end the process until `raise_on_interrupt` is called.
+    """Make Ctrl-C end the process instead of raising KeyboardInterrupt.
 
-    During imports, an exception would leave libraries half imported.
+    An exception during an import would leave the library half imported. After the imports,
+    `raise_on_interrupt` restores the usual behaviour.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _print_and_exit)

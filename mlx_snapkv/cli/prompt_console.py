@@ -43,9 +43,10 @@ class PromptConsole:
         self.say_all(f"warning: {warning}" for warning in warnings)
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
-        """Tokenise text in a thread by calling `work`. Return its result or raise its exception.
+        """Run `work`, which tokenises text, in a thread. Return its result or raise its exception.
 
-        The thread keeps the command responsive to Ctrl-C. A status line is shown if the work takes a while.
+        The main thread stays free to react to Ctrl-C. A status line is shown if tokenising takes a
+        while.
         """
         future: Future[Result] = Future()
 
@@ -55,7 +56,8 @@ class PromptConsole:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, daemon=True).start()  # Ctrl-C does not stop the thread
+        # Ctrl-C can't stop the thread. As a daemon, it does not keep the process from exiting.
+        threading.Thread(target=run, daemon=True).start()
         wait([future], STATUS_DELAY)
         if not future.done():
             if not self.rich_console.is_terminal:

@@ -18,7 +18,8 @@ from .command import MODEL, flag_of
 from .options import ChatModelOptions, IgnoreChatTemplate, SystemPrompt
 from .prompt_console import PromptConsole
 
-# Questions that start differently. The tokens that their prompts share do not depend on the question.
+# Questions that start differently. If the prompts for all of them begin with the same tokens, those
+# tokens do not depend on the question.
 SAMPLE_QUESTIONS = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 # A chat template's call that formats the current date, e.g. `strftime_now("%d %B %Y")`.
@@ -184,7 +185,7 @@ def require_text(text: str, source: str) -> str:
 
 
 def _chat_template_option(tokenizer, today: datetime | None) -> dict[str, str]:
-    """Return a `chat_template` option with `today` in place of calls that format the current date.
+    """Return a `chat_template` option whose template contains `today` instead of the current date.
 
     Return an empty dict if the template does not contain the date, or if `today` is None.
     """

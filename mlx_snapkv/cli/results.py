@@ -1,4 +1,4 @@
-"""The evaluation commands' shared code: options, the methods to measure, and writing result files."""
+"""Code shared by the evaluation commands: options, methods to measure, and result files."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class ResultFiles:
 def page_to_write(name: str | None, *suffixes: str) -> Path | None:
     """Return the path of a single-file --output, or None without the option.
 
-    Raises: SnapKVError: the path has a different suffix, can't be written, or is a file not written by this package, or
-        a picture was requested and matplotlib is missing.
+    Raises: SnapKVError: the path has none of the `suffixes`, the file can't be written or was not
+        written by this package, or a picture was requested and matplotlib is missing.
     """
     if name is None:
         return None
@@ -87,7 +87,7 @@ def page_to_write(name: str | None, *suffixes: str) -> Path | None:
 
 
 def _require_replaceable(path: Path) -> None:
-    """Check that a result can be written to a file, and replaces nothing but a result.
+    """Check that a result can be written to `path`, and that it replaces only an earlier result.
 
     Raises: SnapKVError: the file can't be written, or exists and was not written by this package, or a picture was
         requested and matplotlib is missing.
@@ -141,7 +141,7 @@ Sparses = Annotated[
 class ResultOptions:
     """Options for where a result is printed and written."""
 
-    program: ClassVar[str] = "mlx-snapkv"  # start of the command line in the result
+    program: ClassVar[str] = "mlx-snapkv"  # start of the recorded command line
 
     output: Annotated[
         str | None,
@@ -222,7 +222,7 @@ def methods_to_measure(
     Args:
         policies: values of --policy; duplicates are dropped.
         sparse: values of --sparse; duplicates are dropped.
-        lengths: prompt lengths to measure in tokens, if they are known.
+        lengths: lengths in tokens of the prompts to measure, if known.
         store: store options for sparse attention.
 
     Raises: SnapKVError: a value can't be parsed, a store is set without sparse attention, or a method would compress

@@ -36,7 +36,8 @@ class SavedPrompt:
         name: model name as typed by the user.
         model: the loaded model.
         compression: compression options for the answer. A policy compresses a saved full cache as it is loaded.
-        quantization: quantisation for a saved full cache. Without a policy, mlx-lm quantises the entries.
+        quantization: quantisation of the entries that a policy keeps of a saved full cache. If no
+            policy is set, mlx-lm quantises the cache.
 
     Attributes:
         n_tokens: length of the saved prompt in tokens.
@@ -133,7 +134,7 @@ class SavedPrompt:
             )
 
     def notes(self, text: str) -> Iterator[str]:
-        """Yield a note if --policy auto is set, which has no effect, and one if the question repeats the saved text."""
+        """Yield a note if --policy auto is set, and one if `text` repeats the saved text."""
         if self._compression.is_auto:
             yield f"note: --policy auto has no effect on {self._file}, which continues as saved"
         saved_text = (self._saved.notes.get("text") or "").strip()

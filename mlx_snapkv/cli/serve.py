@@ -147,7 +147,7 @@ class PrefixOptions:
 
 @dataclass(frozen=True)
 class AnswerOptions(options.SamplingOptions):
-    """Defaults for requests that don't set sampling options or a length."""
+    """Sampling options and maximum answer length for requests that don't set their own."""
 
     max_tokens: Annotated[
         int,
@@ -199,7 +199,8 @@ def serve(
         options=generation,
         identity=CompressionConfig.from_keywords(generation)[0].identity,
     )
-    raise_on_interrupt()  # must run in the main thread, but another thread loads the model
+    # Only the main thread can set signal handlers, and another thread will load the model.
+    raise_on_interrupt()
     start_engine = partial(
         Engine,
         load=loader.load,
@@ -273,7 +274,7 @@ def _run(settings: Settings | None, loader: _Loader, start_engine: Callable[[], 
 
     Args:
         settings: HTTP server settings on rank 0. None on other ranks, which follow rank 0.
-        loader: the model's loader. It has finished once the engine has started.
+        loader: the model's loader. Its `cache_size` is set once the engine has started.
         start_engine: creates and starts the engine.
     """
     from ..server.app import bind_socket, serve
