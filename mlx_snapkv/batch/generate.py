@@ -74,8 +74,8 @@ def batch_generate(
         **kwargs: options for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Each prompt that
-        does not fail gets the same answer as outside the batch.
+        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Its answers
+        are the same as outside the batch; see `CompressedBatchGenerator` for exceptions.
 
     Raises: SnapKVError: an option, the model or a prompt is not supported. All are checked before
         the first prompt is read.

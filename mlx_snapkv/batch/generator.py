@@ -49,9 +49,11 @@ class CompressedBatchGenerator(BatchGenerator):
     """A version of mlx-lm's `BatchGenerator` with compressed caches.
 
     Prompts are read and compressed one at a time, as in `generate_step`, regardless of
-    `prefill_batch_size`. Prompts shorter than `min_ctx` keep their full cache. Afterwards, requests
-    decode together if their caches have similar lengths. With greedy sampling, every request gets
-    the same answer as outside the batch.
+    `prefill_batch_size`. Prompts shorter than `min_ctx` keep their full cache. Once their prompts
+    have been read, requests decode together if their caches have similar lengths.
+
+    With greedy sampling, every request gets the same answer as outside the batch. The exception is
+    sparse attention with when="faster", because a batch does not measure speed.
 
     If a request fails, its last response has the finish reason "error" and the exception in `error`. Other requests
     continue.
@@ -67,14 +69,14 @@ class CompressedBatchGenerator(BatchGenerator):
             the tokens in these caches. Other requests can continue from these caches. Not called
             for prompts that keep their full cache, or if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
-        reads_first: whether compressed requests wait to decode until the batch is full or no prompt
-            is left to read. Answers arrive later, but fewer decode steps are needed.
+        reads_first: whether requests decode together only while the batch is full or no prompt is
+            left to read. Answers arrive later, but fewer decode steps are needed.
         on_pause: called about once a second while a long chunk is read. Its arguments have no
             meaning. If it raises an exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict, or the model is not supported. `insert` also raises it, for
+        SnapKVError: options conflict, or the model is not supported. `insert` also raises it for
             requests that are not supported.
     """
 
@@ -198,7 +200,7 @@ class CompressedBatchGenerator(BatchGenerator):
     def _next(self) -> Any:
         """Run one step, like mlx-lm.
 
-        With `reads_first`, compressed requests don't decode while a prompt is being read, or while
+        With `reads_first`, requests don't decode together while a prompt is being read, or while
         the batch has room for a request that is still waiting.
         """
         if not self._is_plain and self._reads_first:

@@ -184,7 +184,7 @@ class Single(Group):
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """Decode one token, and return the response. If all votes are in, compress the prompt."""
+        """Decode one token, and return the response. Compress the prompt once all votes exist."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -225,7 +225,7 @@ class Groups:
     """All groups of a generator, behind the interface of a single mlx-lm `GenerationBatch`.
 
     Attributes:
-        only_uncompressed: whether to decode only requests whose prompts are not compressed yet.
+        only_uncompressed: whether to decode only requests whose prompts must still be compressed.
     """
 
     def __init__(self) -> None:
