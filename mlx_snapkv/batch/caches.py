@@ -33,7 +33,7 @@ from ..sparse.cache import SparseKVCache
 
 
 class CompressedBatchCache(_BaseCache, ABC):
-    """Base class for a batch's compressed caches in one layer. There is one cache per request.
+    """Base class for a batch's cache in one layer. It contains one compressed cache per request.
 
     It has the interface of mlx-lm's batched caches. Each step decodes one token per request.
 
@@ -323,7 +323,7 @@ def _concatenate_requests(entries_of_requests: list[Stored]) -> Stored:
 
 
 def compressed_caches(prompt_cache: list) -> list[CompressedBatchCache]:
-    """Return the `CompressedBatchCache`s in a batch's prompt cache, leaving out mlx-lm's caches."""
+    """Return the `CompressedBatchCache`s in a batch's prompt cache."""
     return [cache for cache in all_caches(prompt_cache) if isinstance(cache, CompressedBatchCache)]
 
 

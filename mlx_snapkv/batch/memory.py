@@ -36,7 +36,7 @@ class Memory:
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
-        """Take the policy and the chunk size from `options`, and determine the limit."""
+        """Take the config and the chunk size from `options`, and determine the limit."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
@@ -99,7 +99,8 @@ class Memory:
         The peak is the larger of two estimates:
 
         - the memory in use now, plus the peak of the new request
-        - the size of all caches at the end of their answers, plus each request's temporary memory
+        - the size of all caches at the end of all answers, plus the extra memory that each request
+          needs in its current phase, prefill or answer
 
         An empty batch admits any request.
 

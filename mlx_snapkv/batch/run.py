@@ -68,7 +68,7 @@ class Run:
     """Answers the lines of a file, and writes each answer as soon as it is complete.
 
     Attributes:
-        answers: the answer file. `answer` must be called inside its `with` block. Requests that
+        answers: the answer file. Call `Run.answer` inside this file's `with` block. Requests that
             already have an answer or error are skipped.
         options: keyword arguments for `CompressedBatchGenerator`.
         defaults: values for fields that a request omits.
