@@ -30,7 +30,7 @@ from .selection import select
 class BlockKVCache(EvictingCache):
     """A KV cache capped at `quota.entries + block` entries per KV head, however many tokens it reads.
 
-        [0 : n_kept)        entries kept by the last eviction, in order of position, per KV head
+        [0 : n_kept)        entries kept by each KV head at the last eviction, in order of position
         [n_kept : size())   entries added since the last eviction
 
     If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves
@@ -53,7 +53,8 @@ class BlockKVCache(EvictingCache):
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
         expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save
-            memory, the first buffers have no more rows, unless the first update has more tokens.
+            memory, the first buffers have no more rows than this, unless the first update has more
+            tokens.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -293,7 +294,7 @@ class BlockKVCache(EvictingCache):
         """Return the number of rows for new buffers, which is at least `size()`.
 
         Args:
-            n_allocated: number of rows in the current buffers, or 0 before the first update.
+            n_allocated: number of rows in the current buffers, or 0 if there are no buffers.
         """
         is_unlimited = self.quota.entries >= UNLIMITED
         n_rows = rows_to_allocate(self._n_entries) if is_unlimited else self.capacity

@@ -133,7 +133,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             self.keys, self.values = arrays["keys"], arrays["values"]
         else:
             self.quantization = Quantization(**quantization_fields)
-            # Keys and values are each a tuple of packed values, scales and biases.
+            # Keys and values are each a tuple of packed numbers, scales and biases.
             self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))

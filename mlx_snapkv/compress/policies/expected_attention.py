@@ -24,7 +24,7 @@ class ExpectedAttention(Policy):
     keys after the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
-        n_sink: number of initial entries that are always kept. The queries of these tokens are left
+        n_sink: number of initial entries that are always kept. The first `n_sink` queries are left
             out of the mean and the covariance.
     """
 
