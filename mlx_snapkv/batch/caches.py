@@ -33,26 +33,29 @@ from ..sparse.cache import SparseKVCache
 
 
 class CompressedBatchCache(_BaseCache, ABC):
-    """Base class for one layer's compressed caches, one per request. Has the interface of mlx-lm's batched caches.
+    """Base class for a batch's cache in one layer. It contains one compressed cache per request.
 
-    Each step decodes one token per request.
+    It has the interface of mlx-lm's batched caches. Each step decodes one token per request.
 
     Attributes:
         request_caches: the requests' caches.
-        keys: keys that a step reads. mlx-lm's pipelines add a dependency to them.
-        observes: whether upcoming queries are recorded. If so, the attention class must be patched.
+        keys: keys that the next step reads. In a pipeline, mlx-lm makes the last layer's keys
+            depend on the hidden states sent to the next process. Evaluating the keys then also
+            sends the hidden states.
+        observes: whether the caches need the queries of new tokens. If so, the attention class must
+            be patched.
     """
 
     keys: Any
     observes: bool
 
     def __init__(self, request_caches: Sequence[Any]):
-        """Take over the requests' caches. They will change with the batch."""
+        """Take over the requests' caches. The batch changes these caches in place."""
         self.request_caches = list(request_caches)
 
     @property
     def recorded(self) -> Sequence[mx.array]:
-        """Return recorded arrays that have to be evaluated between tokens."""
+        """Return the recorded arrays, for the caller to evaluate after each decoded token."""
         return ()
 
     @property
@@ -90,7 +93,7 @@ class CompressedBatchCache(_BaseCache, ABC):
         return max(cache.n_entries for cache in self.request_caches)
 
     def empty(self) -> bool:
-        """Return False, because requests only join after prefill."""
+        """Return False, because requests join after prefill, when their caches have entries."""
         return False
 
 
@@ -119,7 +122,8 @@ class SparseBatchCache(CompressedBatchCache):
         """Compute attention for one token per request; see `SparseKVCache.attend`."""
         outputs: list[mx.array] = []
         for i, request_cache in enumerate(self.request_caches):
-            # Depend on the previous request's output, so that only one request's temporary arrays are in memory.
+            # Make each request depend on the previous request's output, so that only one request's
+            # temporary arrays are in memory at a time.
             request_queries = mx.depends(queries[i : i + 1], outputs[-1:])
             new_keys = keys[i : i + 1]
             new_values = values[i : i + 1]
@@ -129,7 +133,7 @@ class SparseBatchCache(CompressedBatchCache):
 
     @property
     def kind(self) -> tuple:
-        """Return the same kind for all sparse requests. They share no arrays, so their lengths may differ."""
+        """Return the same kind for all requests: they share no arrays, so lengths don't matter."""
         return ("chosen",)
 
     def extract(self, idx: int) -> SparseKVCache:
@@ -199,7 +203,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         return is_entry[:, None, None, :]
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        """Return the arrays without unused rows."""
+        """Return the used rows of the shared arrays."""
         n_used = self.size()
         if n_used == count_rows(self.keys):
             return self._stored
@@ -220,7 +224,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def observes(self) -> bool:  # type: ignore[override]
-        """Return whether any request records queries, to use them in later evictions."""
+        """Return whether any request records queries for later evictions."""
         return any(cache.observes for cache in self.request_caches)
 
     @property
@@ -232,11 +236,11 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
     @property
     def kind(self) -> tuple:
-        """Return a tuple that is equal for requests that can share arrays and mlx-lm's single mask."""
+        """Return a tuple that is equal for requests that can share arrays and a mask."""
         request_cache = self.request_caches[0]
         next_length = request_cache.n_after_next
         keeps_length = next_length == request_cache.n_entries
-        # Lengths with the same bit length differ by less than a factor of 2, which limits padding.
+        # Numbers with equal bit lengths differ by less than a factor of 2. This limits padding.
         return keeps_length, next_length.bit_length(), self.quantization
 
     def extend(self, other: EvictingBatchCache) -> None:
@@ -245,7 +249,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
         self.keys, self.values = _concatenate_requests([self._stored, other._stored])
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep only the requests at the indices `keep`, and drop rows that none of them needs."""
+        """Keep only the requests at the indices `keep`, and drop rows that are no longer needed."""
         super().filter(keep)
         slot_indices = mx.array(list(keep))
         n_rows = self._n_rows_needed()
@@ -281,7 +285,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
             buffer[i : i + 1, :, :n_entries] = array
 
     def _copy_entries(self, i: int, n_entries: int) -> Stored:
-        """Copy a request's first `n_entries` entries, keeping a batch axis of 1."""
+        """Copy the first `n_entries` entries of request `i` to arrays with a batch size of 1."""
         return map_arrays(
             lambda buffer: mx.contiguous(buffer[i : i + 1, :, :n_entries]), self._stored
         )
@@ -309,7 +313,7 @@ class EvictingBatchCache(CompressedBatchCache, Quantised):
 
 
 def _concatenate_requests(entries_of_requests: list[Stored]) -> Stored:
-    """Concatenate arrays along the batch axis, padding shorter ones."""
+    """Concatenate the requests' arrays along the batch axis. Shorter arrays get rows of zeros."""
     n_rows = max(map(count_rows, entries_of_requests))
     padded = []
     for entries in entries_of_requests:
@@ -319,16 +323,16 @@ def _concatenate_requests(entries_of_requests: list[Stored]) -> Stored:
 
 
 def compressed_caches(prompt_cache: list) -> list[CompressedBatchCache]:
-    """Return the caches in a batch's prompt cache that are not mlx-lm's own."""
+    """Return the `CompressedBatchCache`s in a batch's prompt cache."""
     return [cache for cache in all_caches(prompt_cache) if isinstance(cache, CompressedBatchCache)]
 
 
 def kind_of(prompt_cache: list) -> tuple:
     """Return the kinds of a request's caches. Requests with the same kinds can decode together."""
     caches = all_caches(prompt_cache)
-    # mlx-lm computes one mask for all full-attention layers. In a batch, layers that read all entries (`BatchKVCache`)
-    # need a padding mask, but sparse layers take none, so a request with both decodes alone. The id of its first cache
-    # makes its kind unique.
+    # mlx-lm computes one mask for all full-attention layers. In a batch, layers that read all
+    # entries (`BatchKVCache`) need a mask for the padding, but sparse layers don't accept a mask.
+    # A request with both types of layers therefore decodes alone: its kind includes a unique id.
     chooses = any(isinstance(cache, SparseBatchCache) for cache in caches)
     pads = any(isinstance(cache, BatchKVCache) for cache in caches)
     unique_id = id(prompt_cache[0]) if chooses and pads else None

@@ -1,6 +1,6 @@
 """Reads requests and writes answers in OpenAI's batch format, one JSON object per line.
 
-If a run is interrupted, the next one continues its answer file.
+If a run is interrupted, the next run continues the same answer file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Line:
         number: line number, counted from 1.
         custom_id: the request's `custom_id`, or None if it is missing or invalid.
         body: the request, or None if the line is invalid.
-        problem: what is wrong with the line, phrased to follow its number. None if the line is valid.
+        problem: what is wrong with the line, worded to follow "line 7". None if the line is valid.
         code: error code for the problem.
     """
 
@@ -44,7 +44,10 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """Return a key that identifies the line in every run: its `custom_id` if usable, otherwise its number."""
+        """Return the key by which a later run recognises the line.
+
+        The key is the `custom_id` or, if that is missing, invalid or repeated, the line number.
+        """
         if self.custom_id is None or self.code == DUPLICATE:
             return self.number
         return self.custom_id
@@ -93,7 +96,7 @@ class RequestsFile:
             yield line
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and bytes of every non-blank line, without a byte order mark."""
+        """Yield the number and the bytes of every non-blank line. Remove any byte order mark."""
         self._stream.seek(self._start)
         for number, raw_line in enumerate(self._stream, start=1):
             text = raw_line.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw_line
@@ -131,19 +134,20 @@ def _parse_line(number: int, raw_line: bytes) -> Line:
 class AnswersFile:
     """An answer file, with one answer per line. Every line is flushed to disk before the next one is written.
 
-    Use it in a `with` block, which locks the file for this process and drops an incomplete last line. Nothing is
-    written before that.
+    Use it in a `with` block, which locks the file for this process and cuts off an incomplete last
+    line. Until the block is entered, the file is only read.
 
     Args:
         path: the file. It need not exist yet.
-        model: model name in all of this run's answers.
-        about: fields in the `mlx_snapkv` field of each of this run's answers.
+        model: model name to record in each answer.
+        about: the run's settings by name, to record in the `mlx_snapkv` field of each answer.
 
     Attributes:
         n_answered, n_errors: numbers of answers and errors in the file.
 
     Raises:
-        SnapKVError: the file can't be written, belongs to another run or process, or is not an answer file.
+        SnapKVError: the file can't be written, is locked by another process, has answers from a run
+            with a different model or settings, is damaged, or is not an answer file.
         OSError: `answer` or `error` could not write a line, for example because the disk is full. All earlier lines are
             complete.
     """
@@ -157,7 +161,7 @@ class AnswersFile:
         self._read()
 
     def _read(self) -> None:
-        """Read all lines of the file."""
+        """Register all answers and errors in the file."""
         self._keys: set[str | int] = set()
         self.n_answered = self.n_errors = 0
         for number, line in self._lines.read():
@@ -166,7 +170,7 @@ class AnswersFile:
     def _add_line(self, number: int, raw_line: bytes) -> None:
         """Register an answer or error from the file.
 
-        Raises: SnapKVError: the line is damaged, or belongs to another run.
+        Raises: SnapKVError: the line is damaged, or the answer has another model or settings.
         """
         try:
             key, earlier_run = _key_and_run(raw_line)
@@ -184,7 +188,7 @@ class AnswersFile:
             self.n_answered += 1
 
     def _require_same_run(self, earlier_run: dict[str, Any]) -> None:
-        """Check that an answer in the file belongs to this run. Raises: SnapKVError."""
+        """Check that a recorded answer has this run's model and settings. Raises: SnapKVError."""
         run = {"model": self.model, **self.about}
         for name, value in run.items():
             earlier_value = earlier_run.get(name)
@@ -227,14 +231,16 @@ class AnswersFile:
         self.n_errors += 1
 
     def _append(self, line: Line, **outcome: Any) -> None:
-        """Append the outcome of the request `line` to the answer file, atomically. Raises: OSError."""
+        """Append a request's answer or error to the file, atomically. Raises: OSError."""
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, **outcome}
         self._lines.append(record)
         self._keys.add(line.key)
 
 
 def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
-    """Return a request's key (see `Line.key`) and its run's fields from a line of an answer file. Errors have no run.
+    """Parse a line of an answer file. Return the request's key, and the run's model and settings.
+
+    The key is `Line.key`. An error line records no model or settings, so the second result is None.
 
     Raises: ValueError, TypeError, KeyError: the line is damaged, or was not written by this package.
     """
@@ -245,7 +251,7 @@ def _key_and_run(raw_line: bytes) -> tuple[str | int, dict[str, Any] | None]:
     error = record["error"]
     if error is not None:
         return Line(error["line"], custom_id, code=error["code"]).key, None
-    if custom_id is None:  # only errors may have no id
+    if custom_id is None:  # only an error line is allowed to have no id
         raise ValueError
     body = record["response"]["body"]
     return custom_id, {"model": body["model"], **body["mlx_snapkv"]}

@@ -64,7 +64,7 @@ def batch_generate(
         prompt_caches: the caches that each prompt continues from. By default, all caches are new.
         max_tokens: maximum answer length in tokens, either one number for all prompts or one per prompt.
         verbose: whether to print the number of answers and the speed.
-        return_prompt_caches: whether to return the caches after each answer.
+        return_prompt_caches: whether to return each prompt's caches, which also hold the answer.
         return_token_ids: whether to return the token ids of each answer.
         return_logprobs: whether to return the log-probability of each token.
         snapkv: see `generate_step`.
@@ -74,10 +74,11 @@ def batch_generate(
         **kwargs: options for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Unless a prompt fails, its answer is
-        the same as outside the batch.
+        mlx-lm's response or, with a policy or sparse attention, a `BatchResponse`. Its answers
+        are the same as outside the batch; see `CompressedBatchGenerator` for exceptions.
 
-    Raises: SnapKVError: an option, the model or a prompt is not supported. No prompt has been read by then.
+    Raises: SnapKVError: an option, the model or a prompt is not supported. All are checked before
+        the first prompt is read.
     """
     token_lists = _token_lists(model, prompts)
     answer_limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
@@ -158,7 +159,7 @@ class _Answer:
     report: CompressionReport | None = None
 
     def add(self, response: Any, with_logprobs: bool) -> None:
-        """Add a response from the generator. A token that stops the answer is not part of it."""
+        """Add a response from the generator. A stop token is not added to the answer."""
         self.prompt_cache = response.prompt_cache or []
         self.error = response.error
         if response.finish_reason in (None, "length"):
@@ -199,7 +200,7 @@ def _answer_all(
         **options,
     )
     with contextlib.closing(generator), generator.stats() as stats:
-        generator.insert(prompts, answer_limits, caches=prompt_caches)  # uids count up from 0
+        generator.insert(prompts, answer_limits, caches=prompt_caches)  # uids are 0, 1, ...
         while responses := generator.next_generated():
             for response in responses:
                 answers[response.uid].add(response, with_logprobs)

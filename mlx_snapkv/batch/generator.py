@@ -46,31 +46,38 @@ def require_batchable(model) -> None:
 
 
 class CompressedBatchGenerator(BatchGenerator):
-    """A version of mlx-lm's `BatchGenerator` that compresses every prompt before the request joins the batch.
+    """A version of mlx-lm's `BatchGenerator` with compressed caches.
 
-    Prompts are read one at a time, regardless of `prefill_batch_size`, exactly as in `generate_step`. Prompts shorter
-    than `min_ctx` keep their full cache. Requests decode together if their caches have similar lengths. With greedy
-    sampling, every request gets the same answer as outside the batch.
+    Prompts are read and compressed one at a time, as in `generate_step`, regardless of
+    `prefill_batch_size`. Prompts shorter than `min_ctx` keep their full cache. Once their prompts
+    have been read, requests decode together if their caches have similar lengths.
+
+    With greedy sampling, every request gets the same answer as outside the batch. The exception is
+    sparse attention with when="faster", because a batch does not measure speed.
 
     If a request fails, its last response has the finish reason "error" and the exception in `error`. Other requests
     continue.
 
     Args:
         model: an mlx-lm model.
-        snapkv: see `generate_step`. Without `snapkv`, `policy`, `sparse` and `turns`, this is just mlx-lm's generator.
+        snapkv: see `generate_step`. If none of `snapkv`, `policy`, `sparse` and `turns` is set,
+            this is just mlx-lm's generator.
         policy: see `generate_step`; "auto" is not supported.
         sparse: see `generate_step`.
         on_report: called with a request's uid and its `CompressionReport`.
-        on_read: called with a request's uid, its full caches, and the tokens in them. Other requests can continue from
-            these caches. Not called for prompts that keep their full cache, or if entries are evicted during prefill.
+        on_read: called after a prompt has been read, with the request's uid, its full caches, and
+            the tokens in these caches. Other requests can continue from these caches. Not called
+            for prompts that keep their full cache, or if entries are evicted during prefill.
         turns: whether to compress prompt caches that already contain tokens, as in a `Conversation`.
-        reads_first: whether to read as many prompts as the batch has room for before compressed requests decode. Their
-            answers arrive later, but fewer decode steps are needed.
-        on_pause: called about once a second while a chunk is read. If it raises an exception, the request fails.
+        reads_first: whether requests decode together only while the batch is full or no prompt is
+            left to read. Answers arrive later, but fewer decode steps are needed.
+        on_pause: called about once a second while a long chunk is read. Its arguments have no
+            meaning. If it raises an exception, the request fails.
         **kwargs: `kv_bits` and `kv_group_size` for the compressed entries, and keyword arguments for mlx-lm.
 
     Raises:
-        SnapKVError: options conflict or the model is not supported. `insert` can also raise it before anything is read.
+        SnapKVError: options conflict, or the model is not supported. `insert` also raises it for
+            requests that are not supported.
     """
 
     _old_wired_limit = None  # mlx-lm's `close` needs this even if `__init__` has failed
@@ -89,7 +96,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_pause: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ):
-        """Check the options and the model. Nothing is read before `insert`."""
+        """Check the options and the model."""
         setting: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}
         config, kwargs = CompressionConfig.from_keywords(kwargs | setting, turns=turns)
         mlx_options = without_quantization(kwargs)  # mlx-lm's generator does not quantise
@@ -177,7 +184,8 @@ class CompressedBatchGenerator(BatchGenerator):
                 continue
             plan = plan_request(self.model, config, n_prompt, cache, max_tokens=n_answer)
             if plan.adapts:
-                # Batched requests decode in lockstep, so a single one can't switch to full attention.
+                # Batched requests decode in lockstep, so no single request can switch to full
+                # attention.
                 plan = replace(plan, adapts=False, reason=self._slower_reason(plan, n_answer))
             plans.append(replace(plan, reason=FULL_CACHE_REASON) if in_full else plan)
         return plans
@@ -192,7 +200,8 @@ class CompressedBatchGenerator(BatchGenerator):
     def _next(self) -> Any:
         """Run one step, like mlx-lm.
 
-        With `reads_first`, compressed requests wait while a prompt is being read, or a waiting one fits in the batch.
+        With `reads_first`, requests don't decode together while a prompt is being read, or while
+        the batch has room for a request that is still waiting.
         """
         if not self._is_plain and self._reads_first:
             groups = self._generation_batch
@@ -202,7 +211,7 @@ class CompressedBatchGenerator(BatchGenerator):
             groups.only_uncompressed = is_reading or will_read
         prompts, responses = super()._next()
         if any(response.finish_reason is not None for response in responses):
-            mx.clear_cache()  # the remaining groups need buffers of different sizes
+            mx.clear_cache()  # the cached buffers have the wrong sizes for the remaining groups
         return prompts, responses
 
     def remove(self, uids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +237,7 @@ class CompressedBatchGenerator(BatchGenerator):
         if self._is_plain:
             return super()._make_batch(n)
         uid, segments, max_tokens, prompt_cache, *other_fields = self._unprocessed_sequences[0]
-        # The job takes over the caches. Leave none for mlx-lm, because it would merge them.
+        # Only the job gets the caches, because mlx-lm would merge them.
         self._unprocessed_sequences[0] = (uid, segments, max_tokens, [], *other_fields)
         plan = self._plans.pop(uid)
         job = Job(self.model, uid, plan, prompt_cache, self._on_report, self._on_read)
@@ -263,12 +272,12 @@ class PromptBatch(PromptProcessingBatch):
     def filter(self, keep: list[int]) -> None:
         """Keep the prompt, or drop it if `keep` is empty."""
         if not keep:
-            # A new list, because mlx-lm clears the list in place and the job still needs the old one.
+            # Assign a new list, because mlx-lm would clear the old one, which the job still needs.
             self.prompt_cache = []
         super().filter(keep)
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read tokens of the prompt. If that fails, store the exception in `job.error`."""
+        """Read the prompt's next tokens. If that fails, store the exception in `job.error`."""
         if not tokens or self.job.error is not None:
             return
         try:

@@ -21,11 +21,12 @@ from .job import Job
 class Guard:
     """Wraps a sampler or logits processor, so that its failure ends only its own request.
 
-    After a failure, every call returns `fallback(logits)`. The logits `(1, vocab_size)` are the last argument.
+    After a failure, every call returns `fallback(logits)`. The last argument of every call must be
+    the logits, `(1, vocab_size)`.
 
     Args:
         function: the sampler or logits processor.
-        fallback: computes a substitute result, with the shape that the result of `function` must have.
+        fallback: computes a substitute result. Results of `function` must have the same shape.
 
     Attributes:
         error: the exception that `function` raised, or None.
@@ -108,7 +109,7 @@ class Group(GenerationBatch):
         return self._without_failed(responses, self._errors_by_uid(responses))
 
     def _errors_by_uid(self, responses: list[Any]) -> dict[int, Exception]:
-        """Return a step's errors by uid: NaN logits, or a failed sampler or logits processor."""
+        """Return a step's errors by uid: NaN logits, and failed samplers or logits processors."""
         errors: dict[int, Exception] = {}
         for response in responses:
             if _is_nan(response.logprobs):
@@ -158,15 +159,16 @@ def _is_nan(logprobs: mx.array) -> bool:
     Checking one value is enough, because a single NaN logit makes all log-probabilities NaN.
     """
     if logprobs.dtype == mx.bfloat16:  # NumPy has no bfloat16
-        with mx.stream(mx.cpu):  # the GPU's stream is busy with the next tokens
+        with mx.stream(mx.cpu):  # don't wait for the GPU, which computes the next tokens
             return bool(mx.isnan(logprobs[0]).item())
     return bool(np.isnan(np.asarray(logprobs)[0]))
 
 
 class Single(Group):
-    """A group of a single request that has failed or has not joined other requests yet.
+    """A group of a single request, which has failed or has not joined other requests yet.
 
-    The prompt is compressed once all voting answer tokens have been fed to the model.
+    The prompt is compressed once the model has read the first answer token and all answer tokens
+    whose queries vote.
     """
 
     job: Job
@@ -182,7 +184,7 @@ class Single(Group):
         return self.job.recording()
 
     def next(self) -> list[Any]:
-        """Decode one token and return the response. Compress the prompt once the model has seen enough tokens."""
+        """Decode one token, and return the response. Compress the prompt once all votes exist."""
         job = self.job
         if job.error is not None:
             self.filter([])
@@ -223,7 +225,7 @@ class Groups:
     """All groups of a generator, behind the interface of a single mlx-lm `GenerationBatch`.
 
     Attributes:
-        only_uncompressed: whether to decode only requests whose prompts are not compressed yet.
+        only_uncompressed: whether to decode only requests whose prompts must still be compressed.
     """
 
     def __init__(self) -> None:

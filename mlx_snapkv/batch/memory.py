@@ -26,7 +26,7 @@ class NeverFits(SnapKVError):
 
 
 class Memory:
-    """The KV memory of a batch.
+    """Estimates the KV memory of a batch, and decides which requests fit.
 
     Args:
         sizes: the model's entry sizes.
@@ -36,7 +36,7 @@ class Memory:
     """
 
     def __init__(self, sizes: EntrySizes, options: dict[str, Any], limit: int | None):
-        """Get the setting and the chunk size from `options`."""
+        """Take the config and the chunk size from `options`, and determine the limit."""
         config, _ = CompressionConfig.from_keywords(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
         self._footprint = Footprint(sizes, config, step_size)
@@ -99,7 +99,8 @@ class Memory:
         The peak is the larger of two estimates:
 
         - the memory in use now, plus the peak of the new request
-        - the memory that all requests will keep, plus what each of them needs temporarily
+        - the size of all caches at the end of all answers, plus the extra memory that each request
+          needs in its current phase, prefill or answer
 
         An empty batch admits any request.
 
@@ -123,9 +124,10 @@ class Memory:
     def _cache_bytes_at_end(self, needs: list[Need]) -> int:
         """Return an upper bound on the total size of the caches at the end of all answers, including padding.
 
-        Requests in a group share arrays, so each request takes as much memory as the longest one. Without a policy, all
-        requests form a single mlx-lm group. Otherwise, only requests of similar size share a group, so padding makes a
-        request at most 2 times as large, or 4 times if its buffers grow, because growing buffers have unused rows.
+        Requests in a group share arrays, so each request takes as much memory as the longest one.
+        Without a policy, all requests form a single mlx-lm group. With a policy, the requests in a
+        group have similar sizes, so padding at most doubles a request's size. If the buffers grow,
+        they also have unused rows, so a request is at most 4 times as large.
         """
         has_policy = self._footprint.config.setting is not None
         total_bytes = 0

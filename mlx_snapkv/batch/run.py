@@ -32,7 +32,7 @@ class Progress:
         answer_tokens: number of answer tokens generated.
         seconds: duration of this run.
         longest: length of the longest prompt in tokens.
-        warnings: how often each report warning occurred.
+        warnings: how often each warning occurred in the reports.
     """
 
     lines: int = 0
@@ -68,7 +68,8 @@ class Run:
     """Answers the lines of a file, and writes each answer as soon as it is complete.
 
     Attributes:
-        answers: the answer file, opened in a `with` block. Requests already in it are skipped.
+        answers: the answer file. Call `Run.answer` inside this file's `with` block. Requests that
+            already have an answer or error are skipped.
         options: keyword arguments for `CompressedBatchGenerator`.
         defaults: values for fields that a request omits.
         concurrency: maximum number of requests in the batch.
@@ -106,7 +107,8 @@ class Run:
             stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
             on_report=lambda uid, report: setattr(self._active[uid], "report", report),
             completion_batch_size=self.concurrency,
-            prefill_batch_size=1,  # more would need more memory and, on a CPU, more time
+            # Reading several prompts together needs more memory and, on a CPU, more time.
+            prefill_batch_size=1,
             **self.options,
         )
 
@@ -158,8 +160,9 @@ class Run:
     def _seed_of(self, line: Line) -> int:
         """Return a 64-bit sampling seed for a request that has none.
 
-        It is derived from the run's seed and the line's `custom_id`, so that answers do not depend on the order of the
-        lines or on earlier runs. Without a run seed, it is random.
+        The result is derived from the run's seed and the line's `custom_id`, so that answers do not
+        depend on the order of the lines or on earlier runs. If the run has no seed, the result is
+        random.
         """
         if self.seed is None:
             return secrets.randbits(64)
@@ -168,9 +171,9 @@ class Run:
         return int.from_bytes(first_64_bits, "big")
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Add requests to the batch until it is full or one does not fit in memory. Return False if the batch is empty.
+        """Add requests until the batch is full or the next request does not fit in memory.
 
-        The request that does not fit is stored in `_waiting`.
+        A request that does not fit is stored in `_waiting`. Return False if the batch is empty.
         """
         while len(self._active) < self.concurrency:
             request = self._waiting or next(requests, None)
@@ -217,7 +220,10 @@ class Run:
             self._fail(request.line, "failed", error)
 
     def _add_response(self, response: Any) -> None:
-        """Add a response to its answer. Write the answer once it is complete, or an error if the request failed."""
+        """Add a response to the request's answer.
+
+        If the answer is complete, write it to the file. If the request failed, write an error.
+        """
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
@@ -238,7 +244,11 @@ class Run:
         self.progress.lines += 1
 
     def _extra_field(self, request: Request) -> dict[str, Any]:
-        """Return an answer's `mlx_snapkv` field: the run's fields, what was compressed, and ignored request fields."""
+        """Return an answer's `mlx_snapkv` field.
+
+        It has the run's settings, the outcome of compression, and the names of request fields that
+        were ignored.
+        """
         extra = dict(self.answers.about)
         if extra.get("policy") is not None:
             extra |= _compression_fields(request.report)
@@ -254,7 +264,7 @@ class Run:
 
 
 def _compression_fields(report: CompressionReport | None) -> dict[str, Any]:
-    """Return the sizes from a report, or the reason why nothing was compressed."""
+    """Return the sizes in a report, or the reason why nothing was compressed."""
     if report is None:
         return {"reason": ENDED_EARLY}
     if not report.compressed:

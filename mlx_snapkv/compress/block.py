@@ -30,20 +30,21 @@ from .selection import select
 class BlockKVCache(EvictingCache):
     """A KV cache capped at `quota.entries + block` entries per KV head, however many tokens it reads.
 
-        [0 : n_kept)        entries kept by the last eviction, in order of position; they differ between heads
+        [0 : n_kept)        entries kept by each KV head at the last eviction, in order of position
         [n_kept : size())   entries added since the last eviction
 
-    If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves the kept ones to the
-    front. All entries precede the new tokens, so the usual causal mask applies, aligned with the last entry. Keys keep
-    their original RoPE rotation, and `offset` is the next token's position in the text. An update of more than `block`
-    tokens is kept in full until the next update.
+    If the next tokens don't fit, the cache first evicts all but `quota.entries` entries and moves
+    the kept entries to the front. All entries precede the new tokens, so the usual causal mask
+    applies: each new token sees all of these entries. Keys keep their original RoPE rotation, and
+    `offset` is the next token's position in the text. An update of more than `block` tokens is kept
+    in full until the next update.
 
     Args:
         policy: policy that scores the entries.
         quota: number of entries to keep at each eviction.
         block: number of tokens between evictions.
         layer: the cache's `AttentionLayer`.
-        last: position after the last query that may vote.
+        last: only queries before this position vote.
         newest: number of recent queries to keep for voting. Defaults to `policy.obs_window`.
         quantization: how the entries are quantised, or None if they are not.
         counts_attention: whether to count the attention that entries receive, even if `policy` does not need it.
@@ -51,8 +52,9 @@ class BlockKVCache(EvictingCache):
     Attributes:
         steady: positions of tokens that must all see the same entries, so nothing is evicted between them. If there are
             more than `block` of them, the cache exceeds its capacity.
-        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save memory, the first
-            buffers are not larger than these entries need.
+        expected_size: number of entries expected if nothing is evicted, or 0 if unknown. To save
+            memory, the first buffers have no more rows than this, unless the first update has more
+            tokens.
     """
 
     SAVED_NUMBERS = (*EvictingCache.SAVED_NUMBERS, "block")
@@ -84,8 +86,8 @@ class BlockKVCache(EvictingCache):
         self.counts_attention = counts_attention or policy.accumulates_attention
         # Attention received by the first `n` entries, `(B, n_kv_heads, n)` float32; None before the first count.
         self._counted_attention: mx.array | None = None
-        # Counting reads all keys, so single-token queries wait here until there are `block` of them,
-        # `(B, n_heads, 1, head_dim)` each.
+        # Counting attention reads all keys, so queries of single tokens wait here until there are
+        # `block` of them, `(B, n_heads, 1, head_dim)` each.
         self._waiting_queries: list[mx.array] = []
         # Positions of the entries in the first rows, uint32 `(B, n_kv_heads, n_kept)`; None before the first eviction.
         self._kept_positions: mx.array | None = None
@@ -150,7 +152,7 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def claim_row(self) -> int:
-        """Count a new token, and return the row where the caller must write its entry."""
+        """Count a new token, and return the row where the caller must write the token's entry."""
         self._n_entries += 1
         self.offset += 1
         return self._n_entries - 1
@@ -162,9 +164,9 @@ class BlockKVCache(EvictingCache):
         return n_before + 1
 
     def evict(self) -> None:
-        """Keep the sink, the window and the highest-scoring entries in between, `quota.entries` in all. Evict the rest.
+        """Evict all but `quota.entries` entries, if there are more.
 
-        Do nothing if there are no more entries than that.
+        Keep the sink, the window and the highest-scoring entries in between.
         """
         if self._n_entries <= self.quota.entries:
             return
@@ -174,7 +176,7 @@ class BlockKVCache(EvictingCache):
             entries.voting_queries = self._window_voters(entries.voting_queries)
         kept_indices = select(self.policy.score(entries), self.quota)
         kept_entries = entries.take(kept_indices)
-        # Drop the other references to the buffers, or the next write would copy them.
+        # Drop the other references to the buffers, because writing to a shared buffer copies it.
         entries.release()
         # Discard buffers enlarged by an update of more than `block` tokens.
         exceeds_capacity = count_rows(self.keys) > self.capacity
@@ -183,9 +185,9 @@ class BlockKVCache(EvictingCache):
         self.replace_entries(kept_entries)
 
     def _window_voters(self, voters: Queries | None) -> Queries:
-        """Return the last `policy.obs_window` voters, without those before the recent window.
+        """Return the last `policy.obs_window` voters, leaving out voters before the recent window.
 
-        Entries that earlier queries saw may have been evicted.
+        Some of the entries that those earlier voters saw may have been evicted.
 
         Raises: SnapKVError: no queries were recorded.
         """
@@ -213,15 +215,16 @@ class BlockKVCache(EvictingCache):
         )
 
     def _record_chunk(self, captured: CapturedQueries) -> None:
-        """Record the newest tokens' queries, and count their attention if the policy needs it."""
+        """Record the newest queries. If the policy needs it, count the attention that they give."""
         super()._record_chunk(captured)
         if self.counts_attention:
             self._count_attention(captured)
 
     def _count_attention(self, captured: CapturedQueries) -> None:
-        """Count the attention that a call's queries give, except those at or after `last`.
+        """Count the attention that a call's queries give, leaving out queries from `last` on.
 
-        Single-token queries are collected and counted together. The call's entries are already in the cache.
+        Single-token queries are collected, and counted once there are `block` of them. The call's
+        entries are already in the cache.
         """
         chunk_start = self.offset - captured.queries.shape[2]
         n_voters = int(min(self.last, self.offset)) - chunk_start
@@ -270,9 +273,9 @@ class BlockKVCache(EvictingCache):
         lacks_votes = self.policy.obs_window > 0 and not self._queries
         lacks_statistics = self.policy.query_statistics is not None and not self.moments.sums
         if (lacks_votes or lacks_statistics) and self._n_since_eviction == 0:
-            return False  # nothing can vote yet, but the next tokens' queries will
+            return False  # no query can vote yet, but the next tokens' queries can
         n_next = L
-        if self.offset in self.steady:  # the first steady token: make sure that all of them fit
+        if self.offset in self.steady:  # before the first steady token, make room for all of them
             n_next = max(L, len(self.steady))
         has_room = self._n_entries + n_next <= self.capacity
         return not has_room and self._n_entries > self.quota.entries
@@ -288,7 +291,11 @@ class BlockKVCache(EvictingCache):
         write_rows((self.keys, self.values), start, (keys, values))
 
     def _n_rows_to_allocate(self, n_allocated: int) -> int:
-        """Return how many rows new buffers need, at least `size()`. The current ones have `n_allocated`."""
+        """Return the number of rows for new buffers, which is at least `size()`.
+
+        Args:
+            n_allocated: number of rows in the current buffers, or 0 if there are no buffers.
+        """
         is_unlimited = self.quota.entries >= UNLIMITED
         n_rows = rows_to_allocate(self._n_entries) if is_unlimited else self.capacity
         are_first_buffers = n_allocated == 0

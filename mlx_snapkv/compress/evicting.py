@@ -32,7 +32,8 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     decide when to evict.
 
     Attributes:
-        keys, values: `(B, n_kv_heads, n_rows, head_dim)`, or the arrays of quantised entries.
+        keys, values: the buffers, `(B, n_kv_heads, n_rows, head_dim)` each, or the arrays of
+            quantised entries.
         positions: original position of each row's entry, uint32 `(B, n_kv_heads, size())`.
         layer: the cache's `AttentionLayer`, or None if the policy needs only the entries.
     """
@@ -63,7 +64,10 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     @abstractmethod
     def claim_row(self) -> int:
-        """Count a new token, and return the row where the caller must write its entry. Call `compact` first."""
+        """Count a new token, and return the row where the caller must write the token's entry.
+
+        Call `compact` first.
+        """
 
     def must_evict(self, L: int = 1) -> bool:
         """Return whether entries must be evicted before the next `L` tokens are appended."""
@@ -122,14 +126,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         }
 
     def _restore(self, numbers: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Restore the saved attributes. Files turn tuples into lists, and omit empty lists."""
+        """Restore the saved attributes. Files turn tuples into lists, and leave out empty lists."""
         quantization_fields = numbers["quantization"]
         if quantization_fields is None:
             self.quantization = None
             self.keys, self.values = arrays["keys"], arrays["values"]
         else:
             self.quantization = Quantization(**quantization_fields)
-            # Each is a tuple of packed values, scales and biases.
+            # Keys and values are each a tuple of packed numbers, scales and biases.
             self.keys, self.values = tuple(arrays["keys"]), tuple(arrays["values"])
         self.sinks = arrays.get("sinks")
         self._queries = list(arrays.get("queries", []))
@@ -143,7 +147,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             setattr(self, name, numbers[name])
 
     def is_trimmable(self) -> bool:
-        """Return False, because mlx-lm may trim any number of tokens and evicted entries can't be restored."""
+        """Return False: mlx-lm may trim any number of tokens, but an eviction can't be undone."""
         return False
 
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""A request's eviction options: one policy, or one for the prompt and another for the answer."""
+"""A request's eviction options: one policy, or one for the prompt and one for the answer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ THEN = " then "  # separates two policies in a string
 class Compress:
     """Evicts entries with one policy, or with one for the prompt and another for the answer.
 
-    With schedule="block", evicts entries with `policy` while the prompt is read, and keeps the sink and the window of
-    both policies. At the end of the prompt and during the answer, evicts with `decode_policy`. At the end of the
-    prompt, at most the last `decode_policy.obs_window` prompt queries vote.
+    With schedule="block", `policy` evicts entries while the prompt is read. The larger sink and the
+    larger window of the two policies are kept. `decode_policy` evicts at the end of the prompt and
+    during the answer. At the end of the prompt, at most the last `decode_policy.obs_window` queries
+    of the prompt vote.
 
-    By default, both are the same policy. If `decode_policy` is set, `policy` must have schedule="block".
+    `decode_policy` defaults to `policy`. If it is set, `policy` must have schedule="block".
 
     Raises: SnapKVError: `decode_policy` is set, but `policy` has schedule="once".
     """
@@ -43,7 +44,7 @@ class Compress:
 
         Raises: SnapKVError: the string is invalid.
         """
-        # Padded, so that a "then" at the start or the end is found as well.
+        # Pad the text, so that a "then" at its start or end is found, too.
         parts = [part.strip() for part in f" {text} ".split(THEN)]
         if len(parts) > 1 and "" in parts:
             place = "after" if parts[0] else "before"
@@ -88,7 +89,7 @@ class Compress:
     def prefill_quota(self, n_prompt: int) -> Quota:
         """Return each full-attention layer's quota while the prompt is read.
 
-        With schedule="once", it covers the whole prompt.
+        With schedule="once", the quota covers the whole prompt.
         """
         quota = self.policy.quota(n_prompt)
         if not self.evicts_in_blocks:

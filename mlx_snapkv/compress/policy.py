@@ -36,14 +36,15 @@ class Policy(Hyperparameters, ABC):
 
     # Defaults that subclasses may override:
 
-    # Number of recent queries that vote. With schedule="block", only queries in the recent window do.
+    # Number of recent queries that vote. With schedule="block", only the queries in the recent
+    # window vote.
     obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False  # whether all queries vote
     # Position where `Entries.statistics` start, or None if the policy needs no statistics.
     query_statistics: ClassVar[int | None] = None
-    lookahead: ClassVar[int] = 0  # number of answer tokens that vote before compression
+    lookahead: ClassVar[int] = 0  # number of answer tokens whose queries also vote
     prefill_chunk: ClassVar[int | None] = None  # tokens; None means `prefill_step_size`
-    on_full: ClassVar[str] = "slide"  # or "grow", with schedule="once"
+    on_full: ClassVar[str] = "slide"  # or "grow", which only matters with schedule="once"
     heads_agree: ClassVar[bool] = False  # whether all heads of a layer keep the same positions
 
     budget: int | str = entry_count(8192, least=1)
@@ -83,7 +84,7 @@ class Policy(Hyperparameters, ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Return whether the policy also needs the answer's queries, because it evicts by them during the answer."""
+        """Return whether the policy also needs the answer's queries, to evict during the answer."""
         return self.schedule == "block" and self.observes
 
     @property

@@ -64,7 +64,7 @@ class RecordingKVCache(Recorder, LayerCache, KVCache):
         )
 
     def cache_to_save(self) -> Any:
-        """Return the entries, without queries, in one of mlx-lm's own caches."""
+        """Return one of mlx-lm's caches with the same entries, but without the queries."""
         return full_cache(Entries(*self.keys_and_values()), self.sparse_from)
 
     @property  # type: ignore[misc]  # no setter: the cache is converted before it is saved

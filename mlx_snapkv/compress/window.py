@@ -21,7 +21,7 @@ from ..entries.quota import UNLIMITED
 from ..errors import SnapKVError
 from .evicting import EvictingCache
 
-SLACK = 16  # minimum number of rows to allocate after the window for pending entries
+SLACK = 16  # if pending entries need rows after the window, allocate at least this many
 
 
 @loadable
@@ -129,7 +129,7 @@ class SnapKVCache(EvictingCache):
             self.keys, self.values = with_new_rows((self.keys, self.values), n_new)
 
     def claim_row(self) -> int:
-        """Count a new token, and return the row where the caller must write its entry."""
+        """Count a new token, and return the row where the caller must write the token's entry."""
         if self._n_entries < self.capacity:
             row = self._n_entries
             self._n_entries += 1
@@ -146,7 +146,7 @@ class SnapKVCache(EvictingCache):
 
     @property
     def capacity(self) -> int:
-        """Return the number of rows for pinned entries and a full window, without pending entries."""
+        """Return the number of rows for the pinned entries and a full window."""
         return self.n_pin + self.n_window
 
     @property
@@ -184,13 +184,14 @@ class SnapKVCache(EvictingCache):
         """Return the mask for the next `N` tokens: None, `"causal"`, or the bool mask from `visibility_mask`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        # The next update starts by moving pending entries into the ring.
+        # The next update starts by moving pending entries into the ring, so treat them as moved.
         n_pending = max(0, self._n_entries - self.capacity)
         n_in_window = self._n_entries - self.n_pin - n_pending
         oldest = (self._oldest + n_pending) % self.n_window
         overwrites_nothing = n_in_window + N <= self.n_window
         is_window_full = n_in_window == self.n_window
-        # If the window is full, a single token overwrites the oldest entry before it attends, so it needs no mask.
+        # A single token needs no mask if the window is full, because it overwrites the oldest entry
+        # before it attends.
         if N == 1 and (overwrites_nothing or is_window_full):
             return None
         if overwrites_nothing and not return_array:
@@ -213,7 +214,7 @@ class SnapKVCache(EvictingCache):
         """Return the original position of each row's entry, uint32 `(B, n_kv_heads, size())`."""
         n_recent = self._n_entries - self.n_pin
         n_ring = min(n_recent, self.n_window)
-        # Rank of each recent row by position: 0 for the oldest entry, n_recent - 1 for the newest.
+        # The rank of each recent row in order of position, from 0 for the oldest entry.
         ring_ranks = (mx.arange(n_ring) - self._oldest) % max(n_ring, 1)
         ranks = mx.concatenate([ring_ranks, mx.arange(n_ring, n_recent)])
         recent_start = self.offset - n_recent
@@ -244,7 +245,7 @@ def visibility_mask(n_pin: int, n_recent: int, n_window: int, N: int, oldest: in
         N: number of new tokens.
         oldest: index of the ring's oldest entry.
     """
-    # Each row's number, negative for pinned entries. The ring's numbers are rotated.
+    # Number the rows. Pinned entries get negative numbers, and the ring's numbers are rotated.
     numbers = np.arange(-n_pin, n_recent + N)
     n_ring = min(n_recent, n_window)
     ring = slice(n_pin, n_pin + n_ring)

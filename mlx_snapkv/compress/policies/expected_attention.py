@@ -17,13 +17,15 @@ FUTURE = 512  # number of future positions to average the rotation over
 class ExpectedAttention(Policy):
     """Scores each entry by the attention that future queries are expected to give it, times the norm of its value.
 
-    Future queries are modelled as normally distributed. Their mean and covariance are those of all pre-RoPE queries
-    after the first `n_sink` (or of the last query, if the prompt is that short), rotated by the mean rotation of
-    the next 512 positions. A key's expected weight then has a closed form. Weights are normalised with a softmax
-    over the keys after the sink, and averaged over the query heads of a GQA group.
+    Future queries are modelled as normally distributed, so that a key's expected weight has a
+    closed form. The mean and the covariance are those of all pre-RoPE queries after the first
+    `n_sink`, rotated by the mean rotation of the next 512 positions. If the prompt has at most
+    `n_sink` tokens, only the last query is used. Weights are normalised with a softmax over the
+    keys after the sink, and averaged over the query heads of a GQA group.
 
     Attributes:
-        n_sink: number of initial entries that are always kept. The statistics exclude their queries.
+        n_sink: number of initial entries that are always kept. The first `n_sink` queries are left
+            out of the mean and the covariance.
     """
 
     name = "expected_attention"
@@ -50,7 +52,7 @@ class ExpectedAttention(Policy):
         B, H, _, products_per_key = half_covariance.shape
 
         def logits_and_value_norms(start: int, stop: int, after: list[mx.array]) -> mx.array:
-            """Return one column of logits per query head of the group, and one of value norms."""
+            """Return a column of logits per query head in a group, and a column of value norms."""
             keys = entries.read_keys(start, stop, after).astype(mx.float32)
             # k C / 2 for each query head: (B, n_kv_heads, n, group, head_dim)
             products = mx.unflatten(keys @ half_covariance, 3, (-1, keys.shape[3]))

@@ -16,9 +16,9 @@ class KeyDiff(Policy):
     """Keeps the entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
-        anchor: what each key is compared with: the "mean" of the keys (equation 8), or the "median" of each coordinate.
-            With similarity="cosine", the keys are normalised first. "pairwise" averages the similarity to all keys
-            instead (equation 7), block by block.
+        anchor: what each key is compared with: the "mean" of the keys (equation 8), the "median" of
+            each coordinate, or all keys ("pairwise", equation 7). "pairwise" averages the
+            similarities. With similarity="cosine", the keys are normalised first.
         similarity: "cosine" compares normalised keys; "dot" and "euclidean" compare the keys as they are (section 4.3).
 
     Differences from the paper: by default, a sink is kept, and half of the budget goes to a recent window. Without
@@ -60,9 +60,10 @@ class KeyDiff(Policy):
         """
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            # Evaluated before this head's keys are converted to float32.
-            earlier_medians = medians[-1:]
-            keys_of_head = mx.depends(keys[:, head : head + 1], earlier_medians)
+            # Wait for the previous head's median, so that only one head's float32 keys are in
+            # memory at a time.
+            previous_median = medians[-1:]  # empty for the first head
+            keys_of_head = mx.depends(keys[:, head : head + 1], previous_median)
             anchor_keys = self._keys_for_anchor(keys_of_head.astype(mx.float32))
             medians.append(mx.median(anchor_keys, axis=2, keepdims=True))
         return mx.concatenate(medians, axis=1)

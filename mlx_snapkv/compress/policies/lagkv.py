@@ -16,11 +16,12 @@ LAG = 128  # entries per block
 class LagKV(Policy):
     """Scores the entries after the sink by comparing each block of 128 entries with the next block.
 
-    Each coordinate of the keys and values is scaled by its minimum and maximum in the next block. Entries are then
-    ranked within their block by the standard deviation of their scaled coordinates, after a softmax over the block. The
-    rank is the score, so every block keeps the same number of entries. The last full block has no next block. It and
-    the entries after it are kept, newest first, as far as the budget allows. With fewer than 256 entries after the
-    sink, all of them are treated this way.
+    Each coordinate of the keys and values is scaled by its minimum and maximum in the next block.
+    Entries are then ranked within their block by the standard deviation of their scaled
+    coordinates, after a softmax over the block. The rank is the score, so every block keeps the
+    same number of entries. The last full block has no full block after it. Its entries and all
+    later entries therefore score highest, in order of recency. With fewer than 256 entries after
+    the sink, all entries are scored by recency.
 
     Attributes:
         n_sink: number of initial entries that are always kept and belong to no block.
@@ -35,7 +36,7 @@ class LagKV(Policy):
     n_sink: int = 4
 
     def score(self, entries: Entries) -> mx.array:
-        """Return scores `(B, n_kv_heads, T)` float32. Entries in blocks with a next block score lowest."""
+        """Return scores `(B, n_kv_heads, T)` float32, highest from the last full block on."""
         T = len(entries)
         n_blocks = (T - self.n_sink) // LAG
         recency = mx.arange(T) / T

@@ -11,10 +11,11 @@ from ..policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEviction(Policy):
-    """Keeps a uniformly random set of entries for each KV head, besides the recent window.
+    """Keeps the recent window and, for each KV head, a uniformly random set of earlier entries.
 
-    An entry's score is a hash of its position, its KV head and `seed`. Scores don't change from block to block, so with
-    either schedule, the kept entries before the window are a uniform sample of all entries before it.
+    An entry's score is a hash of its position, its KV head and `seed`, so it never changes. With
+    either schedule, the entries kept before the window are therefore a uniform sample of all
+    entries before the window.
 
     Attributes:
         seed: seed of the hash.
@@ -27,7 +28,10 @@ class RandomEviction(Policy):
     seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
-        """Return a hash of each entry, `(B, n_kv_heads, T)` float32. Hashes are below 2**24 and exact in float32."""
+        """Return each entry's hash, `(B, n_kv_heads, T)` float32.
+
+        Hashes are below 2**24, so they are exact in float32.
+        """
         n_kv_heads = entries.keys.shape[1]
         head_numbers = mx.arange(n_kv_heads, dtype=mx.uint32)[:, None]
         hashes = (entries.positions + 1) * 0x9E3779B1 + head_numbers * 0x85EBCA77
