@@ -24,7 +24,8 @@ CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the sa
 CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
 # The last tokens of a prompt read more entries than other tokens, because they usually contain the question.
 LAST_TOKENS = 512
-# Minimum number of tokens at the start of an answer that read all entries with when="faster".
+# With when="faster", at least this many answer tokens are fed to the full caches. One more token is
+# decoded from all entries, because the prompt yields the first one.
 FIRST_TOKENS = 16
 LAST_CHOSEN = 16384  # minimum number of entries that the prompt's last tokens choose
 # If entries are in files, the last tokens choose at most 4 times as many entries as other chunks. This limits how much
@@ -106,7 +107,7 @@ class Sparse(Hyperparameters):
             the largest of 1,024, 1/32 of the prompt, and the number of entries whose attention costs a quarter as much
             as the model's other matrix products.
         when: when chunks and tokens choose entries: only while that is "faster" on this machine, or "always". With
-            "faster", at least the first 16 tokens of an answer read all entries. With "always", only the first two do.
+            "faster", at least the first 17 tokens of an answer read all entries. With "always", only the first two do.
             On several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A
             batch does not measure speed, but uses the times that earlier requests recorded on this machine.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
