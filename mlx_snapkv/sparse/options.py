@@ -22,10 +22,10 @@ from ..hyperparameters import (
 
 CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the same earlier entries
 CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
-# The last tokens of a prompt read more entries than other tokens, because they usually contain the question.
+# A prompt's last tokens read more entries, because they usually contain the question.
 LAST_TOKENS = 512
-# With when="faster", at least this many answer tokens are fed to the full caches. One more token is
-# decoded from all entries, because the prompt yields the first one.
+# If `when` is "faster", at least this many answer tokens are fed to the full caches. One more token
+# is decoded from all entries, because the prompt yields the first one.
 FIRST_TOKENS = 16
 LAST_CHOSEN = 16384  # minimum number of entries that the prompt's last tokens choose
 # If entries are in files, the last tokens choose at most 4 times as many entries as other chunks. This limits how much
@@ -111,8 +111,8 @@ class Sparse(Hyperparameters):
             On several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A
             batch does not measure speed, but uses the times that earlier requests recorded on this machine.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
-        store_dir: folder for the files, TMPDIR by default. The options' string leaves it out, because it does not
-            affect the entries.
+        store_dir: folder for the files, TMPDIR by default. If the options are written as a string,
+            the folder is left out, because it does not affect the entries.
     """
 
     name = "sparse"
