@@ -2,7 +2,7 @@
 
 Each block of 8,192 entries is clustered separately with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
 starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to those of
-the full cache. An answer's entries are added 256 at a time, as one cluster.
+the full cache. An answer's entries are added in groups of at most 256. Each group is one cluster.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class GrowingRows:
         self._first_rows.n_used = min(self._first_rows.n_used, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split `[start, stop)` into spans whose rows are in a single array, as `read` requires."""
+        """Split `[start, stop)` into spans. The rows of each span are in a single array."""
         # Spilled rows form whole blocks, so this range contains the edges of all blocks.
         block_edges = range(self._first_rows.n_used, self._last_start + 1, self._rows_per_block)
         inner_edges = [edge for edge in block_edges if start < edge < stop]
@@ -155,9 +155,10 @@ class GrowingRows:
     def read_at_least(self, start: int, stop: int) -> Stored:
         """Return the rows `[start, stop)` for a matrix product. Further rows may follow them in the result.
 
-        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on other backends.
-        Therefore, if the rows are most of an array, the whole array is returned. The rows must be in a single array;
-        see `spans`.
+        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on
+        other backends. Therefore, if the rows are the first 7/8 or more of an array, the whole
+        array is returned. Otherwise, the rows are copied. They must be in a single array; see
+        `spans`.
         """
         stored, first_row, stop_row = self._locate(start, stop)
         covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)

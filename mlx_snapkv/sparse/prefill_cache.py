@@ -63,7 +63,10 @@ class SparsePrefillKVCache(AttendingCache):
     def choose(
         self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, None]:
-        """Return the keys and values that a chunk reads, including its own. Also record the chunk's queries."""
+        """Return the keys and values that a chunk reads, including its own.
+
+        Also record the chunk's queries at the positions that `StoredKVCache.observe` set.
+        """
         self.stored.record(captured)
         reads_all = keys.shape[2] == self.offset
         if not reads_all:
