@@ -42,7 +42,10 @@ class FullView(Entries):
         self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
-        """Return the number of entries. Those of a view passed to `followed_by` count only once `extend` adds them."""
+        """Return the number of entries.
+
+        The entries of a view passed to `followed_by` don't count until `extend` adds them.
+        """
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
@@ -93,7 +96,7 @@ class FullView(Entries):
         return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Add missing keys to `index`, or build a new index if it is None or has been outgrown.
+        """Add missing keys to `index`, or build a new index if `index` is None or outgrown.
 
         Return None if there are too few keys for an index.
         """

@@ -273,6 +273,6 @@ def _n_components(head_dim: int) -> int:
 
 
 def _packed_formats(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """Return the (width, dtype) of a key's codes, eight of which fit a uint32, and of its powers of two."""
+    """Return (width, dtype) of a key's codes, eight to a uint32, and of its powers of two."""
     n_components = _n_components(head_dim)
     return (n_components // 8, mx.uint32), (n_components // MXFP4_GROUP, mx.uint8)

@@ -26,7 +26,7 @@ class PageRanking:
         means: mean keys of the pages. Missing means are computed when a chunk needs them.
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last tokens read.
-        last_from: position of the first of the prompt's last tokens.
+        last_from: position where the prompt's last tokens begin.
         may_choose: returns whether a chunk that starts at the given position is allowed to choose its entries. If not,
             the chunk reads all entries.
     """

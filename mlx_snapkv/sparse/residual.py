@@ -47,7 +47,8 @@ class Residual(NamedTuple):
 
     Attributes:
         clusters: clusters of all entries.
-        choosable: number of entries in each cluster that tokens choose among, `(B, n_kv_heads, n_clusters)`.
+        choosable: number of each cluster's entries that tokens choose among,
+            `(B, n_kv_heads, n_clusters)`.
         log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """
@@ -97,7 +98,7 @@ def _mean_bias(
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
-    """Return the products of queries and keys for each KV head, float32 `(B, n_kv_heads, group, L, n)`.
+    """Return the dot products of queries and keys, float32 `(B, n_kv_heads, group, L, n)`.
 
     Args:
         queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.
@@ -182,7 +183,7 @@ class Example:
             runs = sampled_runs[i : i + runs_at_once]
             run_spans = [(run * SAMPLED_RUN, (run + 1) * SAMPLED_RUN) for run in runs]
             yield run_spans, n_runs / len(sampled_runs)
-        # Do not sample the entries before `first_run` or from `stop_run` on.
+        # Yield all entries before `first_run` and from `stop_run` on, not only a sample.
         spans_before = spans(0, first_run * SAMPLED_RUN)
         spans_after = spans(stop_run * SAMPLED_RUN, n_entries)
         for span in (*spans_before, *spans_after):

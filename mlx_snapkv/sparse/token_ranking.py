@@ -31,7 +31,8 @@ class TokenRanking:
         [choice_stop : n)         the window and the answer's newest entries, which every token reads
 
     Args:
-        prompt: all of the prompt's entries. If the view has no index, entries are ranked by exact attention.
+        prompt: view of all of the prompt's entries. If it has no index, entries are ranked by exact
+            attention.
         quota: how many entries a token reads, including sink and window.
 
     Attributes:
@@ -173,7 +174,7 @@ class TokenRanking:
 
         Args:
             queries: the prompt's last queries.
-            earlier_clusters: clusters of the first entries from an earlier turn, or None.
+            earlier_clusters: clusters that an earlier turn made of the first entries, or None.
         """
         n_choosable = self.choice_stop - self.n_sink
         has_no_choice = self.n_chosen in (0, n_choosable)

@@ -8,8 +8,8 @@ counts are passed in the array `params`, so that kernels are not recompiled when
     2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
     3 choice_stop       7 capacity of own_keys
 
-Each call launches only kernels, and no other MLX operations. It passes the caches' whole buffers, including unused
-rows, because MLX would copy a slice.
+Each call launches kernels and no other MLX operations. It passes the caches' whole buffers,
+including unused rows, because MLX would copy a slice.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def attend(
     means: Means | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to the means, the chosen entries, the sink, and the window with the newest entries.
+    """Attend to the means, the chosen entries, the sink, the window and the newest entries.
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
