@@ -24,15 +24,16 @@ MAX_RECENT = 512
 class SparseKVCache(AttendingCache):
     """One layer's cache while an answer is decoded with sparse attention.
 
-    Each token reads any cluster means, the entries that its queries rank highest, the sink, the window and the answer's
-    newest entries. It chooses among the prompt's entries and the answer's older ones; see `TokenRanking`.
+    Each token reads the entries that its queries rank highest, the sink, the window, the answer's
+    newest entries and, if there is a residual, the cluster means. It chooses among the prompt's
+    entries and the answer's older entries; see `TokenRanking`.
     """
 
     is_compressed = True
     keys = keys_property(attrgetter("ranking.answer"))
 
     def __init__(self, ranking: TokenRanking):
-        """Start from a ranking of all entries so far. They count as the prompt, even if the answer has begun."""
+        """Start from a ranking. Its entries count as the prompt, even if some of them belong to the answer."""
         self.ranking = ranking
         self.layer = ranking.view.layer
         self._entry_nbytes = count_bytes(self.sample_entries)
@@ -53,8 +54,8 @@ class SparseKVCache(AttendingCache):
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return them unchanged for `attend`."""
         ranking = self.ranking
         tokens_choose = ranking.n_chosen > 0
-        are_too_many_newest = ranking.n_newest > self._max_newest
-        if tokens_choose and are_too_many_newest:
+        has_too_many_newest = ranking.n_newest > self._max_newest
+        if tokens_choose and has_too_many_newest:
             ranking.choose_up_to(ranking.choice_stop + MAX_RECENT // 2)
         ranking.answer.update_and_fetch(keys, values)
         return keys, values
@@ -68,7 +69,7 @@ class SparseKVCache(AttendingCache):
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Compute the attention with the GPU kernels if they support it, otherwise as in `AttendingCache.attend`."""
+        """Compute the attention with the GPU kernels if possible, otherwise with `AttendingCache.attend`."""
         kernels_can_attend = why_plain_path(self.ranking, queries) is None
         if kernels_can_attend:
             captured = CapturedQueries(queries, scale, sinks)
@@ -80,8 +81,8 @@ class SparseKVCache(AttendingCache):
     ) -> tuple[mx.array, mx.array, mx.array | None]:
         """Return the keys and values that a token reads, and the bias of the cluster means' logits.
 
-        Cluster means come first, then the chosen entries, and then the entries that every token reads. Without means,
-        the bias is None.
+        Cluster means come first, then the chosen entries, then the entries that every token reads. If there are no
+        means, the bias is None.
         """
         ranking = self.ranking
         if ranking.n_chosen == 0:

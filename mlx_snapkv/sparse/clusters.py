@@ -1,8 +1,8 @@
 """Cluster entries with similar keys. Each cluster has a mean key and a mean value.
 
 Each block of 8,192 entries is clustered separately with k-means (Lloyd, 1982, "Least squares quantization in PCM"),
-starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to the full
-cache's. An answer's entries are added 256 at a time, and each addition is one cluster.
+starting from evenly spaced keys. More rounds, smaller clusters or larger blocks do not bring answers closer to those of
+the full cache. An answer's entries are added in groups of at most 256. Each group is one cluster.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..entries.quantization import concatenate_rows, slice_rows
 from ..entries.spans import BLOCK_SIZE, spans
 
-# Average number of entries per cluster. Smaller clusters made answers hardly better or even worse, because a token that
-# reads the same number of bytes then reads more means and fewer entries (scripts/measure_residual.py measures this).
+# Average number of entries per cluster. Smaller clusters hardly improve answers, and may even make them worse: for the
+# same number of bytes, a token then reads more means and fewer entries (measured by scripts/measure_residual.py).
 CLUSTER_SIZE = 256
 CLUSTERS_PER_BLOCK = BLOCK_SIZE // CLUSTER_SIZE
 ID_TYPE = mx.uint16  # dtype of cluster ids
@@ -65,18 +65,22 @@ class Clusters(NamedTuple):
         return _concatenate([self, other])
 
     def sizes(self, positions: mx.array) -> mx.array:
-        """Count the entries at `positions` `(B, n_kv_heads, k)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Return how many of the entries at `positions` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`.
+
+        Args:
+            positions: `(B, n_kv_heads, k)`.
+        """
         ids = mx.take_along_axis(self.ids, positions, axis=-1)
         return _sum_by_cluster(ONE, ids, self.n_clusters)
 
     def sizes_between(self, start: int, stop: int) -> mx.array:
-        """Count the entries `[start, stop)` by cluster: int32 `(B, n_kv_heads, n_clusters)`."""
+        """Return how many of the entries `[start, stop)` are in each cluster, int32 `(B, n_kv_heads, n_clusters)`."""
         sizes = _sum_by_cluster(ONE, self.ids[:, :, start:stop], self.n_clusters)
         mx.async_eval(sizes)
         return sizes
 
     def sizes_where(self, is_counted: mx.array) -> mx.array:
-        """Count each query's entries by cluster: int32 `(B, n_kv_heads, m, n_clusters)`.
+        """Return how many of each query's entries are in each cluster, int32 `(B, n_kv_heads, m, n_clusters)`.
 
         Args:
             is_counted: mask of the entries to count for each of `m` queries, bool `(B, n_kv_heads, m, n)`.
@@ -147,7 +151,13 @@ def _concatenate(parts: list[Clusters]) -> Clusters:
 
 
 def _sum_by_cluster(counts: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
-    """Sum int32 `counts` by cluster: `(B, n_kv_heads, n_clusters)`. The cluster `ids` are `(B, n_kv_heads, m)`."""
+    """Return the sum of the counts in each cluster, int32 `(B, n_kv_heads, n_clusters)`.
+
+    Args:
+        counts: int32 `(B, n_kv_heads, m)`, or a shape that broadcasts to it.
+        ids: cluster id of each count, `(B, n_kv_heads, m)`.
+        n_clusters: number of clusters.
+    """
     B, H, _ = ids.shape
     # Number the bins consecutively, with `n_clusters` bins for each head of each sequence.
     n_bins = B * H * n_clusters
@@ -197,9 +207,14 @@ def k_means(keys: mx.array, n_clusters: int) -> tuple[mx.array, mx.array]:
 
 
 def mean_by_cluster(entries: mx.array, ids: mx.array, n_clusters: int) -> mx.array:
-    """Average entries `(B, n_kv_heads, n, head_dim)` by cluster: `(B, n_kv_heads, n_clusters, head_dim)`.
+    """Return the mean of each cluster's entries, `(B, n_kv_heads, n_clusters, head_dim)`.
 
     The mean of an empty cluster is 0. Sums are float32, because a sum of a few hundred float16 numbers could overflow.
+
+    Args:
+        entries: keys or values, `(B, n_kv_heads, n, head_dim)`.
+        ids: cluster id of each entry, `(B, n_kv_heads, n)`.
+        n_clusters: number of clusters.
     """
     cluster_ids = mx.arange(n_clusters, dtype=ids.dtype)[:, None]
     # (B, n_kv_heads, n_clusters, n)
@@ -212,6 +227,6 @@ def mean_by_cluster(entries: mx.array, ids: mx.array, n_clusters: int) -> mx.arr
 def _nearest_centres(keys: mx.array, centres: mx.array) -> mx.array:
     """Return the index of each key's nearest centre, uint16 `(B, n_kv_heads, m)`."""
     squared_norms = mx.square(centres).sum(axis=-1)[:, :, None]
-    # Leave out the key's squared norm. It doesn't change which centre is nearest.
+    # Leave out the key's squared norm, because it is the same for all centres.
     distances = squared_norms + keys @ (-2 * centres).mT
     return mx.argmin(distances, axis=-1).astype(ID_TYPE)

@@ -1,4 +1,4 @@
-"""Files with rows of a layer's keys or values, or of arrays computed from them, read with `numpy.memmap`."""
+"""Files for a layer's keys, values, and arrays computed from the keys. They are read with `numpy.memmap`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Layout:
     """The layout of a file, in which each token has one row per KV head."""
 
     heads: tuple[int, ...]  # (B, n_kv_heads)
-    # Dtype and width of each part of a row: one part if plain, or the values, scales and biases of quantised entries.
+    # Dtype and width of each part of a row. A plain row has one part. A quantised row has several,
+    # such as codes and scales.
     parts: tuple[tuple[mx.Dtype, int], ...]
 
     @classmethod
@@ -74,10 +75,10 @@ class EntryFile:
 
     Attributes:
         n_rows: number of tokens in the file, or of pages if the file contains page means.
-        is_shared: whether a copy of the store also uses the file, so that neither store may truncate it.
+        is_shared: whether a copy of the store also uses the file. If so, the file must not be truncated.
     """
 
-    path: Path | None = None  # set if the file belongs to a saved prompt, and so never changes
+    path: Path | None = None  # only set for a saved prompt's file, which never changes
     is_shared = False
     _map: Any = None
 
@@ -91,7 +92,7 @@ class EntryFile:
     def append(self, stored: Stored) -> None:
         """Append rows. Raises: OSError; EntryFileError: earlier rows are missing."""
         data_start = self.n_rows * self.layout.token_bytes
-        self._require_size(data_start)  # or the system would fill the gap with zeros
+        self._require_size(data_start)  # without this check, the system would fill a gap with zeros
         data = self.layout.to_bytes(stored)
         write_at(self._file, data, data_start)
         self.n_rows += len(data) // self.layout.token_bytes
@@ -114,7 +115,7 @@ class EntryFile:
     def gather(self, positions: np.ndarray) -> Stored:
         """Return the rows at `positions` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
-        # The index of each batch element and head, to be broadcast against `positions`.
+        # Indices of batch elements and heads, in shapes that broadcast with `positions`.
         batch_indices, head_indices = np.ogrid[:B, :H]
         rows = self._map_rows(positions)
         items = rows[positions, batch_indices[..., None], head_indices[..., None]]
@@ -238,7 +239,7 @@ class SpillFile:
 
 
 def temporary_file(folder: str | None) -> Any:
-    """Create an unnamed temporary file in `folder`, or in TMPDIR if it is None. Raises: OSError."""
+    """Create an unnamed temporary file in `folder`, or in TMPDIR if `folder` is None. Raises: OSError."""
     return tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0, dir=folder)
 
 

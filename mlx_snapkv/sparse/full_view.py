@@ -28,7 +28,7 @@ class FullView(Entries):
         layer: the `AttentionLayer` that the entries belong to.
 
     Attributes:
-        index: index that ranks the entries, or None to rank them by exact votes.
+        index: index that ranks the entries, or None to rank them by exact attention.
     """
 
     def __init__(
@@ -42,15 +42,18 @@ class FullView(Entries):
         self.index: KeyIndex | None = None
 
     def __len__(self) -> int:
-        """Return the number of entries. Entries of a view passed to `followed_by` only count after `extend`."""
+        """Return the number of entries.
+
+        The entries of a view passed to `followed_by` don't count until `extend` adds them.
+        """
         return self._joined_view.n_entries
 
     def followed_by(self, view: EntryView) -> FullView:
         """Return a new view of these entries, to which `extend` can add entries from `view`. The index is copied."""
         these_entries = JoinedView([self._joined_view])
-        these_entries.limit = len(self)  # because the store may grow
+        these_entries.limit = len(self)  # because the stores may grow
         longer_view = FullView([these_entries, view], self.layer)
-        longer_view._joined_view.limit = len(self)  # until `extend`
+        longer_view._joined_view.limit = len(self)  # raised by `extend`
         longer_view.index = copy.deepcopy(self.index)
         return longer_view
 
@@ -93,7 +96,7 @@ class FullView(Entries):
         return self._add_missing_keys(index)
 
     def extend_index(self, index: KeyIndex | None, queries: mx.array | None) -> KeyIndex | None:
-        """Add missing keys to `index`, or build a new index if `index` is None or the text has outgrown it.
+        """Add missing keys to `index`, or build a new index if `index` is None or outgrown.
 
         Return None if there are too few keys for an index.
         """

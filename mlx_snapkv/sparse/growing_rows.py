@@ -25,8 +25,8 @@ from ..entries.quantization import (
 )
 from .entry_file import SpillFile
 
-# The rows of this many entries at the start of a text stay in memory even if there is a spill file: a trade-off between
-# memory and file reads.
+# The rows of a text's first 65,536 entries stay in memory even if there is a spill file. A higher number would take
+# more memory, and a lower number would mean more file reads.
 ENTRIES_IN_MEMORY = 1 << 16
 ENTRIES_MOVED = 1 << 15  # number of entries whose rows move to the file at a time
 
@@ -52,7 +52,7 @@ class GrowingRows:
     ):
         """Start without rows, and create the spill file if there is a `make_spill`."""
         self._first_rows, self._last_rows = _Buffer(empty), _Buffer(empty)
-        self._max_first_rows = ENTRIES_IN_MEMORY // entries_per_row  # only with a spill file
+        self._max_first_rows = ENTRIES_IN_MEMORY // entries_per_row  # ignored without a spill file
         self._rows_per_block = ENTRIES_MOVED // entries_per_row
         self._spill = None if make_spill is None else make_spill()
         self._block_readers: list[Callable[[], Stored]] = []
@@ -97,7 +97,10 @@ class GrowingRows:
         return self._n_spilled * count_bytes(one_row)
 
     def reserve(self, n: int) -> None:
-        """Allocate memory for `n` rows, or for as many of them as will stay in memory."""
+        """Allocate memory for `n` rows.
+
+        If there is a spill file, allocate memory only for the first rows, which stay in memory.
+        """
         n_in_memory = n if self._spill is None else min(n, self._max_first_rows)
         self._first_rows.reserve(n_in_memory)
 
@@ -122,7 +125,7 @@ class GrowingRows:
             self._last_rows = _Buffer(later_rows)
 
     def truncate(self, n: int) -> None:
-        """Drop all rows but the first `n`."""
+        """Keep only the first `n` rows."""
         last_start = self._last_start
         self._last_rows.n_used = min(self._last_rows.n_used, max(0, n - last_start))
         block_stop = last_start
@@ -137,8 +140,8 @@ class GrowingRows:
         self._first_rows.n_used = min(self._first_rows.n_used, n)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split `[start, stop)` into spans that `read` accepts, each with its rows in a single array."""
-        # The spilled rows are whole blocks, so these are the edges of all blocks.
+        """Split `[start, stop)` into spans. The rows of each span are in a single array."""
+        # Spilled rows form whole blocks, so this range contains the edges of all blocks.
         block_edges = range(self._first_rows.n_used, self._last_start + 1, self._rows_per_block)
         inner_edges = [edge for edge in block_edges if start < edge < stop]
         if start < stop:
@@ -150,9 +153,12 @@ class GrowingRows:
         return slice_rows(stored, first_row, stop_row)
 
     def read_at_least(self, start: int, stop: int) -> Stored:
-        """Return the rows `[start, stop)` of a single array for a matrix product, possibly followed by further rows.
+        """Return the rows `[start, stop)` for a matrix product. Further rows may follow them in the result.
 
-        MLX 0.32 can't multiply by a slice of a quantised array on CUDA. On other backends, it may copy the slice.
+        MLX 0.32 can't multiply by a slice of a quantised array on CUDA, and may copy the slice on
+        other backends. Therefore, if the rows are the first 7/8 or more of an array, the whole
+        array is returned. Otherwise, the rows are copied. They must be in a single array; see
+        `spans`.
         """
         stored, first_row, stop_row = self._locate(start, stop)
         covers_most_rows = first_row == 0 and stop_row >= 7 / 8 * count_rows(stored)
@@ -161,7 +167,7 @@ class GrowingRows:
         return map_arrays(mx.contiguous, slice_rows(stored, first_row, stop_row))
 
     def _locate(self, start: int, stop: int) -> tuple[Stored, int, int]:
-        """Return the array that contains rows `[start, stop)`, and their start and stop in it."""
+        """Return the array that contains rows `[start, stop)`, and where in the array these rows start and stop."""
         spilled_start, last_start = self._first_rows.n_used, self._last_start
         if start < spilled_start:
             return self._first_rows.stored, start, stop

@@ -26,12 +26,13 @@ from ..entries.queries import Queries
 from ..entries.spans import spans
 from .growing_rows import GrowingRows, MakeSpill
 
-EXACT_ENTRIES = 8192  # tokens rank up to this many entries by exact attention
-MAX_SAMPLED_KEYS = 4096  # maximum number of keys for computing the principal components
+# If there are at most this many entries, tokens rank them by exact attention. If there are more, they use an index.
+EXACT_ENTRIES = 8192
+MAX_SAMPLED_KEYS = 4096  # maximum number of keys sampled to compute the principal components
 MXFP4: dict[str, Any] = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 MXFP4_GROUP = 32  # number of components that share a power of two
-LOGIT_BYTES = 64 << 20  # maximum size of the float32 logits in one step
-LOGIT_DIVISOR_IN_FILES = 8  # divides `LOGIT_BYTES` if codes are in a file, to save memory
+LOGIT_BYTES = 64 << 20  # maximum size of the float32 logits that are computed at once
+LOGIT_DIVISOR_IN_FILES = 8  # divisor of `LOGIT_BYTES` if codes are in a file, to save memory
 
 
 def ranks_by_index(n: int) -> bool:
@@ -50,7 +51,7 @@ class KeyIndex:
         make_spill: creates a file for codes that don't stay in memory; see `GrowingRows`.
 
     Attributes:
-        n_keys_at_sampling: number of keys that the sample represents.
+        n_keys_at_sampling: number of keys when the sample was taken, or when the index was loaded from a file.
         codes: MXFP4 codes of the keys' components, with their powers of two.
         query_projection: matrix that projects queries to components, float32 `(B, n_kv_heads, head_dim, components)`.
     """
@@ -94,9 +95,10 @@ class KeyIndex:
         mx.eval(self.codes.in_memory)  # limits memory to one block
 
     def is_outgrown_by(self, n: int) -> bool:
-        """Return whether `n` keys are at least twice as many as the components' sample represents.
+        """Return whether `n` is at least twice the number of keys when the sample was taken.
 
-        Late keys differ from early ones, if only in their rotation, so the components fit them less and less.
+        Later keys differ from the sampled ones, at least in their rotation by RoPE, so the components fit them less
+        well.
         """
         return n >= 2 * self.n_keys_at_sampling
 
@@ -140,7 +142,7 @@ class KeyIndex:
         return other
 
     def relevance(self, queries: Queries, n: int) -> mx.array:
-        """Score the first `n` keys by how close they come to a query's largest logit.
+        """Score the first `n` keys by how close their logits come to a query's largest logit.
 
         A key's score is its logit minus the query's largest logit, in nats, maximised over the queries and over the
         heads of the GQA group. The order is almost the same as with a softmax, but no exponentials are needed. There
@@ -174,11 +176,14 @@ class KeyIndex:
     def _relevance_in_two_passes(
         self, projected: mx.array, key_spans: Sequence[tuple[int, int]]
     ) -> mx.array:
-        """Compute `relevance` without keeping all logits in memory: compute them twice, first for the maximum."""
+        """Compute `relevance` with the logits of only one span in memory at a time.
+
+        All logits are computed twice: first to find their maximum, then to score the keys.
+        """
         span_tops: list[mx.array] = []
         for start, stop in key_spans:
             after = span_tops[-1:]
-            # Don't keep a reference to the logits, or those of two spans would be in memory at once.
+            # Don't keep a reference to the logits, or the logits of two spans would be in memory at once.
             span_tops.append(self._logits(projected, start, stop, after).max(axis=3, keepdims=True))
         top = mx.concatenate(span_tops, axis=3).max(axis=3, keepdims=True)
         distances: list[mx.array] = []
@@ -188,7 +193,7 @@ class KeyIndex:
         return mx.concatenate(distances, axis=-1)
 
     def _key_spans(self, n: int, keys_at_once: int) -> Iterator[tuple[int, int]]:
-        """Split the first `n` keys into spans of at most `keys_at_once`, each with its codes in a single array."""
+        """Split the first `n` keys into spans of at most `keys_at_once`. A span's codes are in a single array."""
         for start, stop in self.codes.spans(0, n):
             yield from spans(start, stop, keys_at_once)
 
@@ -218,7 +223,12 @@ class KeyIndex:
 
 
 def _channel_magnitudes(queries: mx.array, n_kv_heads: int) -> mx.array:
-    """Return each channel's RMS over queries `(B, n_heads, m, head_dim)`: `(B, n_kv_heads, 1, head_dim)`."""
+    """Return the RMS of each channel over the queries, `(B, n_kv_heads, 1, head_dim)`.
+
+    Args:
+        queries: `(B, n_heads, m, head_dim)`, with the heads of a GQA group adjacent.
+        n_kv_heads: number of KV heads.
+    """
     B, _, _, D = queries.shape
     mean_squares = mx.square(queries.astype(mx.float32)).mean(axis=2)
     mean_squares_of_group = mean_squares.reshape(B, n_kv_heads, -1, D).mean(axis=2)
@@ -226,10 +236,16 @@ def _channel_magnitudes(queries: mx.array, n_kv_heads: int) -> mx.array:
 
 
 def _principal_directions(centred_keys: mx.array, n: int) -> mx.array:
-    """Return the first `n` principal components of `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, head_dim, n)`."""
+    """Return the keys' first `n` principal components, `(B, n_kv_heads, head_dim, n)`.
+
+    Args:
+        centred_keys: keys with a mean of 0, `(B, n_kv_heads, m, head_dim)`.
+        n: number of components.
+    """
     n_keys = centred_keys.shape[2]
     covariance = centred_keys.swapaxes(-1, -2) @ centred_keys / n_keys
-    covariance = mx.where(mx.isfinite(covariance), covariance, 0)  # or `eigh` aborts the process
+    # `eigh` aborts the process if a number is infinite or NaN.
+    covariance = mx.where(mx.isfinite(covariance), covariance, 0)
     _, eigenvectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending variance
     return eigenvectors[..., : -n - 1 : -1]  # the last `n`, largest variance first
 
@@ -257,6 +273,6 @@ def _n_components(head_dim: int) -> int:
 
 
 def _packed_formats(head_dim: int) -> tuple[tuple[int, mx.Dtype], ...]:
-    """Return (width, dtype) of a key's codes, packed eight to a uint32, and of its powers of two."""
+    """Return (width, dtype) of a key's codes, eight to a uint32, and of its powers of two."""
     n_components = _n_components(head_dim)
     return (n_components // 8, mx.uint32), (n_components // MXFP4_GROUP, mx.uint8)

@@ -1,4 +1,4 @@
-"""The options of sparse attention: which entries prompt chunks and answer tokens read."""
+"""Options of sparse attention. They set which entries prompt chunks and answer tokens read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from ..hyperparameters import (
 )
 
 CHUNK_SIZE = 512  # prompt tokens per chunk; all of a chunk's tokens read the same earlier entries
-CHUNK_WINDOW = 256  # number of preceding tokens that a chunk always reads
-# Number of tokens at the end of a prompt that read more entries, because the question is usually among them.
+CHUNK_WINDOW = 256  # a chunk always reads this many tokens before it
+# A prompt's last tokens read more entries, because they usually contain the question.
 LAST_TOKENS = 512
-# Minimum number of tokens at the start of an answer that read all entries if `when` is "faster".
+# If `when` is "faster", at least this many answer tokens are fed to the full caches. One more token
+# is decoded from all entries, because the prompt yields the first one.
 FIRST_TOKENS = 16
-LAST_CHOSEN = 16384  # minimum number of entries that the last tokens choose
-# If entries are in files, the last tokens choose at most 4 times as many entries as other chunks, to read less.
+LAST_CHOSEN = 16384  # minimum number of entries that the prompt's last tokens choose
+# If entries are in files, the last tokens choose at most 4 times as many entries as other chunks. This limits how much
+# is read from the files.
 LAST_FACTOR_IN_FILES = 4
-# Number of neighbouring entries that are chosen together. In a needle test of 4,096 tokens (SmolLM2-135M), this value
-# gave a KL divergence from the full cache of 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
+# Chunks choose whole pages of neighbouring entries. In a needle test of 4,096 tokens (SmolLM2-135M), pages of 16 gave
+# a KL divergence from the full cache of 0.0046, compared with 0.0123 for pages of 8 and 0.0064 for pages of 32.
 PAGE_SIZE = 16
 # An answer token reads 1/16 of the prompt's entries by default, with a minimum of 1,024.
 BUDGET_SHARE = 16
@@ -41,12 +43,12 @@ MIN_BUDGET = 1024
 READ_TOP_K = 1024
 READ_SHARE = 32
 CHEAP_SHARE = 1 / 4
-# Number of queries at the end of the prompt that weigh the index's channels. The residual is fitted to the last few.
+# The index weighs its channels by the prompt's last 16 queries. The residual is fitted to the last few of them.
 N_VOTERS = 16
 
 
 class Reach(NamedTuple):
-    """Numbers of earlier entries that a chunk reads: sink, chosen entries and window, all in whole pages."""
+    """How many earlier entries a chunk reads: sink, chosen entries and window, in multiples of the page size."""
 
     n_sink: int
     n_chosen: int
@@ -54,13 +56,16 @@ class Reach(NamedTuple):
 
     @property
     def max_read(self) -> int:
-        """Return the maximum number of earlier entries that a chunk reads. The window is extended to whole pages."""
+        """Return the maximum number of earlier entries that a chunk reads.
+
+        The window is extended to the start of a page, so it can have up to 15 extra entries.
+        """
         return self.n_sink + self.n_chosen + self.n_window + PAGE_SIZE - 1
 
     def first_choice_position(self, n_prompt: int, n_earlier: int = 0) -> int:
         """Return an upper bound on the position of the first chunk that chooses entries.
 
-        Return `n_prompt` if only the last tokens could choose entries.
+        Return `n_prompt` if no chunk before the last tokens can choose entries.
 
         Args:
             n_prompt: prompt length in tokens.
@@ -71,7 +76,7 @@ class Reach(NamedTuple):
         return position if position < last_tokens_start else n_prompt
 
     def for_last_tokens(self, in_files: bool) -> Reach:
-        """Return how many entries the prompt's last tokens read. They usually choose more than other chunks."""
+        """Return how many entries the prompt's last tokens read. They usually choose more entries than other chunks."""
         n_chosen = max(LAST_CHOSEN, self.n_chosen)
         if in_files:
             n_chosen = min(n_chosen, LAST_FACTOR_IN_FILES * self.n_chosen)
@@ -85,29 +90,29 @@ class Sparse(Hyperparameters):
     If the prompt fits the budget, mlx-lm's full attention is used.
 
     Attributes:
-        top_k: number of entries that an answer token chooses per KV head, ranked by its own queries' logits.
-        budget: total number of entries that an answer token reads, instead of `top_k`: a number, or a share of the
-            prompt ("6.25%"). The default is 1/16 of the prompt, with a minimum of 1,024.
-        n_sink: number of entries at the start that every token reads.
+        top_k: number of entries that an answer token chooses per KV head, ranked by the logits of the token's queries.
+        budget: total number of entries that an answer token reads, or a share of the prompt ("6.25%"). Give only one of
+            `budget` and `top_k`. The default is 1/16 of the prompt, with a minimum of 1,024.
+        n_sink: number of entries at the start of the prompt that every token reads.
         n_window: number of entries at the end of the prompt that every token reads, or a share of the budget. Tokens
-            also read at least the answer's latest 256 entries. Later in a long answer, they choose among the window and
-            the answer's older entries as well.
+            also read at least the answer's latest 256 entries. As an answer grows, the window and the answer's older
+            entries join the entries that tokens choose among.
         residual: how a token sees the entries that it does not read: as cluster "means", or not at all ("none"). A
             cluster has about 256 entries with similar keys. Each head weighs the cluster means by two factors that are
             fitted at the end of the prompt (`sparse/residual.py`).
-        read: how prompt chunks read: only a few entries ("sparse"), or everything before them ("dense"), as in mlx-lm.
-            With "sparse", a chunk reads the sink, the 256 tokens before it, itself, and the pages of 16 neighbouring
-            entries that its queries choose.
+        read: whether a prompt chunk reads only a few of the earlier entries ("sparse"), or all of them ("dense"), as in
+            mlx-lm. With "sparse", a chunk reads the sink, the 256 tokens before the chunk, the chunk itself, and the
+            pages of 16 neighbouring entries that its queries choose.
         read_top_k: number of entries that a prompt chunk chooses per KV head, or a share of the prompt. The default is
             the largest of 1,024, 1/32 of the prompt, and the number of entries whose attention costs a quarter as much
             as the model's other matrix products.
         when: when chunks and tokens choose entries: only while that is "faster" on this machine, or "always". With
-            "faster", at least the first 16 tokens of an answer read all entries. With "always", the first two do. On
-            several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A batch
-            doesn't measure speed; it relies on the speed record.
+            "faster", at least the first 17 tokens of an answer read all entries. With "always", only the first two do.
+            On several Macs, or if entries are in files or stored in 8 or 4 bits, chunks and tokens always choose. A
+            batch does not measure speed, but uses the times that earlier requests recorded on this machine.
         store: where to keep all entries: in memory ("memory", or "8bit" or "4bit" to quantise them), or in a "file".
-        store_dir: folder for the files, TMPDIR by default. The string form omits it, because it does not affect
-            the entries.
+        store_dir: folder for the files, TMPDIR by default. If the options are written as a string,
+            the folder is left out, because it does not affect the entries.
     """
 
     name = "sparse"
@@ -130,7 +135,7 @@ class Sparse(Hyperparameters):
     store_dir: str | None = folder(help="Folder for --store file; default: TMPDIR.")
 
     def __post_init__(self):
-        """Check the values, and compute `budget` from `top_k`.
+        """Check the values, and compute `budget` from `top_k` if `top_k` is set.
 
         Raises: SnapKVError: a value is not allowed, or `top_k` and `budget` contradict each other.
         """

@@ -26,9 +26,9 @@ class PageRanking:
         means: mean keys of the pages. Missing means are computed when a chunk needs them.
         reach: how many earlier entries a chunk reads. If there are fewer, the chunk reads all of them.
         last_reach: how many earlier entries the prompt's last tokens read.
-        last_from: position of the first of those tokens.
-        may_choose: returns whether a chunk that starts at the given position may choose its entries. Otherwise, the
-            chunk reads all entries.
+        last_from: position where the prompt's last tokens begin.
+        may_choose: returns whether a chunk that starts at the given position is allowed to choose its entries. If not,
+            the chunk reads all entries.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PageRanking:
         return self._view.gather(mx.concatenate([sink, chosen, window], axis=-1))
 
     def _choice(self, start: int) -> _Choice | None:
-        """Return which pages a chunk at `start` chooses among, or None if it reads all earlier entries."""
+        """Return the choice of a chunk at `start`, or None if the chunk reads all earlier entries."""
         reach = self._last_reach if start >= self._last_from else self._reach
         window_start = max(0, start - reach.n_window)
         stop_page = window_start // PAGE_SIZE
@@ -116,7 +116,7 @@ class PageRanking:
 
 
 class _Choice(NamedTuple):
-    """A chunk's choice: `n_pages` of the pages between the sink and `stop_page`, where the window starts."""
+    """A chunk chooses `n_pages` of the pages from the end of the sink to `stop_page`, where the window starts."""
 
     stop_page: int
     n_pages: int
@@ -132,7 +132,8 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
     if len(mean_readers) == 1:
         [read_all_means] = mean_readers
         return _largest_shares_of_array(queries, read_all_means())
-    # Compute the logits twice, part by part, so that memory does not grow with the text.
+    # Compute the logits twice, one part at a time, so that memory does not grow with the text: first for the softmax
+    # denominators, then for the shares.
     log_total = mx.array(-mx.inf)
     for read_means in mean_readers:
         logits = grouped_logits(queries, read_means())
@@ -140,7 +141,7 @@ def _largest_shares(queries: mx.array, mean_readers: Sequence[Callable[[], mx.ar
         mx.eval(log_total)
     shares: list[mx.array] = []
     for read_means in mean_readers:
-        # Don't keep a reference to the logits, or those of two parts would be in memory at once.
+        # Don't keep a reference to the logits, or the logits of two parts would be in memory at once.
         shares.append((grouped_logits(queries, read_means()) - log_total).max(axis=(2, 3)))
         mx.eval(shares)
     return mx.concatenate(shares, axis=-1)

@@ -1,9 +1,9 @@
 """The cache for sparse prefill: no entry is evicted, but each chunk reads only a few of the earlier entries.
 
-In each layer and KV head, a chunk reads the sink, the tokens just before it, itself, and the pages that its queries
-choose (`page_ranking.py`). QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024, arXiv:2407.02490) and XAttention
-(Xu et al., 2025, arXiv:2503.16428) choose in similar ways on CUDA. Here the chosen entries are gathered into one array,
-so that a chunk needs only one ordinary call to the attention function.
+In each layer and KV head, a chunk reads the sink, the tokens just before the chunk, the chunk itself, and the pages
+that its queries choose (`page_ranking.py`). QUOKA (arXiv:2602.08722), MInference (Jiang et al., 2024, arXiv:2407.02490)
+and XAttention (Xu et al., 2025, arXiv:2503.16428) choose in similar ways on CUDA. Here the chosen entries are gathered
+into one array, so that a chunk needs only one ordinary call to the attention function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class SparsePrefillKVCache(AttendingCache):
         ranking: selects the entries that a chunk reads.
 
     Attributes:
-        n_read: largest number of earlier entries read by a chunk that chose them, or None if no chunk has chosen any.
+        n_read: largest number of earlier entries that a chunk read after choosing some of them. None if no chunk has
+            chosen entries.
     """
 
     keys = keys_property(lambda cache: cache.stored.growing)
@@ -51,8 +52,8 @@ class SparsePrefillKVCache(AttendingCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values `(B, n_kv_heads, L, head_dim)`.
 
-        If the chunk reads all entries, return their keys and values. Otherwise return only the new ones, because
-        `attend` adds the earlier entries that the chunk reads.
+        If the chunk reads all entries, return the keys and values of all entries. Otherwise return only the new keys
+        and values, because `attend` adds the earlier entries that the chunk reads.
         """
         if not self.reads_some:
             return self.stored.update_and_fetch(keys, values)
@@ -62,7 +63,10 @@ class SparsePrefillKVCache(AttendingCache):
     def choose(
         self, captured: CapturedQueries, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, None]:
-        """Return the keys and values that a chunk reads, including its own. Also record the queries that will vote."""
+        """Return the keys and values that a chunk reads, including its own.
+
+        Also record the chunk's queries at the positions that `StoredKVCache.observe` set.
+        """
         self.stored.record(captured)
         reads_all = keys.shape[2] == self.offset
         if not reads_all:
@@ -84,7 +88,7 @@ class SparsePrefillKVCache(AttendingCache):
 
     @property
     def state(self) -> tuple:
-        """Return entries, recorded queries and page means, for mlx-lm to evaluate after each chunk."""
+        """Return the arrays of entries, recorded queries and page means, for mlx-lm to evaluate after each chunk."""
         return *self.stored.state, self._ranking.means.in_memory
 
     def held(self) -> Entries:

@@ -29,7 +29,9 @@ def in_files(store: str | None) -> bool:
 
 
 def make_caches(model, sparse: Sparse | None) -> list:
-    """Build empty caches for a model. With `sparse`, the caches of full-attention layers use its store.
+    """Build empty caches for a model.
+
+    If `sparse` is given, the caches of full-attention layers use the store that it names.
 
     Args:
         model: an mlx-lm model.
@@ -71,7 +73,7 @@ def store_quantization(
 def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
     """Copy a prompt cache's entries to the store of `sparse`, and return the new caches.
 
-    Caches that already use the right store are shared with the original.
+    Caches that already use this store are shared with the original.
 
     Raises: SnapKVError: the prompt cache is compressed or is missing entries, or the store does not support the model
         or can't be written.
@@ -90,7 +92,7 @@ def copy_to_store(model, prompt_cache: list, sparse: Sparse) -> list:
 def move_entries(model, caches: list, *, into: list) -> None:
     """Move the entries of full-attention layers to the stores of the empty caches `into`, and update `caches`.
 
-    Caches that are compressed, or already use the right store, are left as they are.
+    Compressed caches, and caches that already use the new store, are left as they are.
 
     Raises: SnapKVError: a layer's cache is missing entries, or its new store can't be written.
     """
@@ -100,7 +102,7 @@ def move_entries(model, caches: list, *, into: list) -> None:
 
 
 def caches_to_save(prompt_cache: list) -> list:
-    """Return caches that can be saved and continued.
+    """Return caches that can be saved to a file, and continued after loading.
 
     Compressed caches and `StoredKVCache`s with entries in files are returned as they are. Any other cache is converted
     to one of mlx-lm's own.
@@ -111,8 +113,8 @@ def caches_to_save(prompt_cache: list) -> list:
 def caches_to_batch(prompt_cache: list) -> list:
     """Return caches that can be batched.
 
-    Entries that are in a store or quantised are unpacked into a `KVCache`. Other caches, and compressed ones, are
-    returned as they are.
+    If a cache's entries are in a store or quantised, they are unpacked into a `KVCache`. Compressed caches and all
+    other caches are returned as they are.
     """
 
     def cache_to_batch(cache: Any) -> Any:
@@ -141,7 +143,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
     new_store, old_store = layer_cache(empty_cache).store, source.store
     if source.is_compressed or _is_same_store(new_store, old_store):
         if new_store is not None and old_store is not None:
-            old_store.folder = new_store.folder  # for later entries
+            old_store.folder = new_store.folder  # where later entries go
         return cache
     if not has_all_entries(cache):
         raise SnapKVError(
@@ -158,7 +160,7 @@ def _cache_after_move(cache: Any, empty_cache: Any) -> Any:
 
 
 def _is_same_store(store: Store | None, other: Store | None) -> bool:
-    """Return whether two stores have the same name and quantisation, so that entries can stay where they are."""
+    """Return whether two stores have the same name and quantisation. If so, entries need not be moved."""
     if store is None or other is None:
         return False
     return store.name == other.name and store.quantization == other.quantization

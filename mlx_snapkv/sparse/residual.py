@@ -4,12 +4,12 @@ A head gives a cluster's mean key the logit
 
     t * (q . mean key) + log(number of unread entries in the cluster) + log a
 
-The logit of the mean key is the mean of the cluster's logits, so by Jensen's inequality, its exponential never exceeds
-the mean of the exponentials. But a head may weigh the values in a cluster unevenly, so the mean value represents the
-cluster better for some heads than for others. Each head's mass `a` and temperature `t` are therefore chosen at the end
-of the prompt: full attention is computed for the last queries, and the pair whose output comes closest is selected.
-RetroInfer (Chen et al., 2025, arXiv:2505.02922) also uses clusters, with a = t = 1. SparQ (Ribar et al., 2024,
-arXiv:2312.04985) uses one mean value for all unread entries.
+The logit of the mean key is the mean of the cluster's logits. By Jensen's inequality, the exponential of this mean
+never exceeds the mean of the exponentials. But a head may weigh the values in a cluster unevenly, so the mean value
+represents the cluster better for some heads than for others. Each head's mass `a` and temperature `t` are therefore
+chosen at the end of the prompt: full attention is computed for the last queries, and the pair that comes closest to its
+output is chosen. RetroInfer (Chen et al., 2025, arXiv:2505.02922) also uses clusters, with a = t = 1. SparQ (Ribar et
+al., 2024, arXiv:2312.04985) uses one mean value for all unread entries.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ TEMPERATURES = (1.0, 0.75, 0.5)  # candidates for `t`
 # four times as long. For SmolLM2-135M, it would lower the KL divergence from the full cache's predictions from 0.0090
 # to 0.0077 after a prompt of 1,400 tokens, but make no difference after 6,000.
 FITTING_QUERIES = 4
-# Full attention to the middle (see `Example`) is estimated from at most this many entries, sampled in long texts.
+# Full attention to the middle (see `Example`) is estimated from at most this many entries. In a long text, these are a
+# sample.
 SAMPLED_ENTRIES = 1 << 16
-SAMPLED_RUN = 256  # number of adjacent entries in each sample
+SAMPLED_RUN = 256  # the sample consists of runs of this many adjacent entries
 
-SMALLEST_MASS = 1e-30  # replaces 0 in logarithms, whose results are then replaced by `HIDDEN_LOGIT`
+# Replaces 0 as the argument of a logarithm. The logarithm is then replaced by `HIDDEN_LOGIT`.
+SMALLEST_MASS = 1e-30
 
 
 class Residual(NamedTuple):
@@ -45,7 +47,8 @@ class Residual(NamedTuple):
 
     Attributes:
         clusters: clusters of all entries.
-        choosable: number of entries in each cluster that a token may choose, `(B, n_kv_heads, n_clusters)`.
+        choosable: number of each cluster's entries that tokens choose among,
+            `(B, n_kv_heads, n_clusters)`.
         log_mass: each head's log `a`, or `HIDDEN_LOGIT` if a = 0, `(B, n_kv_heads, group, 1, 1)`.
         temperature: each head's `t`, of the same shape.
     """
@@ -95,7 +98,7 @@ def _mean_bias(
 
 
 def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
-    """Multiply queries by keys, per KV head: float32 logits `(B, n_kv_heads, group, L, n)`.
+    """Return the dot products of queries and keys, float32 `(B, n_kv_heads, group, L, n)`.
 
     Args:
         queries: `(B, n_heads, L, head_dim)`, with the heads of a GQA group adjacent.
@@ -109,11 +112,11 @@ def grouped_logits(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 class AttentionSums(NamedTuple):
-    """Sums over a set of entries, both scaled by `exp(-top logit)`.
+    """The softmax denominator and numerator over a set of entries. Both are scaled by `exp(-top logit)`.
 
     Attributes:
-        weight: the softmax denominator, `(B, n_kv_heads, group, m, 1)`.
-        value: the weighted sum of the values, `(B, n_kv_heads, group, m, head_dim)`.
+        weight: the denominator, a sum of weights, `(B, n_kv_heads, group, m, 1)`.
+        value: the numerator, a weighted sum of values, `(B, n_kv_heads, group, m, head_dim)`.
     """
 
     weight: mx.array
@@ -139,8 +142,8 @@ class Example:
     Attributes:
         queries: scaled queries, `(B, n_heads, m, head_dim)`, with the heads of a GQA group adjacent.
         is_read: mask of the entries that each query would read, bool `(B, n_kv_heads, m, n)`.
-        middle: positions of the entries that all of the queries choose among. Each query reads almost all other
-            entries up to its own.
+        middle: positions of the entries that every query chooses among. Outside the middle, each query reads almost all
+            entries up to its own position.
         start: position of the first query.
         sinks: logits of the model's attention sinks, `(n_heads,)`, or None.
     """
@@ -152,16 +155,16 @@ class Example:
     sinks: mx.array | None = None
 
     def causal_mask(self, positions: mx.array) -> mx.array:
-        """Return a causal mask for the entries at `positions` `(n,)`: bool `(m, n)`."""
+        """Return a causal mask for the entries at `positions` `(n,)`, bool `(m, n)`."""
         stop = self.start + self.queries.shape[2]
         query_positions = mx.arange(self.start, stop)[:, None]
         return positions <= query_positions
 
     def sampled_spans(self) -> Iterator[tuple[list[tuple[int, int]], float]]:
-        """Yield `(spans, n_represented)`: spans to read together, and how many entries each entry in them represents.
+        """Yield `(spans, n_represented)`. Each entry in the spans represents `n_represented` entries of the text.
 
-        In a short text, the spans cover all entries. In a long text, they cover everything outside the middle, and a
-        sample of the middle.
+        The spans of one item are read together. In a short text, they cover all entries. In a long text, they cover
+        everything outside the middle, and a sample of the middle.
         """
         n_entries = self.is_read.shape[-1]
         # A run is `SAMPLED_RUN` adjacent entries. Runs `[first_run, stop_run)` lie entirely in the middle.
@@ -180,7 +183,7 @@ class Example:
             runs = sampled_runs[i : i + runs_at_once]
             run_spans = [(run * SAMPLED_RUN, (run + 1) * SAMPLED_RUN) for run in runs]
             yield run_spans, n_runs / len(sampled_runs)
-        # Read all entries before `first_run`, and from `stop_run` on.
+        # Yield all entries before `first_run` and from `stop_run` on, not only a sample.
         spans_before = spans(0, first_run * SAMPLED_RUN)
         spans_after = spans(stop_run * SAMPLED_RUN, n_entries)
         for span in (*spans_before, *spans_after):
@@ -257,14 +260,16 @@ def _attention_sums(
 
 
 def best_factors(squared_distances: mx.array) -> tuple[mx.array, mx.array]:
-    """Return each head's log mass and temperature with the smallest distance, `(B, n_kv_heads, group, 1, 1)` each.
+    """Return each head's best log mass and temperature, `(B, n_kv_heads, group, 1, 1)` each.
+
+    The best pair is the one with the smallest distance.
 
     Args:
         squared_distances: `(len(PAIRS), B, n_kv_heads, group)`, from `distances`.
     """
     best_pair = mx.argmin(squared_distances, axis=0)
     masses, temperatures = zip(*PAIRS)
-    # Return separate arrays, because a kernel would copy views for every token.
+    # Return separate arrays rather than views of one array, which a kernel would copy for every token.
     mass, temperature = mx.array(masses)[best_pair], mx.array(temperatures)[best_pair]
     finite_log_mass = mx.log(mx.maximum(mass, SMALLEST_MASS))
     log_mass = mx.where(mass > 0, finite_log_mass, HIDDEN_LOGIT)

@@ -33,9 +33,9 @@ _FILES_MISSING = (
 class StoredKVCache(Recorder, LayerCache, _BaseCache):
     """A KV cache that keeps all of a layer's entries, and records the post-RoPE queries that `observe` asks for.
 
-    A plain in-memory store always has all entries. With any other store, entries move to it at the end of a prompt, or
-    chunk by chunk during sparse prefill. For full attention, each call reads and dequantises them again, so that
-    only one layer has plain copies in memory at a time.
+    A plain in-memory store always has all entries. With any other store, new entries move to the store at the end of a
+    prompt, or chunk by chunk during sparse prefill. With full attention, each call reads all entries from the store and
+    dequantises them, so that only one layer has plain copies in memory at a time.
 
     If entries are in files, mlx-lm's `save_prompt_cache` writes only the index, without its codes, and the first entry,
     which records shapes and dtypes. `saved.book` saves the files next to the prompt cache, and opens them when the
@@ -47,7 +47,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     Attributes:
         growing: entries since the last `offload`, or all entries if the store is plain memory.
-        page_means: mean keys of the first pages, if entries are in files.
+        page_means: mean keys of the first pages. Empty unless entries are in files.
         clusters: clusters of earlier turns' entries.
         index: index of earlier turns' keys, or None if there were too few keys.
     """
@@ -73,7 +73,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Prepare for a prompt of `capacity` tokens: drop recorded queries, and record new ones at `[first, last)`.
 
-        Rows for all of the new tokens are allocated at once, so that prefill never reallocates the buffers.
+        The rows of all new tokens will be allocated at once, so that prefill never reallocates the buffers.
         """
         self.start_recording(first, last)
         self.growing.step = max(KVCache.step, capacity - self.offset)
@@ -97,8 +97,8 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
         """Append keys and values `(B, n_kv_heads, L, head_dim)`, and return the keys and values of all entries."""
         entries_are_read_from_store = self._n_stored > 0
         if entries_are_read_from_store:
-            # Also evaluates the previous layer's attention, so that its entries can be freed before this layer's are
-            # read.
+            # This also evaluates the previous layer's attention, so that the previous layer's entries can be freed
+            # before this layer's entries are read.
             mx.eval(keys, values)
         self.growing.update_and_fetch(keys, values)
         return self.keys_and_values()
@@ -153,7 +153,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
             self.growing = KVCache()
 
     def nonempty_stores(self) -> list[Store]:
-        """Return the store and a store that wraps `growing`, in order of position, leaving out empty ones."""
+        """Return the store and a store that wraps `growing`, in order of position. Empty stores are left out."""
         stores: list[Store] = []
         if self._n_stored > 0:
             stores.append(self.store)
@@ -220,7 +220,7 @@ class StoredKVCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the size in bytes of entries in memory, not counting the index and means."""
+        """Return the size in bytes of the entries in memory. The index and the means are not counted."""
         return sum(store.nbytes for store in self.nonempty_stores())
 
     @property

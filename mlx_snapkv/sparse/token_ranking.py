@@ -1,4 +1,4 @@
-"""Choose the entries that an answer token reads, with an index or with exact votes."""
+"""Choose the entries that an answer token reads, ranked by an index or by exact attention."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ Pair = tuple[mx.array, mx.array]  # keys and values `(B, n_kv_heads, n, head_dim
 class TokenRanking:
     """Selects the entries that each answer token reads, scored by the token's own queries.
 
-    Entries are numbered by their position in the prompt and the answer:
+    Entries are numbered by position, first the prompt's and then the answer's:
 
         [0 : n_sink)              the sink, which every token reads
         [n_sink : choice_stop)    entries that a token chooses among; the residual represents the unchosen ones
         [choice_stop : n)         the window and the answer's newest entries, which every token reads
 
     Args:
-        prompt: all of the prompt's entries. Without an index, they are ranked by exact votes.
+        prompt: view of all of the prompt's entries. If it has no index, entries are ranked by exact
+            attention.
         quota: how many entries a token reads, including sink and window.
 
     Attributes:
-        view: the prompt's entries, and the answer's older ones that tokens choose among.
+        view: the prompt's entries, followed by the answer's entries that tokens choose among.
         answer: all of the answer's entries.
         residual: cluster means of unread entries. None before `fit_residual`, or if tokens choose all entries or none.
         n_prompt: number of entries in the prompt.
@@ -46,7 +47,7 @@ class TokenRanking:
     residual: Residual | None = None
 
     def __init__(self, prompt: FullView, quota: Quota):
-        """Place sink and window in the prompt, and start an empty answer."""
+        """Set where the sink ends and the window starts, and start an empty answer."""
         self.n_prompt = len(prompt)
         self.prompt = prompt
         self._batch_and_heads = prompt.key_reader().shape[:2]
@@ -103,11 +104,13 @@ class TokenRanking:
         return self._best_positions(queries, self.choice_stop)
 
     def read(self, positions: mx.array | None) -> Pair:
-        """Return the keys and values that a token reads: cluster means, chosen entries, and what every token reads.
+        """Return the keys and values that a token reads.
+
+        Cluster means come first, then the chosen entries, then the entries that every token reads.
 
         Args:
-            positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`. None returns only the entries that
-                every token reads.
+            positions: positions of the chosen entries, uint32 `(B, n_kv_heads, n)`. If None, only the entries that
+                every token reads are returned.
         """
         parts: list[Pair] = []
         gathered_positions = mx.broadcast_to(
@@ -128,7 +131,8 @@ class TokenRanking:
     def choose_up_to(self, stop: int) -> None:
         """Move `choice_stop` to a later position, so that tokens choose among the entries before it.
 
-        Answer entries that become choosable are added to any index, and form a new cluster of any residual.
+        Answer entries that become choosable are added to the index, if there is one. If there is a residual, they form
+        a new cluster.
         """
         n_in_view = len(self.view)
         reaches_new_entries = stop > n_in_view
@@ -166,11 +170,11 @@ class TokenRanking:
     ) -> None:
         """Cluster all entries, and fit each head's mass and temperature to the prompt's last queries.
 
-        Do nothing if tokens have nothing to choose.
+        Do nothing if tokens choose all entries or none.
 
         Args:
             queries: the prompt's last queries.
-            earlier_clusters: an earlier turn's clusters of the first entries, if any.
+            earlier_clusters: clusters that an earlier turn made of the first entries, or None.
         """
         n_choosable = self.choice_stop - self.n_sink
         has_no_choice = self.n_chosen in (0, n_choosable)
@@ -191,14 +195,14 @@ class TokenRanking:
             start=first_position,
             sinks=queries.sinks,
         )
-        # Process all queries together, because entries may have to be read from files.
+        # Process all queries together, so that entries in files are read only once.
         squared_distances = distances(self.view, clusters, example)
         log_mass, temperature = best_factors(squared_distances)
         choosable = clusters.sizes_between(self.n_sink, self.choice_stop)
         self.residual = Residual(clusters, choosable, log_mass, temperature)
 
     def _cluster_all(self, earlier_clusters: CompleteBlocks | None) -> Clusters:
-        """Return the clusters of all entries. Only entries without an earlier cluster are clustered."""
+        """Return the clusters of all entries. Entries in `earlier_clusters` are not clustered again."""
         if earlier_clusters is None:
             return cluster_entries(self.view)
         n_clustered = earlier_clusters.n_entries

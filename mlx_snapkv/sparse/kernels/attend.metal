@@ -1,8 +1,8 @@
-  // Attend to one split of a token's items, for the GROUP query heads of a KV head. There is one threadgroup per split
-  // and KV head. Keys and values are read in place, once for all query heads.
+  // Attend to a token's items, which are divided into splits. There is one threadgroup per split and KV head. It reads
+  // keys and values in place, once for all GROUP query heads of the KV head.
   //
   // Items, in this order: cluster means | chosen entries | sink [0, sink_stop) | window and newest entries
-  // [window_start, n). Entries before n_prompt are rows of `keys` and `values`, later ones of `own_keys` and
+  // [window_start, n). Entries before n_prompt are in `keys` and `values`. Later entries are in `own_keys` and
   // `own_values`.
   //
   // Inputs:
@@ -10,7 +10,7 @@
   //   keys, values           (n_kv_heads, capacity, D)
   //   own_keys, own_values   (n_kv_heads, capacity, D)
   //   mean_keys, mean_values (n_kv_heads, n_means, D)
-  //   unread                 (n_kv_heads, n_means) uint32, number of entries that a mean represents
+  //   unread                 (n_kv_heads, n_means) uint32, number of entries that each mean represents
   //   log_mass, temperature  (n_heads) float32
   //   positions              (n_kv_heads, n_chosen) uint32
   // Outputs, float32:
@@ -19,7 +19,7 @@
   //   total    (n_heads, n_splits), sum of weights exp(logit - top)
   constexpr uint TEAM = 8;                         // lanes that share a key
   constexpr uint TEAMS = THREADS / TEAM, EACH = ATTEND_BLOCK / TEAMS;  // EACH: items per team
-  constexpr uint COLUMNS = D / 4, PARTS = THREADS / COLUMNS;  // threads that share a value; parts of the block
+  constexpr uint COLUMNS = D / 4, PARTS = THREADS / COLUMNS;  // threads per value; values read at once
   constexpr float HIDDEN = -1e30f;                 // finite, because subtracting infinities gives NaN
   threadgroup float query[GROUP * D], weight[GROUP * ATTEND_BLOCK], part_sum[PARTS * D];
   threadgroup float maximum[GROUP], rescale[GROUP], mass[GROUP];  // rescale: factor for earlier sums

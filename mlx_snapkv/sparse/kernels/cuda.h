@@ -11,7 +11,7 @@ typedef unsigned int atomic_uint;
 #define threadgroup_position_in_grid blockIdx
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
-#define threadgroup_barrier(flags) __syncthreads()           // also orders global memory within the block
+#define threadgroup_barrier(flags) __syncthreads()           // also orders global memory accesses within the block
 
 #define atomic_load_explicit(at, order) (*(const volatile unsigned int*)(at))
 #define atomic_store_explicit(at, x, order) (*(volatile unsigned int*)(at) = (x))

@@ -8,8 +8,8 @@ counts are passed in the array `params`, so that kernels are not recompiled when
     2 end of the sink   6 capacity of keys      10 scale, as the bits of a float    13 threadgroups of `score`
     3 choice_stop       7 capacity of own_keys
 
-A call launches its kernels and no other operations. It passes the caches' whole buffers, including unused rows, because
-MLX would copy a slice.
+Each call launches kernels and no other MLX operations. It passes the caches' whole buffers,
+including unused rows, because MLX would copy a slice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCORE_BLOCK = 1024  # entries per block in `score`
 ATTEND_BLOCK = 128  # items per block in `attend`; an item is an entry or a mean
 SCORE_GROUPS = 128  # maximum number of threadgroups for `score`; each projects the queries again
 MAX_SPLITS = 128  # a token's items are divided into at most this many splits
-# Maximum number of cluster means for `select`, which has a counter for each in threadgroup memory.
+# Maximum number of cluster means for `select`, which has a counter for each mean in threadgroup memory.
 MAX_MEANS = 4096
 # Length of `params` and of placeholders. At least 8, because MLX puts shorter arrays into Metal's constant memory.
 N_PARAMS = 14
@@ -156,7 +156,7 @@ def attend(
     means: Means | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to the means, the chosen entries, the sink `[0, n_sink)`, and newest entries `[choice_stop, n_entries)`.
+    """Attend to the means, the chosen entries, the sink, the window and the newest entries.
 
     Args:
         queries: `(1, n_heads, 1, head_dim)`, with the heads of a GQA group adjacent.
@@ -166,7 +166,7 @@ def attend(
         n_prompt: number of entries in the prompt.
         n_entries: total number of entries in prompt and answer.
         n_sink: number of entries in the sink.
-        choice_stop: position of the first of the newest entries, after the last one that can be chosen.
+        choice_stop: position after the last entry that can be chosen. All entries from here on are read.
         positions: positions of the chosen entries, uint32 `(1, n_kv_heads, n_chosen)`, or None if no entry was chosen.
         means: cluster means, or None to ignore unread entries.
         sinks: logits of attention sinks, `(n_heads,)`.
@@ -249,7 +249,7 @@ def kernel(name: str, head_dim: int, group: int, dtype: mx.Dtype) -> Callable[..
         output_names=list(OUTPUTS[name]),
         source=_read_source(f"{name}.metal"),
         header=header(name) + _read_source("cuda.h" if on_cuda else "metal.h"),
-        ensure_row_contiguous=True,  # copies non-contiguous views, but not whole buffers
+        ensure_row_contiguous=True,  # copies views that are not contiguous, but not whole buffers
     )
     template = [("T", dtype), ("D", head_dim), ("GROUP", group)]  # names in the kernel's source
     return partial(kernel_function, template=template)
@@ -286,7 +286,10 @@ def make_params(
     id_capacity: int = 0,
     n_score_groups: int = 0,
 ) -> mx.array:
-    """Return the kernels' `params` array for one token, in the order of the module docstring. All layers share it."""
+    """Return the kernels' `params` array for one token, in the order listed in the module docstring.
+
+    The result is cached, so that all layers share one array.
+    """
     counts = n_means, n_chosen, n_sink, choice_stop, n_entries, n_prompt
     scale_bits = int(np.float32(scale).view(np.uint32))
     index_capacities = code_capacity, id_capacity

@@ -16,7 +16,7 @@
   constexpr uint K = (D + 63) / 64 * 32;                 // components: half of D, in whole groups of 32
   constexpr uint WORDS = K / 8, POWERS = K / 32;
   constexpr uint EACH = SCORE_BLOCK / THREADS;           // entries per thread
-  constexpr uint PARTS = THREADS / K;                    // threads that share a component, each with some channels
+  constexpr uint PARTS = THREADS / K;                    // threads per component; each sums some of the channels
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
   threadgroup float component[GROUP * K], decoded[16], simd_maximum[GROUP * SIMD_GROUPS];

@@ -11,13 +11,14 @@
   // Outputs:
   //   positions  (n_kv_heads, n_chosen) uint32
   //   unread     (n_kv_heads, n_means) uint32, `choosable` minus the selected entries; not written without means
-  //   ranks      (n_kv_heads, n_scored) uint16, scratch: distance of each entry below the best score, as bits of a half
+  //   ranks      (n_kv_heads, n_scored) uint16, scratch: negated score of each entry, as the bits of a half
   constexpr uint SIMD_GROUPS = THREADS / 32;
   constexpr float LOWEST = -3e38f;
   threadgroup atomic_uint histogram[256], selected[MAX_MEANS];
   threadgroup float largest[GROUP];
   threadgroup uint simd_better[SIMD_GROUPS], simd_equal[SIMD_GROUPS];
-  threadgroup uint cut[2];  // known bits of the last selected rank; number of entries with these bits to select
+  // cut[0]: bits of the last selected rank that are known so far. cut[1]: how many entries with these bits to select.
+  threadgroup uint cut[2];
   const uint tid = thread_position_in_threadgroup.x, lane = thread_index_in_simdgroup;
   const uint simd = simdgroup_index_in_threadgroup, kv_head = threadgroup_position_in_grid.x;
   const uint n_means = params[0], n_chosen = params[1], first = params[2], stop = params[3];
@@ -36,16 +37,16 @@
   for (uint c = tid; c < n_means; c += THREADS) atomic_store_explicit(&selected[c], 0u, memory_order_relaxed);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // A rank is an entry's distance below the best score as the bits of a half, which increase with the distance.
+  // A rank is an entry's negated score as the bits of a half. The bits increase with the number.
   for (uint i = first + tid; i < stop; i += THREADS) {
     float score = LOWEST;
     for (uint g = 0; g < GROUP; g++) {
       const uint head = kv_head * GROUP + g;
       const float block_offset = block_maxima[head * n_blocks + i / SCORE_BLOCK] - largest[g];
-      // A query head without any finite logit has no vote. `max(NaN, x)` is x.
+      // Ignore a query head without any finite logit. `max(NaN, x)` is x.
       if (largest[g] > LOWEST) score = max(score, float(offsets[head * n_scored + i]) + block_offset);
     }
-    // The mask clears the sign of -0.
+    // The mask turns -0 into 0.
     ranks[kv_head * n_scored + i] = as_type<ushort>(half(min(-score, 65504.0f))) & 0x7FFFu;
   }
   // Find the last selected rank with two histograms: first of the upper 8 bits, then of the lower 7 bits.

@@ -1,4 +1,4 @@
-"""Self-test that compares the GPU kernels with the plain path on this machine before they are used."""
+"""Compare the GPU kernels with the plain path on this machine, before the kernels are used."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def describe_difference(head_dim: int, group: int, dtype: mx.Dtype) -> str | Non
 
 
 class _Case:
-    """A token, and a layer of random entries that are the same in every run."""
+    """A token and a layer of random entries. The seed is fixed, so the entries are always the same."""
 
     def __init__(self, head_dim: int, group: int, dtype: mx.Dtype):
         """Create the queries and the entries, with their index and residual."""
         n_heads = N_KV_HEADS * group
         self.scale = head_dim**-0.5
         seeds = mx.random.split(mx.random.key(73), 7)  # one for each random array
-        # Imitate real keys. Their channels differ in magnitude, and all keys share a component.
+        # Imitate real keys: their channels differ in magnitude, and a common vector is added to all of them.
         channel_sizes = mx.exp(mx.random.normal((1, N_KV_HEADS, 1, head_dim), key=seeds[0]))
         self.queries = mx.random.normal((1, n_heads, 1, head_dim), key=seeds[1]).astype(dtype)
         self.prompt = _random_buffers(channel_sizes, N_PROMPT, dtype, seeds[2])
@@ -138,7 +138,7 @@ class _Case:
         mx.eval(vars(self))
 
     def are_best_positions(self, positions: mx.array) -> bool:
-        """Return whether `positions` are ascending and have the highest scores, up to half-precision rounding."""
+        """Return whether `positions` are ascending and have the highest scores, except for rounding errors."""
         scores_by_head = np.array(self._scores)[0, :, N_SINK:]
         indices_by_head = np.array(positions)[0].astype(np.int64) - N_SINK
         for scores, indices in zip(scores_by_head, indices_by_head):

@@ -69,9 +69,10 @@ def attend_token(ranking: TokenRanking, captured: CapturedQueries, position: int
 def _choose(
     ranking: TokenRanking, captured: CapturedQueries, position: int
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the positions that the token chooses, and the number of unread entries per cluster (None without means).
+    """Return the positions of the token's chosen entries, and the number of unread entries in each cluster.
 
-    If there is no index in memory, or more clusters than the kernels can count, plain MLX operations are used.
+    The second result is None if there are no means. If there is no index in memory, or if there are more clusters than
+    the kernels can count, plain MLX operations are used.
     """
     index, residual = ranking.view.index, ranking.residual
     code_buffers = None if index is None else index.codes.buffers

@@ -84,7 +84,7 @@ class JoinedView(EntryView):
     """Several views of successive entries, read as one.
 
     Attributes:
-        limit: number of entries in this view. None includes all.
+        limit: maximum number of entries in this view, or None for all entries.
     """
 
     limit: int | None = None

@@ -26,7 +26,7 @@ class _FilePair(EntryView):
 
     @property
     def may_grow(self) -> bool:
-        """Return whether entries can be appended: the files are not saved ones, and have no entries after these."""
+        """Return whether entries can be appended. Saved files, and files that contain later entries, can't grow."""
         return all(file.path is None and file.n_rows == self.n_entries for file in self.files)
 
     def read(self, which: int, start: int, stop: int) -> mx.array:
@@ -47,7 +47,7 @@ class FileStore(JoinedView, Store):
         quantization: ignored, because entries in files are plain.
         files: the saved files of keys and values that contain the first `n_entries` entries.
         n_entries: number of entries in `files`.
-        first_entry: key and value of the first entry, so that they need not be read.
+        first_entry: key and value of the first entry. If None, they are read from the files when needed.
         folder: folder for new files. None means TMPDIR.
     """
 
@@ -102,7 +102,7 @@ class FileStore(JoinedView, Store):
         return _FilePair([EntryFile(layout, temporary_file(self.folder)) for layout in layouts])
 
     def truncate(self, n: int) -> None:
-        """Drop all but the first `n` entries. Files that belong to a copy or a saved prompt are not truncated."""
+        """Drop all but the first `n` entries. Saved files, and files shared with a copy, are not truncated."""
         while self.n_entries > n:
             last_pair = self._views.pop()
             n_in_earlier_pairs = self.n_entries
@@ -117,7 +117,7 @@ class FileStore(JoinedView, Store):
             self._first_entry = None
 
     def __deepcopy__(self, memo: dict) -> FileStore:
-        """Return a store that shares the files. Shared files are no longer truncated."""
+        """Return a store that shares the files. From then on, neither store truncates them."""
         other = FileStore(first_entry=self._first_entry, folder=self.folder)
         other._views = list(self._views)
         for pair in self._views:
