@@ -29,9 +29,9 @@ class Probe:
 def undo_rope(rope: Rope | None, rotated: mx.array, offset: int) -> mx.array:
     """Undo RoPE: return the float32 `x` with `rope(x, offset) == rotated`.
 
-    A rotation is undone by the same rotation between two reflections. So calling the RoPE object a
-    second time undoes the first call, and its frequencies need not be known. The first call for each
-    head size probes how the object pairs and scales dimensions.
+    A rotation is undone by the same rotation between two reflections. So calling the RoPE object is
+    enough, and its frequencies need not be known. The first call for each head size probes how the
+    object pairs and scales dimensions.
 
     Args:
         rope: the RoPE object. If None, `rotated` is only converted to float32.

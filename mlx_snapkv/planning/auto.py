@@ -66,8 +66,8 @@ class AutoRequest:
         n_prompt: prompt length in tokens. None if the prompts are not known yet.
         task: a key of `CANDIDATES`.
         may_be_sparse: whether "auto" may choose sparse attention.
-        required_sparse: the only setting to consider, if the user requires sparse attention. If it
-            is set, `may_be_sparse` has no effect.
+        required_sparse: the sparse-attention setting that the user requires, or None. If it is set,
+            `may_be_sparse` has no effect.
         kv_bits: bits per value of the kept entries; see `generate_step`.
         kv_memory: KV memory limit in bytes. None for no limit.
         speed: this machine's speed record for sparse attention with store="memory".
@@ -84,7 +84,7 @@ class AutoRequest:
     def candidates(self, n_prompt: int = 0) -> tuple[CompressionConfig, ...]:
         """Return the candidates for a prompt, best first.
 
-        If the user requires sparse attention, it is the only candidate.
+        If the user requires a sparse-attention setting, this setting is the only candidate.
         """
         if self.required_sparse is not None:
             return (CompressionConfig(self.required_sparse),)
@@ -305,8 +305,8 @@ def resolve(
         kv_memory: KV memory limit in bytes, for "auto". None for no limit.
         store: restricts "auto" to sparse attention with this store.
 
-    Raises: SnapKVError: an option is invalid or conflicts with another one, or the model supports none of the
-        candidates for "auto".
+    Raises: SnapKVError: an option is invalid or conflicts with another, or the model supports none
+        of the candidates for "auto".
     """
     if not asks_for_auto(snapkv, policy):
         methods: dict[str, Any] = {"snapkv": snapkv, "policy": policy, "sparse": sparse}

@@ -157,7 +157,7 @@ class CompressionConfig:
     def require_compressible(self) -> None:
         """Check that no mlx-lm option rules out compression or sparse attention. Raises: SnapKVError.
 
-        Requests that are left to mlx-lm don't need this check. They can use any of mlx-lm's
+        Requests that are left to mlx-lm don't need this check, because they can use all its
         options.
         """
         if self.max_kv_size is not None:

@@ -216,7 +216,7 @@ class Footprint:
         return int(self.n_indexed_in_memory(plan.n_prompt) * self.sizes.page_mean_bytes())
 
     def n_indexed_in_memory(self, n_tokens: int) -> int:
-        """Return the maximum number of tokens whose index and means are in memory, of `n_tokens`.
+        """Return an upper bound on how many of `n_tokens` tokens have index and means in memory.
 
         If entries are in files, only the first `ENTRIES_IN_MEMORY` tokens keep their index and
         means in memory. The index and means of later tokens move to a file, `ENTRIES_MOVED` tokens

@@ -124,14 +124,14 @@ def policy_chunk_size(
 ) -> int:
     """Return the chunk size for a request with a policy.
 
-    With schedule="block", it is `step_size`, capped at the policy's `block`.
+    With schedule="block", the size is `step_size`, capped at the policy's `block`.
 
-    With schedule="once", it is the policy's `prefill_chunk` or, by default, `step_size` capped at
-    `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries are in a
-    short last chunk. If the last chunk were long, all of its queries would stay in memory until the
-    voting queries had been copied, and prefill would need more memory than in mlx-lm. A prompt that
-    fits in one chunk is not split. Chunks whose scores would take too much memory are later split
-    into pieces; see `engine/pieces.py`.
+    With schedule="once", the size is the policy's `prefill_chunk` or, by default, `step_size`
+    capped at `largest_chunk()`. If queries vote, the size is adjusted so that the voting queries
+    are in a short last chunk. If the last chunk were long, all of its queries would stay in memory
+    until the voting queries had been copied, and prefill would need more memory than in mlx-lm. A
+    prompt that fits in one chunk is not split. Chunks whose scores would take too much memory are
+    later split into pieces; see `engine/pieces.py`.
 
     Args:
         compress: the policies for prompt and answer.
