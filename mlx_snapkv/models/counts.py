@@ -1,4 +1,4 @@
-"""Look up model sizes that have different names in mlx-lm's models, such as the number of heads."""
+"""Look up model sizes whose names differ between mlx-lm's models, such as the number of heads."""
 
 import sys
 from typing import Any

@@ -104,7 +104,7 @@ class _Replacement:
 
 # (owner, attribute name) -> replacement
 _replacements: dict[tuple[Any, str], _Replacement] = {}
-_lasting_patches: dict[type, contextlib.ExitStack] = {}  # class -> its patch by patch_for_snapkv
+_lasting_patches: dict[type, contextlib.ExitStack] = {}  # class -> patch_for_snapkv's patch
 
 
 class _Target(NamedTuple):
