@@ -50,8 +50,8 @@ CANDIDATES = {
     CONVERSATION: (KEEP_ALL, SPARSE_4BIT, SPARSE_IN_FILES, *EVICTING),
     BATCH: EVICTING,
 }
-# A long prompt gets the full cache only if it takes at most this fraction of the usable memory.
-# The rest is left to other programs.
+# A long prompt gets the full cache only if its peak memory, including the weights, is at most this
+# fraction of the usable memory. The rest is left to other programs.
 FULL_CACHE_SHARE = 0.75
 # Sparse attention is preferred to the full cache only if reading the prompt and generating
 # `MAX_TOKENS` answer tokens takes less than this fraction of the full cache's time.
@@ -206,7 +206,7 @@ def recommend(planner: Planner, request: AutoRequest, usable: int) -> Recommenda
 
 
 def _recommend_smallest(candidates: list[_Candidate], usable: int, kv_limit: int) -> Recommendation:
-    """Recommend the candidate that takes the least memory. None of the candidates fits."""
+    """Recommend the candidate that takes the least memory. Used if no candidate fits."""
 
     def share_of_limit(candidate: _Candidate) -> float:
         return max(candidate.plan.peak / usable, candidate.kv_bytes / kv_limit)

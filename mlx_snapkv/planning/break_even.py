@@ -36,7 +36,7 @@ def break_evens(speed: Speed, estimate: Speed) -> dict[str, BreakEven]:
 
     Args:
         speed: the speed record.
-        estimate: speeds estimated by timing a layer, for kinds that the record does not have.
+        estimate: speeds estimated by timing a layer, used where the record is incomplete.
     """
     return {
         "reading": _break_even(READ_SPARSE, READ_FULL, speed, estimate),

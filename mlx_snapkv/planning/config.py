@@ -72,7 +72,7 @@ class CompressionConfig:
 
         Args:
             keywords: keyword arguments of `generate_step`, including those for mlx-lm.
-            **fields: fields of the config without an argument in `generate_step`, such as `turns`.
+            **fields: fields that `generate_step` has no argument for, such as `turns`.
 
         Raises: SnapKVError: an option is invalid, conflicts with another, or belongs in `sparse`.
         """
@@ -157,8 +157,7 @@ class CompressionConfig:
     def require_compressible(self) -> None:
         """Check that no mlx-lm option rules out compression or sparse attention. Raises: SnapKVError.
 
-        Requests that are left to mlx-lm don't need this check, because they can use all its
-        options.
+        Requests that are left to mlx-lm can use all its options, so they don't need this check.
         """
         if self.max_kv_size is not None:
             raise ConflictError(Option("max_kv_size"), "a policy or sparse attention")

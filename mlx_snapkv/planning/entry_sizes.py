@@ -113,7 +113,7 @@ class EntrySizes:
         return count_bytes(list(mean_keys)) / PAGE_SIZE  # one mean key per page
 
     def cluster_bytes(self) -> float:
-        """Return the bytes per token of the clusters: a cluster id and a share of the means."""
+        """Return the bytes per token of the clusters: cluster ids and a share of the means."""
         n_kv_heads = sum(keys.shape[1] for keys, _ in self._entries)
         id_bytes = ID_TYPE.size * n_kv_heads
         return id_bytes + sum(self.bytes_by_layer()) / CLUSTER_SIZE

@@ -52,7 +52,7 @@ def advice_to_fit(footprint: Footprint, n_prompt: int, max_tokens: int, limit: i
     """Suggest how to make a request fit: store entries in fewer bits or in files, or shorten the prompt or the answer.
 
     Args:
-        footprint: estimates the memory of requests. The request does not fit with its config.
+        footprint: estimates the memory of requests. With its config, this request does not fit.
         n_prompt: prompt length in tokens.
         max_tokens: maximum answer length in tokens.
         limit: KV memory limit in bytes.

@@ -27,8 +27,8 @@ class PrefixCacheSize:
     Attributes:
         limit: total size in bytes.
         context: length of the longest prompt in tokens.
-        prompt_bytes: size of the longest prompt in the cache, in bytes. 0 if the setting does not
-            support prompts of this length.
+        prompt_bytes: number of bytes that the longest prompt takes in the cache. 0 if the setting
+            does not support prompts of this length.
     """
 
     limit: int

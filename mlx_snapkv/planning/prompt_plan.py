@@ -102,7 +102,7 @@ def _compress_reason(compress: Compress, n_prompt: int, max_tokens: int) -> str 
 
 
 def _budget_problem(compute_quota: Callable[[int], Quota], n_prompt: int) -> str | None:
-    """Return why the budget, a share of the prompt, is too small, or None if it is large enough."""
+    """Return why a share of the prompt is too small as a budget, or None if it is large enough."""
     try:
         compute_quota(n_prompt)
     except SnapKVError as error:

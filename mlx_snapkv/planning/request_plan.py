@@ -176,10 +176,10 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Return for how many entries each sparse-attention cache allocates memory.
+        """Return the number of entries that each sparse-attention cache allocates memory for.
 
         Entries of earlier turns are included. Unless the store is "memory", each chunk that chooses
-        entries first moves the earlier entries to the store. The cache then needs no memory for the
+        entries first moves the earlier entries to the store, so the cache never has to contain the
         whole prompt.
         """
         reading = self.sparse_reading
@@ -200,7 +200,7 @@ class Plan:
             return CHUNK_SIZE
         max_size = max_chunk_size(step_size)
         if chunks_choose:
-            return max(CHUNK_SIZE, max_size)  # to be split into sparse chunks
+            return max(CHUNK_SIZE, max_size)  # may be split into sparse chunks
         return align_chunks_to_voters(max_size, self.n_new, n_before_voters)
 
 
@@ -321,8 +321,8 @@ def _plan_sparse(
             n_before_choice=reach.first_choice_position(n_prompt, n_prompt - n_new),
         )
     decode_quota = sparse.quota(n_prompt)
-    # Don't adapt on several Macs, which would all have to make the same decisions. Don't adapt with
-    # other stores either, where reading all entries is slow.
+    # Several Macs would all have to make the same decisions. In stores other than "memory", reading
+    # all entries is slow.
     may_adapt = n_ranks() == 1 and sparse.store == "memory"
     return Plan(
         n_prompt=n_prompt,
