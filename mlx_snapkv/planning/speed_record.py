@@ -270,12 +270,23 @@ def _load_record() -> dict[str, Speed]:
             key: Speed({kind: _parse_line(sums) for kind, sums in lines.items()})
             for key, lines in content["speeds"].items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return {}
 
 
 def _parse_line(sums: Any) -> Line:
-    """Parse the weighted sums of a `Line`. Raises: ValueError, TypeError: the sums can't come from measurements."""
+    """Parse the weighted sums of a `Line`.
+
+    Raises: ValueError, TypeError, OverflowError: the sums can't come from measurements.
+    """
     line = Line(*map(float, sums))
     if not all(map(math.isfinite, line)) or line.weight <= 0 or line.sum_y <= 0:
         raise ValueError("no measurements have these sums")
